@@ -1,0 +1,1 @@
+"""The values that cross rooms: Cluster, Graph, Plan, Schedule, Estimate, SearchResult, Trace. No torch here."""

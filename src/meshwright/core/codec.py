@@ -1,0 +1,208 @@
+"""Strict reading and writing of values, as JSON or TOML.
+
+Strict means: an unknown field, a wrong type or a wrong unit is refused with the path of the field and, where one is
+near, the name that was probably meant. Nothing is guessed, nothing is dropped.
+
+A field whose name ends in `_bytes` may be written as a size (`72GiB`), one ending in `_seconds` as a time (`3ms`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import UnionType
+from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import tomli_w
+
+from meshwright.core.errors import InputError, nearest
+from meshwright.core.units import parse_bytes, parse_seconds
+
+T = TypeVar("T")
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_PATH = re.compile(r" - at `\$?(?P<path>[^`]*)`$")
+_PARSERS: tuple[tuple[str, Callable[[str], float]], ...] = (("_bytes", parse_bytes), ("_seconds", parse_seconds))
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A frozen value with a strict file form. Change one with `msgspec.structs.replace`."""
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str = "") -> Self:
+        return decode_json(text, cls, where or cls.__name__)
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "") -> Self:
+        return decode_toml(text, cls, where or cls.__name__)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a `.json` or `.toml` file."""
+        return load(path, cls)
+
+    def to_json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(without_none(msgspec.to_builtins(self)))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write as `.json` or `.toml`, whole or not at all."""
+        target = Path(path)
+        return write_whole(target, self.to_toml() if target.suffix == ".toml" else self.to_json())
+
+    @property
+    def hash(self) -> str:
+        """The same on every machine and version that reads the same fields."""
+        return stable_hash(self)
+
+
+def stable_hash(value: object) -> str:
+    """Sixteen hex digits over the value's canonical JSON."""
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()[:16]
+
+
+def load(path: str | os.PathLike[str], kind: type[T]) -> T:
+    """Read a value from a `.json` or `.toml` file."""
+    source = Path(path)
+    try:
+        text = source.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{source}: no such file{_sibling_hint(source)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{source}: cannot be read: {error}") from error
+    if source.suffix == ".toml":
+        return decode_toml(text, kind, str(source))
+    if source.suffix == ".json":
+        return decode_json(text, kind, str(source))
+    raise InputError(f"{source}: a value is read from a .json or .toml file, not '{source.suffix or source.name}'")
+
+
+def decode_json(text: str | bytes, kind: type[T], where: str) -> T:
+    try:
+        raw = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise InputError(f"{where}: not valid JSON: {error}") from error
+    return decode(raw, kind, where)
+
+
+def decode_toml(text: str, kind: type[T], where: str) -> T:
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{where}: not valid TOML: {error}") from error
+    return decode(raw, kind, where)
+
+
+def decode(raw: object, kind: type[T], where: str) -> T:
+    """Builtins → a value of the given type, or an `InputError` with the path of the field."""
+    try:
+        return msgspec.convert(_with_units(raw, where, ""), kind)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where}: {_explain(str(error), kind)}") from error
+
+
+def write_whole(target: Path, text: str) -> Path:
+    """Write beside the target and rename: a reader never sees half a file, a full disk keeps the old one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
+    return target
+
+
+def without_none(raw: Any) -> Any:
+    """TOML has no null: an unset field is left out."""
+    if isinstance(raw, dict):
+        return {key: without_none(item) for key, item in raw.items() if item is not None}
+    if isinstance(raw, list):
+        return [without_none(item) for item in raw]
+    return raw
+
+
+def _with_units(raw: object, where: str, path: str) -> object:
+    if isinstance(raw, dict):
+        return {key: _quantity(key, item, where, f"{path}.{key}") for key, item in raw.items()}
+    if isinstance(raw, list):
+        return [_with_units(item, where, f"{path}[{index}]") for index, item in enumerate(raw)]
+    return raw
+
+
+def _quantity(key: object, item: object, where: str, path: str) -> object:
+    if isinstance(key, str) and isinstance(item, str):
+        for suffix, parse in _PARSERS:
+            if key.endswith(suffix):
+                try:
+                    return parse(item)
+                except InputError as error:
+                    raise InputError(f"{where}: {path.lstrip('.')}: {error}") from None
+    return _with_units(item, where, path)
+
+
+def _explain(message: str, kind: Any) -> str:
+    """msgspec's message, with our path first and the nearest valid name last."""
+    match = _PATH.search(message)
+    path = match["path"].lstrip(".") if match else ""
+    said = message[: match.start()] if match else message
+    unknown = _UNKNOWN.search(said)
+    if unknown:
+        name = unknown["name"]
+        full = f"{path}.{name}" if path else name
+        return f"{full}: unknown field '{name}': {nearest(name, field_names(kind, path))}"
+    if path == "format":
+        return f"format: {said}: this version reads format 1; the file is from another version"
+    choices = [str(choice) for choice in get_args(_at(kind, path)) if isinstance(choice, str | int)]
+    wrong = re.fullmatch(r"Invalid enum value '?(?P<value>.*?)'?", said)
+    if wrong and choices:
+        said = f"'{wrong['value']}' is not valid: {nearest(wrong['value'], choices)}"
+    return f"{path}: {said}" if path else said
+
+
+def field_names(kind: Any, path: str) -> list[str]:
+    """The field names of the struct that lies at a path such as `device.rates[0]`."""
+    found = _struct(_at(kind, path))
+    return [field.encode_name for field in msgspec.structs.fields(found)] if found else []
+
+
+def _at(kind: Any, path: str) -> Any:
+    """The type that lies at a path. A union with None counts as its other half."""
+    for step in re.findall(r"\[[^\]]*\]|[^.\[\]]+", path):
+        kind = _inside(kind, step)
+    return _without_none(kind)
+
+
+def _inside(kind: Any, step: str) -> Any:
+    kind = _without_none(kind)
+    struct = _struct(kind)
+    if struct is not None and not step.startswith("["):
+        return get_type_hints(struct).get(step)
+    arguments = [argument for argument in get_args(kind) if argument is not Ellipsis]
+    return arguments[-1] if arguments else None
+
+
+def _without_none(kind: Any) -> Any:
+    if get_origin(kind) not in (Union, UnionType):
+        return kind
+    halves = [half for half in get_args(kind) if half is not type(None)]
+    return halves[0] if len(halves) == 1 else kind
+
+
+def _struct(kind: Any) -> type[msgspec.Struct] | None:
+    return kind if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
+
+
+def _sibling_hint(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f": the folder {folder} does not exist either"
+    names = [item.name for item in folder.iterdir() if item.suffix == path.suffix]
+    return f": {nearest(path.name, names)}" if names else ""

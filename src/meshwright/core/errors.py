@@ -1,0 +1,55 @@
+"""Errors a user may meet. Each message says what is wrong, where, and what to do.
+
+The value errors are also `ValueError`s, so that a value can refuse itself while its file is being read and the codec
+can add the path of the field.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MeshwrightError(Exception):
+    """Base of everything Meshwright raises on purpose."""
+
+
+class InputError(MeshwrightError, ValueError):
+    """A file, flag or name that cannot be read as what it should be."""
+
+
+class PlanError(MeshwrightError, ValueError):
+    """A plan that contradicts itself, its model or the ranks it is to run on."""
+
+
+class ScheduleError(MeshwrightError, ValueError):
+    """A schedule that would deadlock, or does a unit of work twice or never."""
+
+
+class ModelError(MeshwrightError):
+    """A model that cannot be named, built or called."""
+
+
+class CaptureError(MeshwrightError):
+    """A module whose forward or backward could not be followed on fake tensors."""
+
+
+class InfeasibleError(MeshwrightError):
+    """No candidate fits the budget. The message names the nearest miss and what does not fit, and by how much."""
+
+
+class RunError(MeshwrightError):
+    """A run that ended before its time: the message names the rank and its error."""
+
+
+class CheckpointError(MeshwrightError):
+    """A checkpoint that could not be written or read; an older one is never touched."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint naming the closest valid word, or all of them when none is close."""
+    words = sorted(set(valid))
+    close = difflib.get_close_matches(name, words, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"valid here: {', '.join(words)}" if words else "nothing is valid here"

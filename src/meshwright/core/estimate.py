@@ -1,0 +1,74 @@
+"""An Estimate: what a plan is predicted to cost. A Trace has the same fields, observed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from meshwright.core.codec import Value
+from meshwright.core.collective import Collective
+
+
+class TimeParts(Value, kw_only=True):
+    """Seconds of one step by part; they add up to the step.
+
+    exposed_gather, exposed_reduce: communication that compute does not hide, in forward and in backward.
+    A Trace cannot tell them from the compute around them yet and leaves them 0: compare `forward_total` with
+    `forward_total`, `backward_total` with `backward_total`.
+    """
+
+    forward: float = 0.0
+    recompute: float = 0.0
+    backward: float = 0.0
+    exposed_gather: float = 0.0
+    exposed_reduce: float = 0.0
+    bubble: float = 0.0
+    transfer: float = 0.0
+    update: float = 0.0
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(msgspec.structs.astuple(self))
+
+    @property
+    def forward_total(self) -> float:
+        return self.forward + self.exposed_gather
+
+    @property
+    def backward_total(self) -> float:
+        return self.backward + self.recompute + self.exposed_reduce
+
+
+class MemoryParts(Value, kw_only=True):
+    """Bytes on one device at the moment of its peak, by category; they add up to the peak."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    activations: int = 0
+    inputs: int = 0
+    gathered_parameters: int = 0
+    communication_buffers: int = 0
+    temporaries: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(msgspec.structs.astuple(self))
+
+
+class Estimate(Value, kw_only=True):
+    format: Literal[1] = 1
+    step_seconds: float
+    time_seconds: TimeParts
+    peak_bytes: int
+    """Of the worst device."""
+    memory_bytes: MemoryParts
+    host_bytes: int
+    tokens_per_second: float
+    model_flops_utilisation: float
+    budget_bytes: int
+    fits: bool
+    collectives: tuple[Collective, ...] = ()
+    """Of one rank in one step."""

@@ -1,0 +1,189 @@
+"""A Plan: every decision about how a model runs, as one plain value.
+
+World = pp · dp · cp · tp; `ep` divides `dp`. Global batch = microbatch · num_microbatches · dp.
+A plan names blocks by module names (`blocks.0-23`), never live objects. It can be written by hand, read on one screen,
+diffed and committed. A plan refuses itself when it contradicts itself; nothing is repaired.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from meshwright.core.codec import Value
+from meshwright.core.errors import PlanError
+from meshwright.core.names import expand_names
+
+Degree = Annotated[int, Meta(ge=1)]
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+RecomputeMode = Literal["selective", "full"]
+ZeroStage = Literal[0, 1, 2, 3]
+
+MULTI_STAGE_SCHEDULES = ("interleaved", "zbv", "dualpipev")
+
+
+class Mesh(Value, kw_only=True):
+    """The named grid of ranks."""
+
+    pp: Degree = 1
+    dp: Degree = 1
+    cp: Degree = 1
+    tp: Degree = 1
+    ep: Degree = 1
+
+    def __post_init__(self) -> None:
+        if self.dp % self.ep:
+            raise PlanError(f"ep={self.ep} does not divide dp={self.dp}: experts live on subgroups of the dp ranks")
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+
+class Stage(Value, kw_only=True):
+    """Consecutive blocks on one pp coordinate."""
+
+    coordinate: Annotated[int, Meta(ge=0)]
+    blocks: tuple[str, ...]
+
+
+class TensorSharding(Value, kw_only=True):
+    """How one tensor lies over axes: one entry a dim, `""` where the dim is whole. `W[D, F_tp]` is `["", "tp"]`."""
+
+    tensor: str
+    dims: tuple[str, ...]
+    reason: str = ""
+    """Why a tensor that might be sharded is not."""
+
+
+class BlockSharding(Value, kw_only=True):
+    """Tensor shardings of a block kind (`for_kind`), or of single blocks that differ (`for_blocks`)."""
+
+    for_kind: str | None = None
+    for_blocks: tuple[str, ...] = ()
+    tensors: tuple[TensorSharding, ...]
+
+    def __post_init__(self) -> None:
+        if (self.for_kind is None) == (not self.for_blocks):
+            raise PlanError("a sharding is given either for_kind or for_blocks, not both and not neither")
+
+
+class Recompute(Value, kw_only=True):
+    """The named blocks redo their forward in backward: all of it, or the attention only. Others keep everything."""
+
+    mode: RecomputeMode
+    blocks: tuple[str, ...]
+
+
+class Offload(Value, kw_only=True):
+    """What leaves the device, where to, which share of it, and whether its update may run one step late."""
+
+    what: Literal["none", "optimizer", "parameters"] = "none"
+    where: Literal["host", "disk"] = "host"
+    share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    delayed: bool = False
+
+
+class Plan(Value, kw_only=True):
+    format: Literal[1] = 1
+    model: str
+    graph: str
+    """Identity of the graph it was made for; `apply` refuses another."""
+    cluster: str
+    """Hash of the cluster it was made for, or its name for a hand-written plan."""
+    mesh: Mesh = Mesh()
+    stages: tuple[Stage, ...]
+    sharding: tuple[BlockSharding, ...] = ()
+    sequence_parallel: bool = False
+    zero: ZeroStage = 0
+    hybrid: Degree | None = None
+    """Ranks in one sharding group of ZeRO; without it, all dp ranks."""
+    recompute: tuple[Recompute, ...] = ()
+    offload: Offload = Offload()
+    schedule: ScheduleKind = "1f1b"
+    virtual: Degree = 1
+    """Stages on each pp coordinate."""
+    microbatch: Degree
+    """Samples per microbatch per dp rank."""
+    num_microbatches: Degree
+    global_batch: Degree
+    precision: Precision = "fp32"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        _check_batch(self)
+        _check_stages(self)
+        _check_sharding_group(self)
+        _check_recompute(self)
+
+    @property
+    def world(self) -> int:
+        return self.mesh.world
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Every block, in order."""
+        return tuple(name for stage in self.stages for name in expand_names(stage.blocks))
+
+    @property
+    def shard_degree(self) -> int:
+        """Over how many ranks ZeRO splits: 1 where nothing is sharded."""
+        if self.zero == 0:
+            return 1
+        return self.hybrid or self.mesh.dp
+
+    def recomputed(self, mode: RecomputeMode) -> frozenset[str]:
+        """Names of the blocks under one recompute mode."""
+        return frozenset(name for rule in self.recompute if rule.mode == mode for name in expand_names(rule.blocks))
+
+    @property
+    def recompute_words(self) -> str:
+        """none, or the modes with the number of blocks each."""
+        counts = Counter[str]()
+        for rule in self.recompute:
+            counts[rule.mode] += len(expand_names(rule.blocks))
+        return " + ".join(f"{mode} ({count} blocks)" for mode, count in counts.items()) or "none"
+
+
+def _check_batch(plan: Plan) -> None:
+    product = plan.microbatch * plan.num_microbatches * plan.mesh.dp
+    if product != plan.global_batch:
+        raise PlanError(
+            f"microbatch {plan.microbatch} × num_microbatches {plan.num_microbatches} × dp {plan.mesh.dp} = {product}, "
+            f"but global_batch is {plan.global_batch}: make the product equal"
+        )
+
+
+def _check_stages(plan: Plan) -> None:
+    expected = plan.mesh.pp * plan.virtual
+    if len(plan.stages) != expected:
+        raise PlanError(
+            f"plan has {len(plan.stages)} stages but mesh axis 'pp' has degree {plan.mesh.pp} with {plan.virtual} virtual: "
+            f"give {expected} stages, one per pp coordinate and virtual stage"
+        )
+    for stage in plan.stages:
+        if stage.coordinate >= plan.mesh.pp:
+            raise PlanError(f"a stage is on pp coordinate {stage.coordinate}, but pp={plan.mesh.pp}")
+    repeated = [name for name, count in Counter(plan.blocks).items() if count > 1]
+    if repeated:
+        raise PlanError(f"block '{repeated[0]}' is in more than one stage: give each block to one stage")
+    if plan.virtual > 1 and plan.schedule not in MULTI_STAGE_SCHEDULES:
+        raise PlanError(f"schedule '{plan.schedule}' runs one stage per coordinate, but virtual={plan.virtual}")
+
+
+def _check_sharding_group(plan: Plan) -> None:
+    if plan.hybrid is None:
+        return
+    if plan.zero == 0:
+        raise PlanError(f"hybrid={plan.hybrid} without ZeRO: set zero to 1, 2 or 3, or leave hybrid out")
+    if plan.mesh.dp % plan.hybrid:
+        raise PlanError(f"hybrid={plan.hybrid} does not divide dp={plan.mesh.dp}")
+
+
+def _check_recompute(plan: Plan) -> None:
+    unknown = (plan.recomputed("full") | plan.recomputed("selective")) - set(plan.blocks)
+    if unknown:
+        raise PlanError(f"recompute names block '{min(unknown)}', which is in no stage")

@@ -1,0 +1,142 @@
+"""A PlanRequest: the parts of a plan a person has fixed, by flags or in a file. What is open is `None`.
+
+The search fills what is open; where nothing is searched, `plain_plan` takes the plain default for it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from meshwright.core.codec import Value
+from meshwright.core.errors import InputError, PlanError
+from meshwright.core.graph import Graph
+from meshwright.core.names import compact_names
+from meshwright.core.plan import Degree, Mesh, Offload, Plan, Precision, Recompute, ScheduleKind, Stage, ZeroStage
+
+_EVERY = re.compile(r"every:([1-9]\d*)")
+
+
+class PlanRequest(Value, kw_only=True):
+    """Field names are the plan flags' names."""
+
+    dp: Degree | None = None
+    tp: Degree | None = None
+    pp: Degree | None = None
+    cp: Degree | None = None
+    ep: Degree | None = None
+    virtual: Degree | None = None
+    zero: ZeroStage | None = None
+    hybrid: Degree | None = None
+    sequence_parallel: bool | None = None
+    microbatch: Degree | None = None
+    global_batch: Annotated[int, Meta(ge=1)] | None = None
+    schedule: ScheduleKind | None = None
+    recompute: str | None = None
+    precision: Precision | None = None
+    offload: str | None = None
+    compile: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.recompute is not None:
+            parse_recompute(self.recompute)
+        if self.offload not in (None, "none", "optimizer", "parameters"):
+            raise InputError(f"offload '{self.offload}' is not one of none, optimizer, parameters")
+
+    def updated(self, other: PlanRequest) -> PlanRequest:
+        """This request with everything the other one fixes."""
+        fixed = {name: value for name, value in msgspec.structs.asdict(other).items() if value is not None}
+        return msgspec.structs.replace(self, **fixed)
+
+
+def parse_recompute(text: str) -> tuple[str, int]:
+    """`none`, `selective`, `full` or `every:K` → mode and stride."""
+    if text in ("none", "selective", "full"):
+        return text, 1
+    match = _EVERY.fullmatch(text)
+    if match is None:
+        raise InputError(f"recompute '{text}' is not one of none, selective, full, every:K (such as every:2)")
+    return "full", int(match[1])
+
+
+def recompute_rules(text: str, blocks: tuple[str, ...]) -> tuple[Recompute, ...]:
+    """The flag's words as rules over the repeated blocks; `every:K` recomputes blocks 0, K, 2K, …"""
+    mode, stride = parse_recompute(text)
+    if mode == "none" or not blocks:
+        return ()
+    return (Recompute(mode="selective" if mode == "selective" else "full", blocks=compact_names(blocks[::stride])),)
+
+
+def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> Plan:
+    """The request with plain defaults: all ranks data parallel, one microbatch, nothing sharded or recomputed."""
+    mesh = plain_mesh(request, world)
+    global_batch = request.global_batch or (request.microbatch or 1) * mesh.dp
+    microbatch = request.microbatch or share_of_batch(global_batch, mesh.dp)
+    return Plan(
+        model=graph.model,
+        graph=graph.identity,
+        cluster=cluster,
+        mesh=mesh,
+        stages=one_stage(graph) if mesh.pp * (request.virtual or 1) == 1 else _no_stages(mesh),
+        sequence_parallel=bool(request.sequence_parallel),
+        zero=request.zero or 0,
+        hybrid=request.hybrid,
+        recompute=recompute_rules(request.recompute or "none", graph.repeated_blocks),
+        offload=Offload(what=request.offload or "none"),  # type: ignore[arg-type]
+        schedule=request.schedule or "1f1b",
+        virtual=request.virtual or 1,
+        microbatch=microbatch,
+        num_microbatches=count_microbatches(global_batch, mesh.dp, microbatch),
+        global_batch=global_batch,
+        precision=request.precision or "fp32",
+        compile=bool(request.compile),
+    )
+
+
+def plain_mesh(request: PlanRequest, world: int) -> Mesh:
+    """The requested degrees; an open dp takes the ranks the other axes leave."""
+    others = (request.pp or 1) * (request.cp or 1) * (request.tp or 1)
+    if request.dp is None and world % others:
+        raise PlanError(f"pp · cp · tp = {others} does not divide {world} ranks: change a degree or the number of ranks")
+    mesh = Mesh(
+        pp=request.pp or 1, dp=request.dp or world // others, cp=request.cp or 1, tp=request.tp or 1, ep=request.ep or 1
+    )
+    if mesh.world != world:
+        raise PlanError(
+            f"the plan needs pp {mesh.pp} · dp {mesh.dp} · cp {mesh.cp} · tp {mesh.tp} = {mesh.world} ranks, "
+            f"but there are {world}: change a degree, or run {mesh.world} ranks"
+        )
+    return mesh
+
+
+def share_of_batch(global_batch: int, dp: int) -> int:
+    """Samples per dp rank and step."""
+    if global_batch % dp:
+        below = global_batch - global_batch % dp
+        near = f"{below} or {below + dp}" if below else f"{dp}"
+        raise PlanError(f"global batch {global_batch} does not divide over dp={dp} ranks: use {near}")
+    return global_batch // dp
+
+
+def count_microbatches(global_batch: int, dp: int, microbatch: int) -> int:
+    """How many microbatches one rank runs in a step."""
+    share = share_of_batch(global_batch, dp)
+    if share % microbatch:
+        divisors = ", ".join(str(size) for size in range(1, share + 1) if share % size == 0)
+        raise PlanError(
+            f"each of {dp} ranks has {share} samples of the global batch {global_batch}, which do not divide into "
+            f"microbatches of {microbatch}: use one of {divisors}"
+        )
+    return share // microbatch
+
+
+def one_stage(graph: Graph) -> tuple[Stage, ...]:
+    """Everything on one pp coordinate."""
+    return (Stage(coordinate=0, blocks=compact_names(block.name for block in graph.blocks if block.name)),)
+
+
+def _no_stages(mesh: Mesh) -> tuple[Stage, ...]:
+    raise PlanError(f"pp={mesh.pp} needs stages: cutting a model into stages is not built yet; use pp=1, or give --plan FILE")

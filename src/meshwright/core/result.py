@@ -1,0 +1,55 @@
+"""A SearchResult: the plan, what it is predicted to cost, and why every other candidate lost."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from meshwright.core.codec import Value
+from meshwright.core.estimate import Estimate
+from meshwright.core.plan import Plan
+from meshwright.core.units import format_bytes, format_seconds
+
+
+class RunnerUp(Value, kw_only=True):
+    plan: Plan
+    step_seconds: float
+    peak_bytes: int
+    reason: str
+
+
+class SearchResult(Value, kw_only=True):
+    format: Literal[1] = 1
+    plan: Plan
+    estimate: Estimate
+    runners_up: tuple[RunnerUp, ...]
+    """Best first; those that do not fit come last."""
+    num_candidates: int
+    search_seconds: float
+
+    def __str__(self) -> str:
+        estimate = self.estimate
+        lines = [
+            f"{describe(self.plan)}: {format_seconds(estimate.step_seconds)} per step, "
+            f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.budget_bytes)} per device, "
+            f"{estimate.tokens_per_second:,.0f} tokens/s",
+            f"{self.num_candidates} candidates in {format_seconds(self.search_seconds)}; the runners-up:",
+            *(f"  {describe(other.plan)}: {other.reason}" for other in self.runners_up[:5]),
+        ]
+        return "\n".join(lines)
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a few words: `dp 8 · ZeRO 2 · 4 microbatches of 2 · recompute full · bf16`."""
+    axes = [f"{axis} {degree}" for axis in ("pp", "dp", "cp", "tp", "ep") if (degree := getattr(plan.mesh, axis)) > 1]
+    parts = axes or ["one device"]
+    if plan.zero:
+        parts.append(f"ZeRO {plan.zero}" + (f" in groups of {plan.hybrid}" if plan.hybrid else ""))
+    elif plan.mesh.dp > 1:
+        parts.append("replicated")
+    noun = "microbatch" if plan.num_microbatches == 1 else "microbatches"
+    parts.append(f"{plan.num_microbatches} {noun} of {plan.microbatch}")
+    if plan.recompute:
+        parts.append(f"recompute {' + '.join(dict.fromkeys(rule.mode for rule in plan.recompute))}")
+    if plan.offload.what != "none":
+        parts.append(f"offload {plan.offload.what}")
+    return " · ".join([*parts, plan.precision])

@@ -1,0 +1,103 @@
+"""A decoder-only transformer in the manner of GPT-2: learned positions, pre-norm blocks, SDPA, tied or untied head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GPTOptions:
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    seq: int = 1024
+    vocab: int = 50304
+    mlp: int = 4
+    """Width of the MLP in multiples of hidden."""
+    dropout: float = 0.0
+    tied: bool = False
+    """Whether the head shares the token embedding's weight."""
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden={self.hidden} does not divide into heads={self.heads}")
+
+
+class Attention(nn.Module):
+    def __init__(self, options: GPTOptions) -> None:
+        super().__init__()
+        self.heads = options.heads
+        self.dropout = options.dropout
+        self.query = nn.Linear(options.hidden, options.hidden)
+        self.key = nn.Linear(options.hidden, options.hidden)
+        self.value = nn.Linear(options.hidden, options.hidden)
+        self.output = nn.Linear(options.hidden, options.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[batch, seq, hidden] → [batch, heads, seq, hidden / heads]"""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    def __init__(self, options: GPTOptions) -> None:
+        super().__init__()
+        self.expand = nn.Linear(options.hidden, options.mlp * options.hidden)
+        self.contract = nn.Linear(options.mlp * options.hidden, options.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.contract(F.gelu(self.expand(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, options: GPTOptions) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(options.hidden)
+        self.attention = Attention(options)
+        self.mlp_norm = nn.LayerNorm(options.hidden)
+        self.mlp = MLP(options)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, options: GPTOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.token_embedding = nn.Embedding(options.vocab, options.hidden)
+        self.position_embedding = nn.Embedding(options.seq, options.hidden)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.norm = nn.LayerNorm(options.hidden)
+        self.head = nn.Linear(options.hidden, options.vocab, bias=False)
+        self.apply(self.initialise)
+        if options.tied:
+            self.head.weight = self.token_embedding.weight
+
+    def initialise(self, module: nn.Module) -> None:
+        """GPT-2's: normal with deviation 0.02, smaller on the way back into the residual stream, biases zero."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Block):
+            for project in (module.attention.output, module.mlp.contract):
+                nn.init.normal_(project.weight, std=0.02 / (2 * self.options.layers) ** 0.5)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.token_embedding(input_ids) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

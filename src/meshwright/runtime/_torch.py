@@ -1,0 +1,26 @@
+"""Every private torch name Meshwright uses, each with its reason. Nothing here imports torch.distributed.
+
+`tests/cpu/test_torch_names.py` fails clearly when a torch version moves one of them.
+"""
+
+from __future__ import annotations
+
+# The only hook that sees every op of forward and backward, below autograd; torch has no public name for it.
+# A value read on a fake tensor raises one of these; capture turns them into an error that names the module.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,  # tensors with shape, dtype and device but no memory; meta tensors take other attention paths
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What a module returns may be any nest of dicts, tuples and dataclasses; torch's own walk knows them all.
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "tree_leaves",
+]

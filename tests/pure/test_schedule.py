@@ -1,0 +1,269 @@
+"""Schedules: the generated ones are legal at every size, and `check` refuses every planted error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from graphlib import CycleError, TopologicalSorter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import quick
+
+from meshwright.core.errors import ScheduleError
+from meshwright.core.schedule import Action, Schedule, check, make_schedule
+
+Rows = list[list[Action]]
+
+schedules = st.builds(make_schedule, st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 12))
+small_schedules = st.builds(make_schedule, st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 4), st.integers(1, 4))
+
+
+def rows_of(schedule: Schedule) -> Rows:
+    return [list(actions) for actions in schedule.actions]
+
+
+def with_rows(schedule: Schedule, rows: Iterable[Iterable[Action]]) -> Schedule:
+    return msgspec.structs.replace(schedule, actions=tuple(map(tuple, rows)))
+
+
+def by_hand(text: str, num_stages: int, num_microbatches: int, placement: str = "loop") -> Schedule:
+    """One line a coordinate, one word an action: `F0.1` is the forward of stage 0, microbatch 1."""
+    kinds = {
+        "F": "forward", "B": "backward", "I": "backward_inputs", "W": "backward_weights", "U": "update",
+        "SF": "send_forward", "RF": "receive_forward", "SB": "send_backward", "RB": "receive_backward",
+    }  # fmt: skip
+
+    def action(word: str) -> Action:
+        letters = word.rstrip("0123456789.")
+        stage, microbatch = word[len(letters) :].split(".")
+        return Action(kinds[letters], int(stage), int(microbatch))
+
+    return Schedule(
+        kind="zb",
+        num_microbatches=num_microbatches,
+        num_stages=num_stages,
+        placement=placement,
+        actions=tuple(tuple(map(action, line.split())) for line in text.strip().splitlines()),
+    )
+
+
+ZERO_BUBBLE = """
+    F0.0 SF0.0 F0.1 SF0.1 RB0.0 I0.0 RB0.1 I0.1 W0.0 W0.1 U0.0
+    RF1.0 F1.0 I1.0 SB1.0 RF1.1 F1.1 I1.1 SB1.1 W1.0 W1.1 U1.0
+"""
+IN_A_V = """
+    F0.0 SF0.0 RF3.0 F3.0 B3.0 SB3.0 RB0.0 B0.0 U0.0 U3.0
+    RF1.0 F1.0 F2.0 SF2.0 RB2.0 B2.0 B1.0 SB1.0 U1.0 U2.0
+"""
+
+
+@quick
+@given(schedules)
+def test_generated_schedules_are_legal(schedule: Schedule) -> None:
+    assert check(schedule) is schedule
+
+
+@quick
+@given(st.integers(1, 8), st.integers(1, 12))
+def test_most_in_flight(num_stages: int, num_microbatches: int) -> None:
+    gpipe = make_schedule("gpipe", num_stages, num_microbatches)
+    alternating = make_schedule("1f1b", num_stages, num_microbatches)
+    for coordinate in range(num_stages):
+        assert gpipe.most_in_flight(coordinate) == num_microbatches
+        assert alternating.most_in_flight(coordinate) == min(num_stages - coordinate, num_microbatches)
+
+
+def test_gpipe_and_1f1b_in_full() -> None:
+    def shown(kind: str) -> list[str]:
+        rows = make_schedule(kind, 2, 3).actions
+        return ["".join({"forward": "F", "backward": "B", "update": "U"}.get(a.kind, "") for a in row) for row in rows]
+
+    assert shown("gpipe") == ["FFFBBBU", "FFFBBBU"]
+    assert shown("1f1b") == ["FFBFBBU", "FBFBFBU"]
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "zb", "zbv", "dualpipev"])
+def test_a_kind_without_generator_is_refused(kind: str) -> None:
+    with pytest.raises(ScheduleError, match=f"'{kind}' has no generator yet: use one of gpipe, 1f1b"):
+        make_schedule(kind, 2, 2)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(0, 1), (1, 0), (-1, 2)])
+def test_a_schedule_of_nothing_is_refused(num_stages: int, num_microbatches: int) -> None:
+    with pytest.raises(ScheduleError, match="at least one stage and one microbatch"):
+        make_schedule("gpipe", num_stages, num_microbatches)
+
+
+@quick
+@given(small_schedules, st.data())
+def test_a_dropped_action_is_refused(schedule: Schedule, data: st.DataObject) -> None:
+    rows = rows_of(schedule)
+    row = data.draw(st.sampled_from(rows))
+    dropped = row.pop(data.draw(st.integers(0, len(row) - 1)))
+    with pytest.raises(ScheduleError, match=f"^{dropped} is never done"):
+        check(with_rows(schedule, rows))
+
+
+@quick
+@given(small_schedules, st.data())
+def test_a_doubled_action_is_refused(schedule: Schedule, data: st.DataObject) -> None:
+    rows = rows_of(schedule)
+    row = data.draw(st.sampled_from(rows))
+    doubled = data.draw(st.sampled_from(row))
+    row.insert(data.draw(st.integers(0, len(row))), doubled)
+    with pytest.raises(ScheduleError, match=f"^{doubled} is done 2 times"):
+        check(with_rows(schedule, rows))
+
+
+@quick
+@given(small_schedules.filter(lambda schedule: schedule.num_coordinates > 1), st.data())
+def test_an_action_on_a_wrong_coordinate_is_refused(schedule: Schedule, data: st.DataObject) -> None:
+    rows = rows_of(schedule)
+    home = data.draw(st.integers(0, len(rows) - 1))
+    away = data.draw(st.integers(0, len(rows) - 1).filter(lambda coordinate: coordinate != home))
+    moved = rows[home].pop(data.draw(st.integers(0, len(rows[home]) - 1)))
+    rows[away].insert(data.draw(st.integers(0, len(rows[away]))), moved)
+    with pytest.raises(ScheduleError, match=f"^{moved} is on coordinate {away}, not {home}"):
+        check(with_rows(schedule, rows))
+
+
+@quick
+@given(small_schedules, st.data())
+def test_an_update_before_the_last_backward_is_refused(schedule: Schedule, data: st.DataObject) -> None:
+    rows = rows_of(schedule)
+    coordinate = data.draw(st.integers(0, len(rows) - 1))
+    row = rows[coordinate]
+    update = row.pop()
+    last_backward = max(place for place, action in enumerate(row) if action.kind == "backward")
+    row.insert(data.draw(st.integers(0, last_backward)), update)
+    with pytest.raises(ScheduleError, match=f"deadlock: coordinate {coordinate} waits in '{update}' for 'backward of stage"):
+        check(with_rows(schedule, rows))
+
+
+def test_two_coordinates_that_wait_for_each_other_are_named() -> None:
+    deadlocked = by_hand("RB0.0 F0.0 SF0.0 B0.0 U0.0 \n RF1.0 F1.0 B1.0 SB1.0 U1.0", num_stages=2, num_microbatches=1)
+    with pytest.raises(ScheduleError, match="deadlock: coordinate 0 waits in 'receive_backward .* for 'send_backward of stage 1"):
+        check(deadlocked)
+
+
+def precedences(num_stages: int, num_microbatches: int) -> dict[Action, set[Action]]:
+    """What each action of a plain pipeline needs, written a second time."""
+    needs: dict[Action, set[Action]] = {Action("update", stage, 0): set() for stage in range(num_stages)}
+    for microbatch in range(num_microbatches):
+        down = [(kind, stage) for stage in range(num_stages) for kind in ("receive_forward", "forward", "send_forward")][1:-1]
+        up = [(kind, stage) for stage in range(num_stages) for kind in ("send_backward", "backward", "receive_backward")][1:-1]
+        path = [Action(kind, stage, microbatch) for kind, stage in (*down, *reversed(up))]
+        needs |= {later: {earlier} for earlier, later in zip(path, path[1:], strict=False)}
+        for stage in range(num_stages):
+            needs[Action("update", stage, 0)].add(Action("backward", stage, microbatch))
+    return needs
+
+
+def can_finish(schedule: Schedule) -> bool:
+    sorter = TopologicalSorter(precedences(schedule.num_stages, schedule.num_microbatches))
+    for row in schedule.actions:
+        for earlier, later in zip(row, row[1:], strict=False):
+            sorter.add(later, earlier)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return False
+    return True
+
+
+@quick
+@given(small_schedules, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=3))
+def test_swapped_actions_are_refused_exactly_when_they_deadlock(
+    schedule: Schedule, swaps: list[tuple[int, int, int]]
+) -> None:
+    rows = rows_of(schedule)
+    for coordinate, i, j in swaps:
+        row = rows[coordinate % len(rows)]
+        i, j = i % len(row), j % len(row)
+        row[i], row[j] = row[j], row[i]
+    swapped = with_rows(schedule, rows)
+    if can_finish(swapped):
+        check(swapped)
+    else:
+        with pytest.raises(ScheduleError, match="deadlock"):
+            check(swapped)
+
+
+def test_zero_bubble_halves_are_legal() -> None:
+    schedule = check(by_hand(ZERO_BUBBLE, num_stages=2, num_microbatches=2))
+    assert schedule.most_in_flight(0) == schedule.most_in_flight(1) == 2  # the weights' half still needs the activations
+
+
+@quick
+@given(small_schedules)
+def test_every_schedule_may_put_weights_off_to_the_end(schedule: Schedule) -> None:
+    rows = []
+    for *work, update in schedule.actions:
+        halved = [msgspec.structs.replace(a, kind="backward_inputs") if a.kind == "backward" else a for a in work]
+        late = [msgspec.structs.replace(a, kind="backward_weights") for a in work if a.kind == "backward"]
+        rows.append([*halved, *late, update])
+    check(with_rows(schedule, rows))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("W0.1", "", "backward_weights of stage 0, microbatch 1 is never done"),
+        ("I0.1", "", "backward of stage 0, microbatch 1 is never done"),
+        ("I0.1", "I0.1 B0.1", "backward of stage 0, microbatch 1 is not part of the work: remove it"),
+        ("I1.0 SB1.0", "W1.0 I1.0 SB1.0", "backward_weights of stage 1, microbatch 0 is done 2 times"),
+        ("W0.1 U0.0", "U0.0 W0.1", "waits in 'update of stage 0.* for 'backward_weights of stage 0, microbatch 1"),
+        ("RB0.0 I0.0 RB0.1 I0.1 W0.0", "W0.0 RB0.0 I0.0 RB0.1 I0.1", "waits in 'backward_weights .* for 'backward_inputs"),
+    ],
+)
+def test_wrong_halves_are_refused(right: str, wrong: str, said: str) -> None:
+    assert right in ZERO_BUBBLE
+    with pytest.raises(ScheduleError, match=said):
+        check(by_hand(ZERO_BUBBLE.replace(right, wrong), num_stages=2, num_microbatches=2))
+
+
+def test_stages_lie_in_a_loop_or_a_v() -> None:
+    v = by_hand(IN_A_V, num_stages=4, num_microbatches=1, placement="v")
+    loop = msgspec.structs.replace(v, placement="loop")
+    assert [v.coordinate_of(stage) for stage in range(4)] == [0, 1, 1, 0]
+    assert [loop.coordinate_of(stage) for stage in range(4)] == [0, 1, 0, 1]
+
+
+def test_in_a_v_neighbours_on_one_coordinate_do_not_send() -> None:
+    check(by_hand(IN_A_V, num_stages=4, num_microbatches=1, placement="v"))
+    with_send = IN_A_V.replace("F2.0", "SF1.0 RF2.0 F2.0", 1)
+    with pytest.raises(ScheduleError, match="of stage [12], microbatch 0 is not part of the work"):
+        check(by_hand(with_send, num_stages=4, num_microbatches=1, placement="v"))
+
+
+def test_in_a_v_the_turn_is_still_ordered() -> None:
+    with pytest.raises(ScheduleError, match="waits in 'backward of stage 1, microbatch 0' for 'backward of stage 2"):
+        check(by_hand(IN_A_V.replace("B2.0 B1.0", "B1.0 B2.0"), num_stages=4, num_microbatches=1, placement="v"))
+
+
+@pytest.mark.parametrize("action", [Action("forward", 2, 0), Action("forward", 0, 3), Action("forward", -1, 0), Action("update", 0, 1)])
+def test_work_outside_the_step_is_refused(action: Action) -> None:
+    schedule = make_schedule("1f1b", 2, 3)
+    rows = rows_of(schedule)
+    rows[0].append(action)
+    with pytest.raises(ScheduleError, match=f"^{action}"):
+        check(with_rows(schedule, rows))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_stages"),
+    [
+        pytest.param("", 2, id="no coordinates"),
+        pytest.param("F0.0 B0.0 U0.0 \n ", 2, id="a coordinate without work"),
+        pytest.param(
+            "F0.0 SF0.0 RF2.0 F2.0 B2.0 SB2.0 U2.0 RB0.0 B0.0 U0.0 \n RF1.0 F1.0 SF1.0 RB1.0 B1.0 SB1.0 U1.0",
+            3,
+            id="three stages on two coordinates",
+        ),
+    ],
+)
+def test_a_misshapen_schedule_is_refused(text: str, num_stages: int) -> None:
+    with pytest.raises(ScheduleError):
+        check(by_hand(text, num_stages=num_stages, num_microbatches=1))
