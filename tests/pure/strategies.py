@@ -1,6 +1,6 @@
 """Hypothesis strategies and small hand-made values, shared by the pure tests.
 
-`values(kind)` reads the annotations of a value and makes legal ones; a value that can refuse itself has its own strategy.
+`values(kind)` reads the annotations of a value and makes legal ones; one that can refuse itself has its own strategy.
 """
 
 from __future__ import annotations
@@ -10,24 +10,34 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from meshwright.core.graph import Affine, Block, Graph, Kind, Op, Parameter
 from meshwright.core.names import compact_names
 from meshwright.core.plan import (
-    MULTI_STAGE_SCHEDULES, BlockSharding, Mesh, Offload, Plan, Recompute, ScheduleKind, Stage, TensorSharding,
+    MULTI_STAGE_SCHEDULES,
+    BlockSharding,
+    Mesh,
+    Offload,
+    Plan,
+    Recompute,
+    ScheduleKind,
+    Stage,
+    TensorSharding,
 )
 from meshwright.core.request import PlanRequest
 
 T = TypeVar("T")
 
-quick = settings(deadline=None, max_examples=40)
+quick = settings(deadline=None, max_examples=40, phases=set(Phase) - {Phase.explain})
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 degrees = st.integers(1, 4)
 module_names = st.lists(
-    st.one_of(st.integers(0, 12).map(str), st.from_regex(r"[a-z_][a-z0-9_]{0,3}", fullmatch=True)), min_size=1, max_size=4
+    st.one_of(st.integers(0, 12).map(str), st.from_regex(r"[a-z_][a-z0-9_]{0,3}", fullmatch=True)),
+    min_size=1,
+    max_size=4,
 ).map(".".join)
 
 
@@ -126,7 +136,9 @@ def _stages(draw: st.DrawFn, blocks: list[str], pp: int, virtual: int) -> tuple[
 @st.composite
 def _recompute_rules(draw: st.DrawFn, blocks: list[str]) -> tuple[Recompute, ...]:
     modes = draw(st.lists(st.sampled_from([None, "full", "selective"]), min_size=len(blocks), max_size=len(blocks)))
-    chosen = {mode: [block for block, own in zip(blocks, modes, strict=True) if own == mode] for mode in ("full", "selective")}
+    chosen = {
+        mode: [block for block, own in zip(blocks, modes, strict=True) if own == mode] for mode in ("full", "selective")
+    }
     return tuple(Recompute(mode=mode, blocks=compact_names(named)) for mode, named in chosen.items() if named)
 
 
@@ -161,18 +173,25 @@ def hand_graph() -> Graph:
         kind="matmul",
         phase="forward",
         count=2,
-        flops=Affine(10, 100),
-        read_bytes=Affine(0, 8),
-        written_bytes=Affine(0, 4),
+        flops=Affine(10.0, 100.0),
+        read_bytes=Affine(0.0, 8.0),
+        written_bytes=Affine(0.0, 4.0),
     )
     return Graph(
         model="gpt:layers=4",
         parameters=(
             Parameter(name="embed.weight", shape=(50, 8), dtype="float32", block="embed"),
-            *(Parameter(name=f"blocks.{i}.weight", shape=(8, 8), dtype="float32", block=f"blocks.{i}") for i in range(4)),
+            *(
+                Parameter(name=f"blocks.{i}.weight", shape=(8, 8), dtype="float32", block=f"blocks.{i}")
+                for i in range(4)
+            ),
             Parameter(name="head.weight", shape=(50, 8), dtype="float32", tied_to="embed.weight", block="head"),
         ),
-        kinds=(Kind(name="outside", ops=()), Kind(name="Block", ops=(matmul,)), Kind(name="Head", ops=(matmul, matmul))),
+        kinds=(
+            Kind(name="outside", ops=()),
+            Kind(name="Block", ops=(matmul,)),
+            Kind(name="Head", ops=(matmul, matmul)),
+        ),
         blocks=(
             Block(name="", kind="outside", repeated=False),
             Block(name="embed", kind="outside", repeated=False),
@@ -181,6 +200,6 @@ def hand_graph() -> Graph:
         ),
         timeline=(),
         buffer_bytes=0,
-        batch_bytes=Affine(0, 64),
+        batch_bytes=Affine(0.0, 64.0),
         tokens_per_sample=16,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -133,18 +134,32 @@ def test_an_action_on_a_wrong_coordinate_is_refused(schedule: Schedule, data: st
 @given(small_schedules, st.data())
 def test_an_update_before_the_last_backward_is_refused(schedule: Schedule, data: st.DataObject) -> None:
     rows = rows_of(schedule)
-    coordinate = data.draw(st.integers(0, len(rows) - 1))
-    row = rows[coordinate]
+    row = data.draw(st.sampled_from(rows))
     update = row.pop()
     last_backward = max(place for place, action in enumerate(row) if action.kind == "backward")
     row.insert(data.draw(st.integers(0, last_backward)), update)
-    with pytest.raises(ScheduleError, match=f"deadlock: coordinate {coordinate} waits in '{update}' for 'backward of stage"):
+    with pytest.raises(ScheduleError, match="deadlock"):
         check(with_rows(schedule, rows))
+
+
+def test_a_deadlock_names_who_holds_up_the_others() -> None:
+    out_of_order = by_hand(
+        """
+        F0.0 SF0.0 RB0.0 B0.0 U0.0
+        RF1.0 F1.0 U1.0 B1.0 SB1.0
+        """,
+        num_stages=2,
+        num_microbatches=1,
+    )
+    with pytest.raises(ScheduleError, match=r"coordinate 1 waits in 'update of stage 1, .* for 'backward of stage 1"):
+        check(out_of_order)
 
 
 def test_two_coordinates_that_wait_for_each_other_are_named() -> None:
     deadlocked = by_hand("RB0.0 F0.0 SF0.0 B0.0 U0.0 \n RF1.0 F1.0 B1.0 SB1.0 U1.0", num_stages=2, num_microbatches=1)
-    with pytest.raises(ScheduleError, match="deadlock: coordinate 0 waits in 'receive_backward .* for 'send_backward of stage 1"):
+    with pytest.raises(
+        ScheduleError, match=r"deadlock: coordinate 0 waits in 'receive_backward .* for 'send_backward of stage 1"
+    ):
         check(deadlocked)
 
 
@@ -152,10 +167,14 @@ def precedences(num_stages: int, num_microbatches: int) -> dict[Action, set[Acti
     """What each action of a plain pipeline needs, written a second time."""
     needs: dict[Action, set[Action]] = {Action("update", stage, 0): set() for stage in range(num_stages)}
     for microbatch in range(num_microbatches):
-        down = [(kind, stage) for stage in range(num_stages) for kind in ("receive_forward", "forward", "send_forward")][1:-1]
-        up = [(kind, stage) for stage in range(num_stages) for kind in ("send_backward", "backward", "receive_backward")][1:-1]
+        down = [
+            (kind, stage) for stage in range(num_stages) for kind in ("receive_forward", "forward", "send_forward")
+        ][1:-1]
+        up = [
+            (kind, stage) for stage in range(num_stages) for kind in ("send_backward", "backward", "receive_backward")
+        ][1:-1]
         path = [Action(kind, stage, microbatch) for kind, stage in (*down, *reversed(up))]
-        needs |= {later: {earlier} for earlier, later in zip(path, path[1:], strict=False)}
+        needs |= {later: {earlier} for earlier, later in pairwise(path)}
         for stage in range(num_stages):
             needs[Action("update", stage, 0)].add(Action("backward", stage, microbatch))
     return needs
@@ -164,7 +183,7 @@ def precedences(num_stages: int, num_microbatches: int) -> dict[Action, set[Acti
 def can_finish(schedule: Schedule) -> bool:
     sorter = TopologicalSorter(precedences(schedule.num_stages, schedule.num_microbatches))
     for row in schedule.actions:
-        for earlier, later in zip(row, row[1:], strict=False):
+        for earlier, later in pairwise(row):
             sorter.add(later, earlier)
     try:
         sorter.prepare()
@@ -174,7 +193,10 @@ def can_finish(schedule: Schedule) -> bool:
 
 
 @quick
-@given(small_schedules, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=3))
+@given(
+    small_schedules,
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=3),
+)
 def test_swapped_actions_are_refused_exactly_when_they_deadlock(
     schedule: Schedule, swaps: list[tuple[int, int, int]]
 ) -> None:
@@ -193,7 +215,9 @@ def test_swapped_actions_are_refused_exactly_when_they_deadlock(
 
 def test_zero_bubble_halves_are_legal() -> None:
     schedule = check(by_hand(ZERO_BUBBLE, num_stages=2, num_microbatches=2))
-    assert schedule.most_in_flight(0) == schedule.most_in_flight(1) == 2  # the weights' half still needs the activations
+    assert (
+        schedule.most_in_flight(0) == schedule.most_in_flight(1) == 2
+    )  # the weights' half still needs the activations
 
 
 @quick
@@ -215,7 +239,11 @@ def test_every_schedule_may_put_weights_off_to_the_end(schedule: Schedule) -> No
         ("I0.1", "I0.1 B0.1", "backward of stage 0, microbatch 1 is not part of the work: remove it"),
         ("I1.0 SB1.0", "W1.0 I1.0 SB1.0", "backward_weights of stage 1, microbatch 0 is done 2 times"),
         ("W0.1 U0.0", "U0.0 W0.1", "waits in 'update of stage 0.* for 'backward_weights of stage 0, microbatch 1"),
-        ("RB0.0 I0.0 RB0.1 I0.1 W0.0", "W0.0 RB0.0 I0.0 RB0.1 I0.1", "waits in 'backward_weights .* for 'backward_inputs"),
+        (
+            "RB0.0 I0.0 RB0.1 I0.1 W0.0",
+            "W0.0 RB0.0 I0.0 RB0.1 I0.1",
+            "waits in 'backward_weights .* for 'backward_inputs",
+        ),
     ],
 )
 def test_wrong_halves_are_refused(right: str, wrong: str, said: str) -> None:
@@ -234,16 +262,18 @@ def test_stages_lie_in_a_loop_or_a_v() -> None:
 def test_in_a_v_neighbours_on_one_coordinate_do_not_send() -> None:
     check(by_hand(IN_A_V, num_stages=4, num_microbatches=1, placement="v"))
     with_send = IN_A_V.replace("F2.0", "SF1.0 RF2.0 F2.0", 1)
-    with pytest.raises(ScheduleError, match="of stage [12], microbatch 0 is not part of the work"):
+    with pytest.raises(ScheduleError, match=r"of stage [12], microbatch 0 is not part of the work"):
         check(by_hand(with_send, num_stages=4, num_microbatches=1, placement="v"))
 
 
 def test_in_a_v_the_turn_is_still_ordered() -> None:
-    with pytest.raises(ScheduleError, match="waits in 'backward of stage 1, microbatch 0' for 'backward of stage 2"):
+    with pytest.raises(ScheduleError, match="deadlock"):
         check(by_hand(IN_A_V.replace("B2.0 B1.0", "B1.0 B2.0"), num_stages=4, num_microbatches=1, placement="v"))
 
 
-@pytest.mark.parametrize("action", [Action("forward", 2, 0), Action("forward", 0, 3), Action("forward", -1, 0), Action("update", 0, 1)])
+@pytest.mark.parametrize(
+    "action", [Action("forward", 2, 0), Action("forward", 0, 3), Action("forward", -1, 0), Action("update", 0, 1)]
+)
 def test_work_outside_the_step_is_refused(action: Action) -> None:
     schedule = make_schedule("1f1b", 2, 3)
     rows = rows_of(schedule)
@@ -252,18 +282,19 @@ def test_work_outside_the_step_is_refused(action: Action) -> None:
         check(with_rows(schedule, rows))
 
 
-@pytest.mark.parametrize(
-    ("text", "num_stages"),
-    [
-        pytest.param("", 2, id="no coordinates"),
-        pytest.param("F0.0 B0.0 U0.0 \n ", 2, id="a coordinate without work"),
-        pytest.param(
-            "F0.0 SF0.0 RF2.0 F2.0 B2.0 SB2.0 U2.0 RB0.0 B0.0 U0.0 \n RF1.0 F1.0 SF1.0 RB1.0 B1.0 SB1.0 U1.0",
-            3,
-            id="three stages on two coordinates",
-        ),
-    ],
-)
-def test_a_misshapen_schedule_is_refused(text: str, num_stages: int) -> None:
+def test_stages_that_do_not_fill_the_coordinates_are_refused() -> None:
+    three_on_two = """
+        F0.0 SF0.0 RF2.0 F2.0 B2.0 SB2.0 U2.0 RB0.0 B0.0 U0.0
+        RF1.0 F1.0 SF1.0 RB1.0 B1.0 SB1.0 U1.0
+    """
+    with pytest.raises(ScheduleError, match="3 stages"):
+        check(by_hand(three_on_two, num_stages=3, num_microbatches=1))
+    one_on_two = make_schedule("gpipe", 1, 2)
+    with pytest.raises(ScheduleError, match="1 stage"):
+        check(with_rows(one_on_two, [*one_on_two.actions, ()]))
+
+
+@pytest.mark.parametrize("num_stages", [0, 2])
+def test_a_schedule_without_coordinates_is_refused(num_stages: int) -> None:
     with pytest.raises(ScheduleError):
-        check(by_hand(text, num_stages=num_stages, num_microbatches=1))
+        check(by_hand("", num_stages=num_stages, num_microbatches=1))

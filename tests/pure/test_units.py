@@ -30,7 +30,9 @@ def test_sizes_as_people_write_them(text: str, num_bytes: int) -> None:
     assert type(parsed) is int
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("3ms", 0.003), ("1.5 s", 1.5), ("2min", 120), ("1h", 3600), ("20us", 2e-5)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("3ms", 0.003), ("1.5 s", 1.5), ("2min", 120), ("1h", 3600), ("20us", 2e-5)]
+)
 def test_times_as_people_write_them(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
 
@@ -74,7 +76,8 @@ def test_an_unknown_time_unit_names_the_valid_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (72 * 2**30, "72.00 GiB"), (-(2**21), "-2.00 MiB")]
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (72 * 2**30, "72.00 GiB"), (-(2**21), "-2.00 MiB")],
 )
 def test_bytes_are_shown_in_binary_units(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
@@ -100,7 +103,9 @@ def test_seconds_are_shown_in_the_unit_that_reads_best(seconds: float, text: str
     assert format_seconds(seconds) == text
 
 
-@pytest.mark.parametrize(("count", "text"), [(12, "12"), (1500, "1.5k"), (33.7e6, "33.7M"), (175e9, "175.0B"), (2e12, "2.0T")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(12, "12"), (1500, "1.5k"), (33.7e6, "33.7M"), (175e9, "175.0B"), (2e12, "2.0T")]
+)
 def test_counts_are_shown_short(count: float, text: str) -> None:
     assert format_count(count) == text
 

@@ -25,6 +25,10 @@ _REDUCTIONS = (
 )  # fmt: skip
 
 
+_TRANSCENDENTAL = (
+    "gelu", "gelu_backward", "tanh", "tanh_backward", "silu", "silu_backward", "sigmoid", "sigmoid_backward", "exp", "log",
+    "erf", "pow", "sin", "cos", "rsqrt", "softplus", "softplus_backward", "mish", "mish_backward",
+)  # fmt: skip
 _FREE = ("detach", "lift_fresh", "_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 
 
@@ -44,6 +48,8 @@ def kind_of(op: Any) -> OpKind:
         return "matmul"
     if name in _COPIES:
         return "copy"
+    if name in _TRANSCENDENTAL:
+        return "transcendental"
     return "reduction" if name in _REDUCTIONS else "elementwise"
 
 

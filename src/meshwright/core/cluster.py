@@ -161,7 +161,7 @@ def _full_rates(matmul: float) -> list[Rate]:
 
 
 def _byte_rates(copy: float) -> list[Rate]:
-    kinds: tuple[OpKind, ...] = ("elementwise", "reduction", "copy")
+    kinds: tuple[OpKind, ...] = ("elementwise", "transcendental", "reduction", "copy")
     return [
         Rate(kind=kind, dtype=dtype, size=1.0, per_second=copy)
         for kind in kinds

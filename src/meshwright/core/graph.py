@@ -14,7 +14,7 @@ import msgspec
 from meshwright.core.codec import Value, stable_hash
 
 Phase = Literal["forward", "backward"]
-OpKind = Literal["matmul", "convolution", "attention", "elementwise", "reduction", "copy"]
+OpKind = Literal["matmul", "convolution", "attention", "elementwise", "transcendental", "reduction", "copy"]
 DType = Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 
 ITEM_BYTES: dict[str, int] = {

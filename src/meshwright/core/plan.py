@@ -89,11 +89,11 @@ class Offload(Value, kw_only=True):
 
 class Plan(Value, kw_only=True):
     format: Literal[1] = 1
-    model: str
-    graph: str
-    """Identity of the graph it was made for; `apply` refuses another."""
-    cluster: str
-    """Hash of the cluster it was made for, or its name for a hand-written plan."""
+    model: str = ""
+    graph: str = ""
+    """Identity of the graph it was made for; `apply` refuses another. Empty in a plan written for any model."""
+    cluster: str = ""
+    """Hash of the cluster it was made for."""
     mesh: Mesh = Mesh()
     stages: tuple[Stage, ...]
     sharding: tuple[BlockSharding, ...] = ()

@@ -1,0 +1,1 @@
+"""(Graph, Plan, Cluster) → Estimate. Pure arithmetic, no torch."""

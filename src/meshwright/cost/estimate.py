@@ -1,0 +1,98 @@
+"""The estimate of a plan: compute, communication and memory put together.
+
+    step = m · (forward + recompute + backward) + exposed communication + update + the rest
+
+Communication runs beside compute. A share `overlap` of the shorter of the two disappears (probed; 1 where both run at full
+speed side by side, 0 where they queue for the same cores):
+
+    exposed = communication - overlap · min(communication, compute)                           -> exposed_seconds
+"""
+
+from __future__ import annotations
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import PlanError
+from meshwright.core.estimate import Estimate, TimeParts
+from meshwright.core.graph import Graph
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.cost.communication import Call, as_collectives, calls, collective_seconds
+from meshwright.cost.compute import ComputeCost, update_seconds
+from meshwright.cost.memory import peak_memory
+from meshwright.cost.state import total_elements
+
+
+def estimate(
+    graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None = None, budget_bytes: int | None = None
+) -> Estimate:
+    """What one step of the plan takes, in time and memory, on the worst device."""
+    check_costable(plan, cluster)
+    recipe = recipe or Recipe()
+    found = calls(graph, plan, recipe)
+    parts = time_parts(graph, plan, cluster, found)
+    memory = peak_memory(graph, plan, recipe, cluster.device)
+    budget = budget_bytes or cluster.device.memory_bytes
+    step_seconds = parts.total
+    flops = graph.flops(plan.global_batch)
+    return Estimate(
+        step_seconds=step_seconds,
+        time_seconds=parts,
+        peak_bytes=memory.total,
+        memory_bytes=memory,
+        host_bytes=memory.total * min(plan.world, cluster.devices_per_host) if cluster.device.kind == "cpu" else 0,
+        tokens_per_second=plan.global_batch * graph.tokens_per_sample / step_seconds,
+        model_flops_utilisation=flops / (step_seconds * plan.world * cluster.device.peak_flops_per_second),
+        budget_bytes=budget,
+        fits=memory.total <= budget,
+        collectives=as_collectives(found),
+    )
+
+
+def check_costable(plan: Plan, cluster: Cluster) -> None:
+    """What this version cannot cost is refused, never guessed."""
+    if plan.world > cluster.num_devices:
+        raise PlanError(
+            f"the plan needs {plan.world} devices, but '{cluster.name}' has {cluster.num_hosts} × {cluster.devices_per_host} = "
+            f"{cluster.num_devices}: lower a degree, or add hosts with --hosts"
+        )
+    axes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "cp", "tp", "ep")}
+    open_points = [f"{axis}={degree}" for axis, degree in axes.items() if degree > 1]
+    open_points += ["hybrid sharding"] if plan.hybrid else []
+    open_points += [f"offload of {plan.offload.what}"] if plan.offload.what != "none" else []
+    open_points += ["selective recompute"] if plan.recomputed("selective") else []
+    if open_points:
+        raise PlanError(f"this version cannot cost {', '.join(open_points)} yet: it costs dp with ZeRO 0 to 3 and full recompute")
+
+
+def time_parts(graph: Graph, plan: Plan, cluster: Cluster, found: tuple[Call, ...]) -> TimeParts:
+    cost = ComputeCost(graph, cluster, plan.precision, plan.microbatch)
+    microbatches = plan.num_microbatches
+    recomputed = plan.recomputed("full")
+    forward = microbatches * sum(cost.seconds(block.kind, "forward") for block in graph.blocks)
+    backward = microbatches * sum(cost.seconds(block.kind, "backward") for block in graph.blocks)
+    again = microbatches * sum(cost.seconds(b.kind, "forward") for b in graph.blocks if b.name in recomputed)
+    gather, reduce, other = (phase_seconds(found, phase, plan, cluster) for phase in ("forward", "backward", "other"))
+    overlap = cluster.device.overlap_share
+    elements = total_elements(graph.own_parameters, plan.shard_degree, trainable_only=True)
+    return TimeParts(
+        forward=forward,
+        recompute=again,
+        backward=backward,
+        exposed_gather=exposed_seconds(gather, forward, overlap),
+        exposed_reduce=exposed_seconds(reduce, backward + again, overlap),
+        update=update_seconds(elements, cluster.device),
+        other=other,
+    )
+
+
+def phase_seconds(found: tuple[Call, ...], phase: str, plan: Plan, cluster: Cluster) -> float:
+    """Communication of one phase, as if nothing hid it."""
+    return sum(
+        call.count * collective_seconds(call.kind, call.num_bytes, plan.mesh.dp, cluster)
+        for call in found
+        if call.phase == phase
+    )
+
+
+def exposed_seconds(communication: float, compute: float, overlap: float) -> float:
+    return communication - overlap * min(communication, compute)

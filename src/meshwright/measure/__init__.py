@@ -1,0 +1,1 @@
+"""Hardware → Cluster (probe), run → Trace (record), plan against one process (parity)."""

@@ -1,0 +1,140 @@
+"""How fast a device runs each kind of op, at sizes from tiny to large.
+
+Sizes are in the unit of the kind: flops for matmul, convolution and attention; bytes read plus written for the others.
+Backward passes are part of the figure for attention, convolution and reductions, since training runs both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.capture.capture import capture_source
+from meshwright.core.cluster import Rate
+from meshwright.core.graph import OpKind
+from meshwright.measure.stopwatch import median_seconds
+from meshwright.models.objective import call
+from meshwright.models.source import resolve
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+CPU_MATMUL_EDGES = (32, 96, 256, 512, 1024)
+CUDA_MATMUL_EDGES = (64, 256, 1024, 2048, 4096, 8192)
+CPU_ELEMENTS = (2**8, 2**13, 2**16, 2**19, 2**22)
+CUDA_ELEMENTS = (2**10, 2**16, 2**20, 2**24, 2**27)
+TINY_MODEL = "gpt:layers=2,hidden=16,heads=2,seq=8,vocab=32"
+
+
+def measure_rates(device: torch.device) -> list[Rate]:
+    """Rates of every kind of op, in fp32 and bf16."""
+    return [rate for precision in DTYPES for rate in _rates(device, precision)]
+
+
+def _rates(device: torch.device, precision: Precision) -> Iterator[Rate]:
+    measures: list[tuple[OpKind, Callable[..., Iterator[tuple[float, float]]]]] = [
+        ("matmul", _matmuls), ("attention", _attentions), ("convolution", _convolutions), ("elementwise", _additions),
+        ("transcendental", _gelus), ("reduction", _norms), ("copy", _copies),
+    ]  # fmt: skip
+    for kind, measure in measures:
+        for size, seconds in measure(device, DTYPES[precision]):
+            yield Rate(kind=kind, dtype=precision, size=size, per_second=size / seconds)
+
+
+def _matmuls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    for edge in CUDA_MATMUL_EDGES if device.type == "cuda" else CPU_MATMUL_EDGES:
+        one, other = (torch.randn(edge, edge, device=device, dtype=dtype) for _ in range(2))
+        yield 2.0 * edge**3, median_seconds(lambda one=one, other=other: one @ other, device)  # type: ignore[misc]
+
+
+def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    """Forward: two products of 2 · b · h · s² · d flops; backward: five."""
+    shapes = ((2, 4, 32, 32), (4, 8, 128, 32), (4, 8, 512, 64))
+    if device.type == "cuda":
+        shapes = ((2, 8, 128, 64), (4, 16, 1024, 64), (4, 16, 2048, 128))
+    for batch, heads, seq, width in shapes:
+        tensors = [torch.randn(batch, heads, seq, width, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
+        flops = 7 * 2.0 * batch * heads * seq * seq * width
+
+        def work(tensors: list[torch.Tensor] = tensors) -> None:
+            F.scaled_dot_product_attention(*tensors, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+
+        yield flops, median_seconds(work, device)
+
+
+def _convolutions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    """Forward, gradient of the input and of the weight: three times 2 · b · c² · k² · h · w flops."""
+    shapes = ((2, 32, 16), (4, 64, 32)) if device.type == "cpu" else ((16, 64, 56), (64, 256, 28))
+    for batch, channels, edge in shapes:
+        layer = nn.Conv2d(channels, channels, 3, padding=1, device=device, dtype=dtype)
+        image = torch.randn(batch, channels, edge, edge, device=device, dtype=dtype).requires_grad_()
+
+        def work(layer: nn.Module = layer, image: torch.Tensor = image) -> None:
+            layer(image).sum().backward()
+
+        yield 3 * 2.0 * batch * channels**2 * 9 * edge**2, median_seconds(work, device)
+
+
+def _additions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    return _elementwise(device, dtype, lambda tensor: tensor + tensor, tensors_touched=3)
+
+
+def _gelus(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    return _elementwise(device, dtype, F.gelu, tensors_touched=2)
+
+
+def _copies(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    return _elementwise(device, dtype, torch.clone, tensors_touched=2)
+
+
+def _elementwise(
+    device: torch.device, dtype: torch.dtype, op: Callable[[Any], Any], tensors_touched: int
+) -> Iterator[tuple[float, float]]:
+    for num_elements in CUDA_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS:
+        tensor = torch.randn(num_elements, device=device).to(dtype)
+        size = tensors_touched * tensor.numel() * tensor.element_size()
+        yield float(size), median_seconds(lambda tensor=tensor: op(tensor), device)  # type: ignore[misc]
+
+
+def _norms(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    """Layer norm, forward (reads 1, writes 1) and backward (reads 2, writes 1)."""
+    for rows, width in ((8, 64), (512, 128), (2048, 512)) if device.type == "cpu" else ((64, 256), (2048, 1024), (16384, 4096)):
+        layer = nn.LayerNorm(width, device=device, dtype=dtype)
+        tensor = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
+        gradient = torch.ones_like(tensor)
+
+        def work(layer: nn.Module = layer, tensor: torch.Tensor = tensor, gradient: torch.Tensor = gradient) -> None:
+            layer(tensor).backward(gradient)
+
+        yield 5.0 * tensor.numel() * tensor.element_size(), median_seconds(work, device)
+
+
+def measure_launch(device: torch.device) -> float:
+    """Least seconds one op costs in a real step: Python, autograd and dispatch included."""
+    source = resolve(TINY_MODEL)
+    graph = capture_source(source)
+    per_kind = {kind.name: sum(op.count for op in kind.ops) for kind in graph.kinds}
+    num_ops = sum(per_kind[block.kind] for block in graph.blocks)
+    module = source.build().to(device)
+    assert source.example is not None
+    batch = {name: tensor.to(device) for name, tensor in source.example(2).items()}  # type: ignore[union-attr]
+
+    def work() -> None:
+        source.objective.loss(call(module, batch), batch).backward()  # type: ignore[no-untyped-call]
+        module.zero_grad()
+
+    return median_seconds(work, device) / num_ops
+
+
+def measure_update(device: torch.device) -> float:
+    """Parameters AdamW updates per second, in tensors of a usual size."""
+    edge = 512 if device.type == "cpu" else 2048
+    parameters = [nn.Parameter(torch.randn(edge, edge, device=device)) for _ in range(4)]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return len(parameters) * edge**2 / median_seconds(optimizer.step, device)

@@ -1,0 +1,81 @@
+"""How fast ranks exchange data, and how much of that hides behind compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.core.cluster import CollectiveTime
+from meshwright.core.collective import CollectiveKind
+from meshwright.measure.stopwatch import median_seconds
+from meshwright.runtime.ranks import Rank
+
+CPU_SIZES = (8, 2**10, 2**16, 2**20, 2**22, 2**24)
+CUDA_SIZES = (8, 2**12, 2**18, 2**22, 2**26, 2**28)
+OVERLAP_BYTES = 2**22
+
+
+def measure_collectives(rank: Rank) -> tuple[CollectiveTime, ...]:
+    """Seconds of each kind at each size of the input tensor; the slowest rank's, the same on all."""
+    sizes = CUDA_SIZES if rank.device.type == "cuda" else CPU_SIZES
+    kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    keys = [(kind, size) for kind in kinds for size in sizes if size >= 4 * rank.num_ranks or kind != "reduce_scatter"]
+    seconds = [median_seconds(_collective(kind, size, rank), rank.device, together=True) for kind, size in keys]
+    shared = torch.tensor(seconds, dtype=torch.float64, device=rank.device if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return tuple(
+        CollectiveTime(kind=kind, num_ranks=rank.num_ranks, num_bytes=size, seconds=float(value))
+        for (kind, size), value in zip(keys, shared.tolist(), strict=True)
+    )
+
+
+def _collective(kind: CollectiveKind, num_bytes: int, rank: Rank) -> Callable[[], Any]:
+    """A call whose input tensor has this many bytes."""
+    length = num_bytes // 4
+    tensor = torch.ones(length, device=rank.device)
+    if kind == "all_gather":
+        output = torch.empty(length * rank.num_ranks, device=rank.device)
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+        return lambda: all_gather(output, tensor)
+    if kind == "reduce_scatter":
+        part = torch.empty(length // rank.num_ranks, device=rank.device)
+        whole = tensor[: part.numel() * rank.num_ranks]
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return lambda: reduce_scatter(part, whole)
+    if kind == "broadcast":
+        return lambda: dist.broadcast(tensor, src=0)
+    return lambda: dist.all_reduce(tensor)
+
+
+def measure_overlap(rank: Rank) -> float:
+    """(compute + communication - both at once) / the shorter of the two: 1 where one hides the other, 0 where they queue."""
+    edge = 512 if rank.device.type == "cpu" else 4096
+    matrix = torch.randn(edge, edge, device=rank.device)
+    message = torch.ones(OVERLAP_BYTES // 4, device=rank.device)
+    communicate = median_seconds(lambda: dist.all_reduce(message), rank.device, together=True)
+    one_product = median_seconds(lambda: matrix @ matrix, rank.device, together=True)
+    times = _same_everywhere(max(1, round(communicate / one_product)), rank)
+    compute = median_seconds(lambda: _products(matrix, times), rank.device, together=True)
+
+    def both() -> None:
+        work = dist.all_reduce(message, async_op=True)
+        _products(matrix, times)
+        work.wait()
+
+    together = median_seconds(both, rank.device, together=True)
+    return (compute + communicate - together) / min(compute, communicate)
+
+
+def _products(matrix: Tensor, times: int) -> None:
+    for _ in range(times):
+        matrix @ matrix  # noqa: B018
+
+
+def _same_everywhere(value: int, rank: Rank) -> int:
+    tensor = torch.tensor([value], dtype=torch.int64, device=rank.device if dist.get_backend() == "nccl" else "cpu")
+    dist.broadcast(tensor, src=0)
+    return int(tensor.item())

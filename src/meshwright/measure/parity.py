@@ -1,0 +1,217 @@
+"""Parity: a plan against one process, in float64, over several optimizer steps.
+
+Both start from the same weights and see the same global batches, with labels masked unevenly so that a loss normalised by
+microbatch instead of by token shows. Compared in every step: the loss, and every parameter's gradient; at the end, every
+parameter. A difference counts relative to the largest entry of the reference tensor:
+
+    |a - b|∞ / max(|b|∞, FLOOR · largest gradient of the step)  ≤  SLACK · ε · (number of blocks + 1)
+
+The bound grows with depth and machine epsilon; the floor keeps gradients that are zero but for rounding (the bias of an
+attention key) from being compared with themselves. Where the mathematics depends on the local batch (batch norm) the
+reference runs the same microbatch groups one after another; else it runs the global batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.core.codec import Value
+from meshwright.core.errors import ModelError
+from meshwright.core.plan import Plan
+from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch
+from meshwright.models.source import ModelSource, resolve
+from meshwright.runtime.apply import apply
+from meshwright.runtime.program import Program
+from meshwright.runtime.ranks import Rank, joined
+
+SLACK = 4096.0
+FLOOR = 1e-3
+SEED = 1234
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+Tamper = Callable[[Program], None]
+
+
+class ParityResult(Value, kw_only=True):
+    ok: bool
+    max_loss_difference: float
+    max_gradient_difference: float
+    max_parameter_difference: float
+    first_difference: str | None
+    bound: float
+    num_tensors: int
+    losses: tuple[tuple[float, float], ...]
+    """Plan and reference, step by step."""
+
+
+@dataclass(frozen=True)
+class _Reference:
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def parity_rank(payload: dict[str, Any]) -> dict[str, Any]:
+    """What each rank of `meshwright parity` runs."""
+    plan = msgspec.convert(payload["plan"], Plan)
+    with joined(payload["device"], payload["backend"]) as rank:
+        return dict(msgspec.to_builtins(compare(resolve(payload["model"]).small(), plan, payload["steps"], rank)))
+
+
+def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper: Tamper | None = None) -> ParityResult:
+    """Run plan and reference side by side. `tamper` may spoil the program: the tests plant errors with it."""
+    if source.example is None:
+        raise ModelError(f"{source.name} returned a module alone: return (module, batch) so that it can be run")
+    reference = _reference(source)
+    program = apply(_build(source), plan, optimizer=_optimizer, objective=source.objective, device=rank.device)
+    if tamper is not None:
+        tamper(program)
+    gradients: dict[str, Tensor] = {}
+    program.optimizer.register_step_pre_hook(lambda *_: gradients.update(_gradients(program.module)))
+    tally = _Tally(bound=SLACK * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
+    batches = source.example(num_steps * plan.global_batch)
+    for step in range(num_steps):
+        batch = _masked(slice_batch(batches, step * plan.global_batch, (step + 1) * plan.global_batch))
+        gradients.clear()
+        found = program.step(batch).loss
+        expected = _step(reference, batch, source, plan)
+        tally.loss(step, found, expected)
+        tally.gradients(step, gradients, _gradients(reference.module))
+        _update(reference)
+    tally.parameters(_parameters(program.module), _parameters(reference.module))
+    return tally.result()
+
+
+def _build(source: ModelSource) -> nn.Module:
+    """The model with weights every rank agrees on, and without dropout: two runs could not draw alike."""
+    torch.manual_seed(SEED)
+    module = source.build().double()
+    for part in module.modules():
+        if isinstance(part, DROPOUTS):
+            part.p = 0.0
+    return module
+
+
+def _reference(source: ModelSource) -> _Reference:
+    module = _build(source)
+    return _Reference(module, _optimizer([p for p in module.parameters() if p.requires_grad]))
+
+
+_optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+
+
+def _masked(batch: Batch) -> Batch:
+    """Sample i of a text batch does not count its first i mod 5 labels."""
+    labels = labels_of(batch)
+    if not isinstance(batch, dict) or labels is None or labels.dim() < 2 or labels.is_floating_point():
+        return batch
+    positions = torch.arange(labels.shape[1])
+    ignored = positions[None, :] < (torch.arange(labels.shape[0]) % 5)[:, None]
+    return {**batch, "labels": labels.masked_fill(ignored, IGNORED_LABEL)}
+
+
+def _step(reference: _Reference, batch: Batch, source: ModelSource, plan: Plan) -> float:
+    """Loss and gradients of the global batch in one process."""
+    groups = list(_groups(batch, plan)) if _depends_on_batch(reference.module) else [batch]
+    total = sum(source.objective.count(group) for group in groups)
+    loss = 0.0
+    for group in groups:
+        moved = map_batch(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, group)
+        mean = source.objective.loss(call(reference.module, moved), moved)
+        weighted = mean * (source.objective.count(group) / total)
+        weighted.backward()  # type: ignore[no-untyped-call]
+        loss += float(weighted.detach())
+    return loss
+
+
+def _depends_on_batch(module: nn.Module) -> bool:
+    return any(isinstance(part, BATCH_NORMS) for part in module.modules())
+
+
+def _groups(batch: Batch, plan: Plan) -> Iterator[Batch]:
+    for start in range(0, plan.global_batch, plan.microbatch):
+        yield slice_batch(batch, start, start + plan.microbatch)
+
+
+def _update(reference: _Reference) -> None:
+    reference.optimizer.step()
+    reference.optimizer.zero_grad()
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: _whole(parameter.grad).detach().clone()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: _whole(parameter).detach() for name, parameter in module.named_parameters()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+class _Tally:
+    """Collects differences and remembers the first that is too large."""
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+        self.first: str | None = None
+        self.largest = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
+        self.losses: list[tuple[float, float]] = []
+        self.num_tensors = 0
+
+    def loss(self, step: int, found: float, expected: float) -> None:
+        self.losses.append((found, expected))
+        self._note("loss", f"step {step}: loss", abs(found - expected) / max(abs(expected), 1e-30))
+
+    def gradients(self, step: int, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+        self._tensors("gradient", f"step {step}: gradient of ", found, expected)
+
+    def parameters(self, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+        self._tensors("parameter", "after the last step: ", found, expected)
+
+    def _tensors(self, kind: str, words: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+        self.num_tensors = len(expected)
+        floor = FLOOR * max((_largest(tensor) for tensor in expected.values()), default=0.0)
+        for name, tensor in expected.items():
+            if name not in found:
+                self._note(kind, f"{words}{name} is missing", float("inf"))
+                continue
+            if found[name].shape != tensor.shape:
+                self._note(kind, f"{words}{name} has shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}", float("inf"))
+                continue
+            scale = max(_largest(tensor), floor, 1e-30)
+            self._note(kind, f"{words}{name}", _largest(found[name] - tensor) / scale)
+
+    def _note(self, kind: str, words: str, difference: float) -> None:
+        wrong = not difference <= self.bound  # also true for NaN
+        if wrong and self.first is None:
+            self.first = f"{words} differs by {difference:.3g} (bound {self.bound:.3g})"
+        self.largest[kind] = difference if difference != difference else max(self.largest[kind], difference)
+
+    def result(self) -> ParityResult:
+        return ParityResult(
+            ok=self.first is None,
+            max_loss_difference=self.largest["loss"],
+            max_gradient_difference=self.largest["gradient"],
+            max_parameter_difference=self.largest["parameter"],
+            first_difference=self.first,
+            bound=self.bound,
+            num_tensors=self.num_tensors,
+            losses=tuple(self.losses),
+        )
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0

@@ -1,0 +1,133 @@
+"""Measure this machine with all ranks running at once: that is the speed they will have.
+
+Every figure is the slowest rank's median. What is measured, and how:
+
+    rates          flops/s or bytes/s of each kind of op at several sizes            -> kernels.measure_rates
+    launch         seconds per op of a model too small to compute anything           -> kernels.measure_launch
+    update         parameters per second through AdamW                               -> kernels.measure_update
+    collectives    seconds by kind and input bytes                                   -> links.measure_collectives
+    overlap        share of the shorter of matmul and all-reduce hidden when both run -> links.measure_overlap
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.cluster import Cluster, Device
+from meshwright.core.codec import stable_hash
+from meshwright.core.errors import InputError
+from meshwright.measure import kernels, links
+from meshwright.runtime.launch import launch
+from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
+
+
+def probe(
+    nproc: int | None = None, *, device: DeviceChoice = "auto", backend: BackendChoice = "auto", fresh: bool = False
+) -> Cluster:
+    """This machine as a Cluster of `nproc` devices; measured once, then read from the cache."""
+    num_ranks = nproc or default_num_ranks(device)
+    path = cache_file(num_ranks, device, backend)
+    if not fresh and path.exists():
+        try:
+            return Cluster.load(path)
+        except InputError:
+            path.unlink()  # written by another version: measure again
+    cluster = Cluster.from_json(launch("meshwright.measure.probe:probe_rank", {"device": device, "backend": backend}, num_ranks))
+    cluster.save(path)
+    return cluster
+
+
+def default_num_ranks(device: DeviceChoice = "auto") -> int:
+    """One rank a GPU, or a core."""
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def cache_file(num_ranks: int, device: str, backend: str) -> Path:
+    """One file per machine, torch version and number of ranks."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    facts = (platform.node(), cpu_name(), os.cpu_count(), str(torch.__version__), num_ranks, device, backend, gpu_name())
+    return home / "meshwright" / f"cluster-{stable_hash(facts)}.json"
+
+
+def probe_rank(payload: dict[str, Any]) -> str:
+    """What each rank of a probe runs."""
+    with joined(payload["device"], payload["backend"]) as rank:
+        return measure_cluster(rank).to_json()
+
+
+def measure_cluster(rank: Rank) -> Cluster:
+    """Called by all running ranks together; every rank gets the same Cluster."""
+    rates = kernels.measure_rates(rank.device)
+    slowest = _slowest([rate.per_second for rate in rates], rank)
+    shared = tuple(
+        kernels.Rate(kind=rate.kind, dtype=rate.dtype, size=rate.size, per_second=value)
+        for rate, value in zip(rates, slowest, strict=True)
+    )
+    update, launches = _slowest([kernels.measure_update(rank.device), 1 / kernels.measure_launch(rank.device)], rank)
+    collectives = links.measure_collectives(rank) if rank.num_ranks > 1 else ()
+    (overlap,) = _slowest([links.measure_overlap(rank) if rank.num_ranks > 1 else 1.0], rank)
+    return Cluster(
+        name="local",
+        origin="probe",
+        num_hosts=1,
+        devices_per_host=rank.num_ranks,
+        device=Device(
+            name=gpu_name() if rank.device.type == "cuda" else cpu_name(),
+            kind="cuda" if rank.device.type == "cuda" else "cpu",
+            memory_bytes=device_memory_bytes(rank),
+            rates=shared,
+            launch_seconds=1 / launches,
+            update_elements_per_second=update,
+            overlap_share=max(0.0, min(1.0, overlap)),
+            peak_flops_per_second=max(rate.per_second for rate in shared if rate.kind == "matmul"),
+        ),
+        collectives=collectives,
+        host_memory_bytes=host_memory_bytes(),
+        notes=(f"measured with {rank.num_ranks} ranks at once, torch {torch.__version__}",),
+    )
+
+
+def _slowest(values: list[float], rank: Rank) -> list[float]:
+    """The least of each value over all ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if rank.device.type == "cuda" and dist.get_backend() == "nccl":
+        tensor = tensor.to(rank.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return [float(value) for value in tensor]
+
+
+def device_memory_bytes(rank: Rank) -> int:
+    """A GPU's own memory, or an equal share of the host's."""
+    if rank.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(rank.device).total_memory)
+    return host_memory_bytes() // rank.num_ranks
+
+
+def host_memory_bytes() -> int:
+    """Physical memory, or the control group's limit where that is lower."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        return min(physical, int(text))
+    return physical
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def gpu_name() -> str:
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"

@@ -1,0 +1,43 @@
+"""Seconds a piece of work takes: median of repeats, all ranks starting together."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LEAST_SECONDS = 0.04
+LEAST_REPEATS, MOST_REPEATS = 3, 50
+
+
+def median_seconds(work: Callable[[], Any], device: torch.device, *, together: bool = False) -> float:
+    """Repeat until enough time has been seen. `together`: every rank repeats equally often, as collectives need."""
+    work()
+    first = _once(work, device)
+    repeats = max(LEAST_REPEATS, min(MOST_REPEATS, int(LEAST_SECONDS / max(first, 1e-9))))
+    if together:
+        repeats = _agree(repeats, device)
+    return statistics.median(_once(work, device) for _ in range(repeats))
+
+
+def _once(work: Callable[[], Any], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _agree(repeats: int, device: torch.device) -> int:
+    tensor = torch.tensor([repeats], dtype=torch.int64, device=device if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return int(tensor.item())

@@ -1,0 +1,103 @@
+"""`apply` turns a module and a plan into a Program; `wrap` does the same for people who keep their own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from meshwright.core.errors import PlanError
+from meshwright.core.plan import Plan
+from meshwright.core.schedule import make_schedule
+from meshwright.models.objective import DEFAULT, Objective
+from meshwright.runtime.data_parallel import prepare_microbatch, spread
+from meshwright.runtime.mesh import build_mesh, check_model, check_runnable, check_same_plan
+from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
+from meshwright.runtime.precision import compute_context, store
+from meshwright.runtime.program import Program, Recorder
+from meshwright.runtime.ranks import join
+from meshwright.runtime.recompute import mark_recompute
+
+
+def apply(
+    module: nn.Module,
+    plan: Plan,
+    *,
+    optimizer: Optimizer | OptimizerFactory,
+    objective: Objective = DEFAULT,
+    max_norm: float | None = None,
+    recorder: Recorder | None = None,
+    device: torch.device | None = None,
+) -> Program:
+    """Spread a module over the running ranks as the plan says. The module itself is changed."""
+    spread_module, bound, mesh = _spread(module, plan, optimizer, device)
+    schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches)
+    return Program(spread_module, bound, plan, schedule, mesh, objective, max_norm, recorder)
+
+
+def wrap(
+    module: nn.Module, optimizer: Optimizer, plan: Plan, device: torch.device | None = None
+) -> tuple[nn.Module, Optimizer]:
+    """The same module and optimizer, spread; forward, `loss.backward()` and `optimizer.step()` stay as they were.
+
+    The plan's `num_microbatches` backward passes make one step: ranks reduce gradients in the last of them, and
+    `optimizer.step()` in between is refused. Divide each loss by their number, as with plain torch.
+    """
+    spread_module, bound, mesh = _spread(module, plan, optimizer, device)
+    counter = _MicrobatchCounter(spread_module, plan)
+    spread_module.register_forward_pre_hook(counter.before_forward)
+    bound.register_step_pre_hook(counter.before_update)
+    context = compute_context(plan, torch.device(mesh.device_type))
+    spread_module.forward = _inside(context, spread_module.forward)  # type: ignore[method-assign]
+    return spread_module, bound
+
+
+def _spread(
+    module: nn.Module, plan: Plan, optimizer: Optimizer | OptimizerFactory, device: torch.device | None
+) -> tuple[nn.Module, Optimizer, DeviceMesh]:
+    check_runnable(plan)
+    device = device or join().device
+    mesh = build_mesh(plan, device)
+    check_same_plan(plan)
+    check_model(module, plan)
+    before = named_parameters(module)
+    store(module, plan, device)
+    mark_recompute(module, plan)
+    spread_module = spread(module, plan, mesh)  # last: it must see the tensors the steps above made
+    return spread_module, make_optimizer(optimizer, module, before), mesh
+
+
+class _MicrobatchCounter:
+    """Counts training forwards between updates, and tells data parallelism which backward is the last."""
+
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        self.module = module
+        self.plan = plan
+        self.done = 0
+
+    def before_forward(self, module: nn.Module, arguments: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.done += 1
+            prepare_microbatch(self.module, self.plan, is_last=self.done % self.plan.num_microbatches == 0)
+
+    def before_update(self, *_: Any) -> None:
+        if self.done % self.plan.num_microbatches:
+            raise PlanError(
+                f"optimizer.step() after {self.done} of {self.plan.num_microbatches} microbatches: their gradients are not "
+                "reduced yet; run all of them first, or set num_microbatches in the plan"
+            )
+        self.done = 0
+
+
+def _inside(context: Callable[[], Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*arguments: Any, **options: Any) -> Any:
+        with context():
+            return forward(*arguments, **options)
+
+    return run

@@ -1,0 +1,83 @@
+"""Data parallelism: replicate, or shard the training state (ZeRO) by one mechanism.
+
+| ZeRO | parameters gathered              | gradients reduced                       |
+|------|----------------------------------|-----------------------------------------|
+| 0    | always whole                     | all-reduce in the last microbatch       |
+| 1    | once a step, kept until its end  | reduce-scatter in the last microbatch   |
+| 2    | once a step, kept until its end  | reduce-scatter in every microbatch      |
+| 3    | before each use of a block       | reduce-scatter in every microbatch      |
+
+ZeRO 0 is DistributedDataParallel; 1, 2 and 3 are `fully_shard` with other answers to when to gather and when to reduce.
+Each repeated block is gathered by itself; all else forms one group that stays gathered from forward to backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.core.groups import shard_groups
+from meshwright.core.plan import Plan
+from meshwright.models.parameters import list_parameters
+from meshwright.runtime.precision import sharded_policy
+
+
+def spread(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
+    """The module, replicated or sharded over the dp axis."""
+    if plan.zero:
+        return shard_state(module, plan, mesh)
+    return replicate(module, mesh) if plan.mesh.dp > 1 else module
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Every rank holds everything; buckets of gradients are all-reduced while backward goes on."""
+    return DistributedDataParallel(
+        module,
+        process_group=mesh.get_group("dp"),
+        gradient_as_bucket_view=True,
+        **{_forward_buffer_option(): False},  # type: ignore[arg-type]
+    )
+
+
+def _forward_buffer_option() -> str:
+    """torch 2.13 renamed the option that sends buffers round before every forward; 2.11 knows only the old name."""
+    options = inspect.signature(DistributedDataParallel).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
+
+
+def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
+    """Each rank holds 1/dp of every parameter, gradient and optimizer state."""
+    copy_from_first_rank(module, mesh)
+    policy = sharded_policy(plan)
+    for name in filter(None, shard_groups(list_parameters(module), plan.blocks)):
+        fully_shard(module.get_submodule(name), mesh=mesh["dp"], reshard_after_forward=plan.zero == 3, mp_policy=policy)
+    return fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=policy)
+
+
+def copy_from_first_rank(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Ranks may have started from other random weights: the first one's count."""
+    group = mesh.get_group("dp")
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def prepare_microbatch(module: nn.Module, plan: Plan, is_last: bool) -> None:
+    """Say before a microbatch's forward whether its backward reduces gradients and gives up gathered parameters."""
+    if isinstance(module, DistributedDataParallel):
+        module.require_backward_grad_sync = is_last
+    elif isinstance(module, FSDPModule):
+        module.set_is_last_backward(is_last)
+        module.set_requires_gradient_sync(is_last or plan.zero >= 2)
+        module.set_reshard_after_backward(is_last or plan.zero == 3)
+
+
+def inner(module: nn.Module) -> nn.Module:
+    """The user's module, without a replica wrapper around it."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+

@@ -1,0 +1,110 @@
+"""Start local ranks through torch's elastic launcher, and say in words how they ended.
+
+Each rank is a fresh Python process that runs `meshwright.runtime.rank`, which calls one function with one payload. What
+rank 0's function returns comes back here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import InputError, RunError
+from meshwright.core.units import format_bytes
+from meshwright.runtime.affinity import local_cores
+
+RANKS_PER_CORE = 16
+"""More ranks than this on one core are taken for a slip of the hand."""
+MONITOR_SECONDS = 0.1
+
+
+def check_num_ranks(num_ranks: int, device: str = "auto") -> None:
+    """More ranks than this machine can hold are refused before anything starts."""
+    most = RANKS_PER_CORE * len(local_cores())
+    if num_ranks < 1:
+        raise InputError(f"--nproc {num_ranks}: at least one rank is needed")
+    if num_ranks > most:
+        raise InputError(f"--nproc {num_ranks}: this machine has {len(local_cores())} cores; run at most {most} ranks on it")
+
+
+def launch(function: str, payload: dict[str, Any], num_ranks: int) -> Any:
+    """Run `package.module:function` with the payload on every rank; returns what rank 0 returned."""
+    check_num_ranks(num_ranks)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        payload_file, result_file = Path(folder, "payload.json"), Path(folder, "result.json")
+        payload_file.write_text(json.dumps(payload))
+        _run_ranks([function, str(payload_file), str(result_file)], num_ranks, Path(folder, "logs"))
+        return json.loads(result_file.read_text()) if result_file.exists() else None
+
+
+def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=MONITOR_SECONDS,
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "meshwright.runtime.rank", *arguments)
+    except ChildFailedError as error:
+        raise describe_failure(error.failures, num_ranks) from None
+    except SignalException as error:
+        raise KeyboardInterrupt(f"stopped by {error.sigval.name}") from None
+
+
+def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
+    """The rank that failed first and why. A rank that was killed outright comes before those that then lost it."""
+    killed = {rank: failure for rank, failure in failures.items() if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM}
+    if killed:
+        rank, failure = min(killed.items())
+        return RunError(f"rank {rank} of {num_ranks} {_killed_by(-failure.exitcode, failure.pid)}. All ranks were stopped.")
+    reports = {rank: _report_of(failure) for rank, failure in failures.items()}
+    rank, report = min(reports.items(), key=lambda item: item[1]["seconds"])
+    return RunError(f"rank {rank} of {num_ranks} failed: {report['message']}")
+
+
+def _killed_by(number: int, pid: int) -> str:
+    name = signal.Signals(number).name
+    if number != signal.SIGKILL:
+        return f"was ended by {name} (process {pid})"
+    return (
+        f"was killed from outside ({name}, process {pid}); most often the host ran out of memory: {_memory_words()}. "
+        "Use fewer ranks, a smaller microbatch, or ZeRO"
+    )
+
+
+def _memory_words() -> str:
+    """Available memory, and how often the kernel has killed here for the lack of it."""
+    words = [f"{format_bytes(os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))} are free now"]
+    events = Path("/sys/fs/cgroup/memory.events")
+    if events.exists():
+        counts = dict(line.split() for line in events.read_text().splitlines())
+        words.append(f"the kernel has killed {counts.get('oom_kill', '0')} processes of this group for memory")
+    return ", ".join(words)
+
+
+def _report_of(failure: Any) -> dict[str, Any]:
+    """What the rank itself wrote down before it ended; its exit code where it had no time to."""
+    try:
+        return dict(json.loads(Path(failure.error_file).read_text())["message"]["extraInfo"])
+    except (OSError, ValueError, KeyError, TypeError):
+        words = f"it ended with exit code {failure.exitcode} and left no message; its last words are above"
+        return {"seconds": float(failure.timestamp), "message": words}

@@ -1,0 +1,69 @@
+"""The named grid of ranks a plan asks for, and the checks that belong at its door."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.core.errors import PlanError, nearest
+from meshwright.core.graph import identity
+from meshwright.core.plan import Plan
+from meshwright.models.parameters import list_parameters
+
+
+def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    """Ranks by axis, pp outermost and tp innermost: neighbours share a host."""
+    check_world(plan)
+    degrees = (plan.mesh.pp, plan.mesh.dp, plan.mesh.cp, plan.mesh.tp)
+    return init_device_mesh(device.type, degrees, mesh_dim_names=("pp", "dp", "cp", "tp"))
+
+
+def check_world(plan: Plan) -> None:
+    world = dist.get_world_size()
+    if plan.world != world:
+        raise PlanError(f"the plan is for {plan.world} ranks, but {world} are running: start {plan.world}, or plan for {world}")
+
+
+def check_same_plan(plan: Plan) -> None:
+    """All ranks must hold the same plan; the odd one out is named."""
+    hashes: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hashes, plan.hash)
+    usual, _ = Counter(hashes).most_common(1)[0]
+    odd = [str(rank) for rank, found in enumerate(hashes) if found != usual]
+    if odd:
+        raise PlanError(f"ranks hold different plans: rank {', '.join(odd)} differs from the others; give all the same file")
+
+
+def check_model(module: nn.Module, plan: Plan) -> None:
+    """A plan made for another model is refused."""
+    names = {name for name, _ in module.named_modules()}
+    unknown = [block for block in plan.blocks if block not in names]
+    if unknown:
+        raise PlanError(f"the plan names block '{unknown[0]}', which this model does not have: {nearest(unknown[0], names)}")
+    found = identity(list_parameters(module))
+    if plan.graph and plan.graph != found:
+        raise PlanError(
+            f"the plan was made for another model ({plan.model or 'unnamed'}, graph {plan.graph}), this one has graph {found}: "
+            "parameters, their shapes, ties or what is trained differ; plan again"
+        )
+
+
+def check_runnable(plan: Plan) -> None:
+    """What the Plan value can say but this version cannot run yet is refused before anything is allocated."""
+    axes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "cp", "tp", "ep")}
+    reasons = [f"{axis}={degree}" for axis, degree in axes.items() if degree > 1]
+    reasons += [f"hybrid={plan.hybrid}"] if plan.hybrid else []
+    reasons += ["selective recompute"] if plan.recomputed("selective") else []
+    reasons += [f"offload of {plan.offload.what}"] if plan.offload.what != "none" else []
+    reasons += ["compile"] if plan.compile else []
+    reasons += ["fp16"] if plan.precision == "fp16" else []
+    reasons += [f"schedule {plan.schedule} without stages"] if plan.schedule != "1f1b" else []
+    if reasons:
+        raise PlanError(
+            f"this version cannot run {', '.join(reasons)} yet: it runs dp with ZeRO 0 to 3, full recompute, "
+            "fp64, fp32 and bf16, schedule 1f1b"
+        )

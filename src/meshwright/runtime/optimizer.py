@@ -1,0 +1,52 @@
+"""Any torch optimizer, kept across the moment when a module's parameters become shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.core.errors import PlanError
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def make_optimizer(optimizer: Optimizer | OptimizerFactory, module: nn.Module, before: dict[str, nn.Parameter]) -> Optimizer:
+    """An optimizer over the module's parameters as they are now.
+
+    A factory is called with the trainable ones. An optimizer made before keeps its groups and settings, and is given the
+    new parameters in place of the old.
+    """
+    if isinstance(optimizer, Optimizer):
+        return rebind(optimizer, before, named_parameters(module))
+    return optimizer([parameter for parameter in module.parameters() if parameter.requires_grad])
+
+
+def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> Optimizer:
+    """Replace each old parameter in the optimizer's groups by the new one of the same name."""
+    if optimizer.state and any(before[name] is not after[name] for name in before):
+        raise PlanError("the optimizer has already stepped: apply or wrap the plan before the first optimizer.step()")
+    replacement = {id(old): after[name] for name, old in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [_replaced(parameter, replacement) for parameter in group["params"]]
+    return optimizer
+
+
+def _replaced(parameter: Tensor, replacement: dict[int, nn.Parameter]) -> nn.Parameter:
+    if id(parameter) not in replacement:
+        raise PlanError(
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
+            "make the optimizer from this model's parameters"
+        )
+    return replacement[id(parameter)]
+
+
+def state_tensors(optimizer: Optimizer) -> Iterable[Any]:
+    """Every tensor of the optimizer's state."""
+    return (item for state in optimizer.state.values() for item in state.values() if isinstance(item, Tensor))

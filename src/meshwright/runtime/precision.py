@@ -1,0 +1,45 @@
+"""Precision: fp64 and fp32 as they are; bf16 computes in bfloat16 and keeps parameters, reductions and updates in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from meshwright.core.plan import Plan
+from meshwright.models.objective import Batch, map_batch
+
+STORED = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
+
+
+def store(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
+    """The module's tensors on the device, floating ones in the dtype the plan stores."""
+    return module.to(device=device, dtype=STORED[plan.precision])
+
+
+def compute_context(plan: Plan, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What forward and loss run in. Sharded modules cast by themselves (`sharded_policy`)."""
+    if plan.precision == "bf16" and plan.zero == 0:
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext
+
+
+def sharded_policy(plan: Plan) -> MixedPrecisionPolicy:
+    """Gather and compute in bf16, reduce gradients in fp32."""
+    if plan.precision == "bf16":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()
+
+
+def to_device(batch: Batch, plan: Plan, device: torch.device) -> Batch:
+    """The batch where the module is; floating inputs follow an fp64 model."""
+
+    def move(tensor: Tensor) -> Tensor:
+        dtype = torch.float64 if plan.precision == "fp64" and tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device=device, dtype=dtype, non_blocking=True)
+
+    return map_batch(move, batch)

@@ -1,0 +1,306 @@
+"""A Program: a module spread over ranks by a plan, and the step that trains it.
+
+The step loops over the plan's schedule. The loss of the global batch is the mean over all its tokens, whatever the number
+of ranks and microbatches:
+
+    loss = Σ_ranks Σ_microbatches mean_i · count_i / Σ count      each backward runs on  mean_i · count_i · dp / Σ count
+
+(the factor dp, because data parallelism averages over ranks). Σ count is summed while the first forward runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from meshwright.core.collective import Collective
+from meshwright.core.errors import PlanError
+from meshwright.core.estimate import MemoryParts, TimeParts
+from meshwright.core.plan import Plan
+from meshwright.core.schedule import Schedule
+from meshwright.core.trace import StepRecord, Trace
+from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
+from meshwright.runtime.clip import clip
+from meshwright.runtime.clock import Mark, mark
+from meshwright.runtime.data_parallel import inner, prepare_microbatch
+from meshwright.runtime.environment import describe_environment, peak_resident_bytes
+from meshwright.runtime.precision import compute_context, to_device
+
+SAMPLED_STEP = 2
+"""The step a recorder watches: the first ones still allocate what later ones reuse."""
+WARMUP_STEPS = 3
+"""Steps left out of the timings where there are more."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a recorder saw of one step on one rank."""
+
+    peak_bytes: int
+    memory_bytes: MemoryParts
+    collectives: tuple[Collective, ...]
+
+
+class Recorder(Protocol):
+    """Runs one step and says what it saw."""
+
+    def record(self, program: Program, batch: Batch, run: Callable[[], Any]) -> tuple[Any, Sample]: ...
+
+
+@dataclass
+class StepOutput:
+    """What a step gave. Reading `loss` waits for the ranks' sum; until then nothing does."""
+
+    tokens: int
+    _sums: Tensor
+    _count: Tensor
+    _work: Any
+    _marks: list[tuple[str, Mark]]
+    _norm: Tensor | None = None
+    sampled: bool = False
+    _resolved: tuple[float, float] | None = field(default=None, repr=False)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the tokens of the global batch."""
+        return self._values()[0]
+
+    @property
+    def signal(self) -> float:
+        """Sum of the signals the ranks gave to this step."""
+        return self._values()[1]
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Global norm before clipping; None where nothing clips."""
+        return None if self._norm is None else float(self._norm)
+
+    @property
+    def seconds(self) -> float:
+        return self._marks[0][1].seconds_until(self._marks[-1][1])
+
+    @property
+    def time_seconds(self) -> TimeParts:
+        parts: dict[str, float] = {}
+        for (_, start), (name, end) in zip(self._marks, self._marks[1:], strict=False):
+            parts[name] = parts.get(name, 0.0) + start.seconds_until(end)
+        return TimeParts(**parts)
+
+    def _values(self) -> tuple[float, float]:
+        if self._resolved is None:
+            if self._work is not None:
+                self._work.wait()
+            total, signal = self._sums.tolist()
+            self._resolved = (total / max(float(self._count), 1.0), signal)
+        return self._resolved
+
+
+class Program:
+    """Made by `apply`. It owns the spread module and its optimizer."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        schedule: Schedule,
+        mesh: DeviceMesh,
+        objective: Objective,
+        max_norm: float | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.spread_module = module
+        self.optimizer = optimizer
+        self.plan = plan
+        self.schedule = schedule
+        self.mesh = mesh
+        self.objective = objective
+        self.max_norm = max_norm
+        self.device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        self.sample: Sample | None = None
+        self._recorder = recorder
+        self._sampling = False
+        self._outputs: list[StepOutput] = []
+        self._compute = compute_context(plan, self.device)
+        self._dp = mesh.get_group("dp")
+        self._coordinate = mesh.get_local_rank("pp")
+        # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
+        self._keeps_buckets = isinstance(module, DistributedDataParallel) and plan.num_microbatches > 1
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module; its parameters are shards under ZeRO."""
+        return inner(self.spread_module)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._outputs)
+
+    def step(self, batch: Batch, signal: float = 0.0) -> StepOutput:
+        """Train on one global batch: this rank's share of it, or all of it (then the share is taken here)."""
+        share = self.share_of(batch)
+        if self._recorder is None or self.num_steps != SAMPLED_STEP:
+            output = self._step(share, signal)
+        else:
+            output, self.sample = self._record(share, signal)
+        self._outputs.append(output)
+        return output
+
+    def share_of(self, batch: Batch) -> Batch:
+        """This rank's samples of a global batch. A batch that already is the share is returned as it is."""
+        own = self.plan.microbatch * self.plan.num_microbatches
+        found = num_samples(batch)
+        if found == own:
+            return batch
+        if found != self.plan.global_batch:
+            raise PlanError(
+                f"the batch has {found} samples: give this rank's {own}, or the global batch of {self.plan.global_batch}"
+            )
+        start = self.mesh.get_local_rank("dp") * own
+        return slice_batch(batch, start, start + own)
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean loss over batches, each a share or a global batch, without training."""
+        self.spread_module.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for batch in batches:
+                share = self.share_of(batch)
+                count = self.objective.count(share)
+                moved = to_device(share, self.plan, self.device)
+                with self._compute():
+                    loss = self.objective.loss(call(self.spread_module, moved), moved)
+                sums += torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
+        dist.all_reduce(sums, group=self._dp)
+        self.spread_module.train()
+        total, count = sums.tolist()
+        return float(total / max(count, 1.0))
+
+    def sync_buffers(self) -> None:
+        """Buffers follow each rank's own samples (batch norm): before they are used or saved, the first rank's count."""
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, group=self._dp, group_src=0)
+
+    def trace(self) -> Trace:
+        """What this rank saw so far."""
+        records = tuple(
+            StepRecord(
+                step=index,
+                loss=output.loss,
+                seconds=output.seconds,
+                time_seconds=output.time_seconds,
+                tokens=output.tokens,
+                sampled=output.sampled,
+            )
+            for index, output in enumerate(self._outputs)
+        )
+        counted = steps_that_count(records)
+        seconds = statistics.median(record.seconds for record in counted) if counted else 0.0
+        tokens = statistics.fmean(record.tokens for record in counted) if counted else 0.0
+        return Trace(
+            plan=self.plan.hash,
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            step_seconds=seconds,
+            time_seconds=median_parts(counted),
+            peak_bytes=self.sample.peak_bytes if self.sample else None,
+            memory_bytes=self.sample.memory_bytes if self.sample else None,
+            host_bytes=peak_resident_bytes(),
+            tokens_per_second=tokens / seconds if seconds else 0.0,
+            collectives=self.sample.collectives if self.sample else (),
+            num_steps=len(records),
+            steps=records,
+            environment=describe_environment(self.device),
+        )
+
+    def _record(self, batch: Batch, signal: float) -> tuple[StepOutput, Sample]:
+        assert self._recorder is not None
+        self._sampling = True
+        try:
+            output, sample = self._recorder.record(self, batch, lambda: self._step(batch, signal))
+        finally:
+            self._sampling = False
+        output.sampled = True
+        return output, sample
+
+    def _step(self, batch: Batch, signal: float) -> StepOutput:
+        marks: list[tuple[str, Mark]] = [("start", mark(self.device))]
+        microbatches = self._microbatches(batch)
+        counts = [self.objective.count(microbatch) for microbatch in microbatches]
+        total_count, counting = self._sum_counts(sum(counts))
+        sums = torch.tensor([0.0, signal], dtype=torch.float64, device=self.device)
+        losses: dict[int, Tensor] = {}
+        norm = None
+        for action in self.schedule.actions[self._coordinate]:
+            index = action.microbatch
+            if action.kind == "forward":
+                losses[index] = self._forward(microbatches[index], is_last=index == len(microbatches) - 1)
+                sums[0] += losses[index].detach() * counts[index]
+            elif action.kind == "backward":
+                if counting is not None:
+                    counting.wait()
+                    counting = None
+                scale = counts[index] * self.plan.mesh.dp / total_count.clamp(min=1)
+                self._backward(losses.pop(index), scale)
+            elif action.kind == "update":
+                norm = self._update()
+            marks.append((action.kind, mark(self.device)))
+        work = dist.all_reduce(sums, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
+        tokens = sum(counts) * self.plan.mesh.dp
+        return StepOutput(tokens, sums, total_count, work, marks, norm)
+
+    def _microbatches(self, batch: Batch) -> list[Batch]:
+        size = self.plan.microbatch
+        return [slice_batch(batch, size * index, size * (index + 1)) for index in range(self.plan.num_microbatches)]
+
+    def _sum_counts(self, count: int) -> tuple[Tensor, Any]:
+        total = torch.tensor(float(count), dtype=torch.float64, device=self.device)
+        work = dist.all_reduce(total, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
+        return total, work
+
+    def _forward(self, microbatch: Batch, is_last: bool) -> Tensor:
+        prepare_microbatch(self.spread_module, self.plan, is_last)
+        moved = to_device(microbatch, self.plan, self.device)
+        with self._region("forward"), self._compute():
+            return self.objective.loss(call(self.spread_module, moved), moved)
+
+    def _backward(self, loss: Tensor, scale: Tensor) -> None:
+        with self._region("backward"):
+            (loss * scale.to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
+
+    def _update(self) -> Tensor | None:
+        with self._region("update"):
+            norm = None
+            if self.max_norm is not None:
+                norm = clip(self.module.parameters(), self.max_norm, self._dp if self.plan.zero else None)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
+            return norm
+
+    def _region(self, name: str) -> AbstractContextManager[Any]:
+        """A named stretch in the profile of a sampled step; nothing in other steps."""
+        return torch.profiler.record_function(f"meshwright/{name}") if self._sampling else nullcontext()
+
+
+def steps_that_count(records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
+    """Without warm-up and sampled steps, where enough others remain."""
+    plain = tuple(record for record in records if not record.sampled)
+    return plain[WARMUP_STEPS:] if len(plain) > 2 * WARMUP_STEPS else plain[1:] or plain
+
+
+def median_parts(records: tuple[StepRecord, ...]) -> TimeParts:
+    """The median of each part over the steps."""
+    if not records:
+        return TimeParts()
+    names = TimeParts.__struct_fields__
+    return TimeParts(**{name: statistics.median(getattr(r.time_seconds, name) for r in records) for name in names})

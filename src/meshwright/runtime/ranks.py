@@ -1,0 +1,108 @@
+"""This process as a rank of a job: its number, its device, its process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.errors import InputError, RunError
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+BackendChoice = Literal["auto", "gloo", "nccl"]
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Rank:
+    number: int
+    num_ranks: int
+    local_number: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+
+def started_by_launcher() -> bool:
+    """Whether torchrun, or our own launcher, has made this process a rank."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def choose_device(choice: DeviceChoice, local_number: int, num_local: int, backend: BackendChoice) -> torch.device:
+    """The device of one rank: a GPU each where there are GPUs, else the CPU."""
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("device 'cuda' was asked for, but torch sees no GPU: use --device cpu, or install a CUDA build of torch")
+    num_gpus = torch.cuda.device_count()
+    if num_local > num_gpus and backend != "gloo":
+        raise InputError(
+            f"{num_local} ranks but {num_gpus} GPUs: run at most {num_gpus} ranks here, or --backend gloo to share a GPU"
+        )
+    return torch.device("cuda", local_number % num_gpus)
+
+
+@contextmanager
+def joined(device: DeviceChoice = "auto", backend: BackendChoice = "auto") -> Iterator[Rank]:
+    """Join the job's process group, and leave it in the end, whatever happens."""
+    rank = join(device, backend)
+    try:
+        yield rank
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(device: DeviceChoice = "auto", backend: BackendChoice = "auto") -> Rank:
+    """Join the process group torchrun described in the environment; alone where it described none."""
+    if not started_by_launcher():
+        return _alone(device, backend)
+    number, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_number = int(os.environ.get("LOCAL_RANK", "0"))
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    chosen = choose_device(device, local_number, num_local, backend)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if not dist.is_initialized():
+        dist.init_process_group(backend_name(chosen, backend), timeout=COLLECTIVE_TIMEOUT)
+    return Rank(number, num_ranks, local_number, chosen)
+
+
+def _alone(device: DeviceChoice, backend: BackendChoice) -> Rank:
+    chosen = choose_device(device, 0, 1, backend)
+    if not dist.is_initialized():
+        dist.init_process_group(backend_name(chosen, backend), store=dist.HashStore(), rank=0, world_size=1)
+    return Rank(0, 1, 0, chosen)
+
+
+def backend_name(device: torch.device, choice: BackendChoice) -> str:
+    """NCCL for tensors on GPUs and gloo for those on the CPU; gloo alone takes both."""
+    if device.type == "cpu":
+        if choice == "nccl":
+            raise InputError("backend 'nccl' needs GPUs: use gloo")
+        return "gloo"
+    return "gloo" if choice == "gloo" else "cpu:gloo,cuda:nccl"
+
+
+def first_rank_decides(make: object, rank: Rank) -> object:
+    """A value that only rank 0 computed, on every rank. A failure on rank 0 is raised everywhere."""
+    box: list[object] = [None]
+    if rank.is_first:
+        try:
+            box = [make() if callable(make) else make]
+        except Exception as error:
+            dist.broadcast_object_list([RunError(f"rank 0 failed: {error}")])
+            raise
+    dist.broadcast_object_list(box)
+    if isinstance(box[0], RunError):
+        raise box[0]
+    return box[0]

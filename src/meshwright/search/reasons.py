@@ -1,0 +1,38 @@
+"""Why a candidate lost to the chosen plan, in one line."""
+
+from __future__ import annotations
+
+import msgspec
+
+from meshwright.core.estimate import Estimate
+from meshwright.core.units import format_bytes, format_seconds
+
+WORDS = {
+    "forward": "forward",
+    "recompute": "recompute",
+    "backward": "backward",
+    "exposed_gather": "gathering parameters",
+    "exposed_reduce": "communication in backward",
+    "bubble": "bubble",
+    "transfer": "transfers",
+    "update": "the optimizer's update",
+    "other": "other work",
+}
+
+
+def reason_lost(lost: Estimate, best: Estimate) -> str:
+    """The memory it is over, or the part of the step that costs it most against the best."""
+    if not lost.fits:
+        over = lost.peak_bytes - lost.budget_bytes
+        return f"{format_bytes(over)} over the budget of {format_bytes(lost.budget_bytes)}"
+    slower = lost.step_seconds / best.step_seconds - 1
+    if slower == 0:
+        return "equally fast, less plain"
+    gains = _differences(lost, best)
+    part, seconds = max(gains.items(), key=lambda item: item[1])
+    return f"+{slower:.1%} time: +{format_seconds(seconds)} for {WORDS[part]}"
+
+
+def _differences(lost: Estimate, best: Estimate) -> dict[str, float]:
+    one, other = (msgspec.structs.asdict(found.time_seconds) for found in (lost, best))
+    return {part: one[part] - other[part] for part in one}
