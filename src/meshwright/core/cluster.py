@@ -1,7 +1,7 @@
 """A Cluster: devices, hosts and links, each figure with its origin.
 
-Two kinds of Cluster exist. A *probed* one carries measured points (rates by op kind and size, collectives by size), taken
-with all ranks running at once. A *named* one carries vendor figures, from `clusters.json` beside this file.
+Two kinds of Cluster exist. A *probed* one carries measured points (rates by op kind and size, collectives by size),
+taken with all ranks running at once. A *named* one carries vendor figures, from `clusters.json` beside this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from meshwright.core.units import GIB
 
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
+RateType = Literal["fp64", "fp32", "bf16", "fp16"]
 Origin = Literal["probe", "vendor sheet", "measured elsewhere", "assumed"]
+
+FLOP_KINDS: tuple[OpKind, ...] = ("matmul", "convolution", "attention")
+BYTE_KINDS: tuple[OpKind, ...] = ("elementwise", "transcendental", "reduction", "copy")
 
 MATMUL_SHARE_OF_PEAK = 799 / 989
 """Share of the vendor's peak a large matmul reaches. Origin: bf16 on an H200, 799 measured of 989 TFLOP/s."""
@@ -41,7 +45,7 @@ class Rate(Value, kw_only=True):
     """
 
     kind: OpKind
-    dtype: Literal["fp64", "fp32", "bf16", "fp16"]
+    dtype: RateType
     size: Positive
     per_second: Positive
 
@@ -99,9 +103,14 @@ class Cluster(Value, kw_only=True):
     def named(cls, name: str, hosts: int = 1) -> Self:
         """A cluster from the catalogue, with this many hosts."""
         facts = catalogue()
+        if name == "local":
+            raise InputError(
+                "'local' is this machine and is measured, not named: call probe(), or run `meshwright probe`"
+            )
         if name not in facts:
             raise InputError(f"no cluster is called '{name}': {nearest(name, [*facts, 'local'])}")
-        return msgspec.structs.replace(from_facts(name, facts[name], cls), num_hosts=check_hosts(hosts))
+        found: Self = from_facts(name, facts[name], cls)
+        return msgspec.structs.replace(found, num_hosts=check_hosts(hosts))
 
 
 def check_hosts(hosts: int) -> int:
@@ -132,41 +141,34 @@ def from_facts(name: str, facts: dict[str, Any], cls: type[Cluster] = Cluster) -
 
 def _device(facts: dict[str, Any]) -> Device:
     peak = 1e12 * (facts.get("peak_bf16_tflops") or facts["peak_fp16_tflops"])
-    matmul = 1e12 * facts.get("measured_bf16_matmul_tflops", 0) or peak * MATMUL_SHARE_OF_PEAK
-    copy = 1e9 * facts.get("measured_hbm_copy_gb_per_second", 0) or 1e9 * facts["hbm_gb_per_second"] * COPY_SHARE_OF_PEAK
     return Device(
         name=facts["device"],
         kind="cuda",
         memory_bytes=round(facts["memory_gib"] * GIB),
-        rates=(*_half_rates(matmul), *_full_rates(matmul), *_byte_rates(copy)),
+        rates=_rates(facts, peak),
         launch_seconds=ASSUMED_LAUNCH_SECONDS,
         peak_flops_per_second=peak,
     )
 
 
-def _half_rates(matmul: float) -> list[Rate]:
-    """One point a kind: without measurements the rate does not depend on size."""
-    kinds: tuple[OpKind, ...] = ("matmul", "convolution", "attention")
-    return [
-        Rate(kind=kind, dtype=dtype, size=1.0, per_second=matmul)
-        for kind in kinds
-        for dtype in ("bf16", "fp16")  # type: ignore[misc]
-    ]
+def _rates(facts: dict[str, Any], peak: float) -> tuple[Rate, ...]:
+    """One point a kind and dtype: without measurements the rate does not depend on size."""
+    half = 1e12 * facts.get("measured_bf16_matmul_tflops", 0) or peak * MATMUL_SHARE_OF_PEAK
+    copied = facts.get("measured_hbm_copy_gb_per_second") or facts["hbm_gb_per_second"] * COPY_SHARE_OF_PEAK
+    matmul: dict[RateType, float] = {"fp32": _full_rate(facts, half), "fp16": half}
+    if facts.get("peak_bf16_tflops"):
+        matmul["bf16"] = half
+    return tuple(
+        Rate(kind=kind, dtype=dtype, size=1.0, per_second=flops if kind in FLOP_KINDS else 1e9 * copied)
+        for kind in (*FLOP_KINDS, *BYTE_KINDS)
+        for dtype, flops in matmul.items()
+    )
 
 
-def _full_rates(matmul: float) -> list[Rate]:
-    """fp32 through TF32 units: half the 16-bit rate on every device of the catalogue that has them."""
-    kinds: tuple[OpKind, ...] = ("matmul", "convolution", "attention")
-    return [Rate(kind=kind, dtype="fp32", size=1.0, per_second=matmul / 2) for kind in kinds]
-
-
-def _byte_rates(copy: float) -> list[Rate]:
-    kinds: tuple[OpKind, ...] = ("elementwise", "transcendental", "reduction", "copy")
-    return [
-        Rate(kind=kind, dtype=dtype, size=1.0, per_second=copy)
-        for kind in kinds
-        for dtype in ("fp32", "bf16", "fp16")  # type: ignore[misc]
-    ]
+def _full_rate(facts: dict[str, Any], half: float) -> float:
+    """fp32 through TF32 units at half the 16-bit rate, or through plain units where the device has no others."""
+    plain = facts.get("peak_fp32_tflops")
+    return 1e12 * plain * MATMUL_SHARE_OF_PEAK if plain else half / 2
 
 
 def _link(gb_per_second: float | None, origin: Origin) -> Link | None:
@@ -186,6 +188,8 @@ def _notes(facts: dict[str, Any]) -> list[str]:
     notes = []
     if "measured_bf16_matmul_tflops" not in facts:
         notes.append(f"matmul rate: {MATMUL_SHARE_OF_PEAK:.2f} of the vendor's peak, the share measured on an H200")
+    if not facts.get("peak_bf16_tflops"):
+        notes.append("no bf16 units: plan for fp16 or fp32")
     if facts.get("inter_host_gb_per_second_per_host") is None:
         notes.append("link between hosts: not published, assumed 25 GB/s per host")
     notes.append("latencies and the least kernel time are assumed")

@@ -4,18 +4,22 @@ Strict means: an unknown field, a wrong type or a wrong unit is refused with the
 near, the name that was probably meant. Nothing is guessed, nothing is dropped.
 
 A field whose name ends in `_bytes` may be written as a size (`72GiB`), one ending in `_seconds` as a time (`3ms`).
+JSON has no NaN and no infinity: the loss of a run that diverged is written as the word "nan", "inf" or "-inf".
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import tomllib
 from collections.abc import Callable
+from functools import cache
+from math import isfinite
 from pathlib import Path
 from types import UnionType
-from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import msgspec
 import tomli_w
@@ -28,8 +32,10 @@ T = TypeVar("T")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _PATH = re.compile(r" - at `\$?(?P<path>[^`]*)`$")
 _PARSERS: tuple[tuple[str, Callable[[str], float]], ...] = (("_bytes", parse_bytes), ("_seconds", parse_seconds))
+_NOT_FINITE = ("nan", "inf", "-inf")
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A frozen value with a strict file form. Change one with `msgspec.structs.replace`."""
 
@@ -47,7 +53,8 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return load(path, cls)
 
     def to_json(self) -> str:
-        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
+        spelled = _each_float(msgspec.to_builtins(self), _spelled)
+        return msgspec.json.format(msgspec.json.encode(spelled), indent=2).decode() + "\n"
 
     def to_toml(self) -> str:
         return tomli_w.dumps(without_none(msgspec.to_builtins(self)))
@@ -55,17 +62,36 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write as `.json` or `.toml`, whole or not at all."""
         target = Path(path)
-        return write_whole(target, self.to_toml() if target.suffix == ".toml" else self.to_json())
+        writers = {".json": self.to_json, ".toml": self.to_toml}
+        if target.suffix not in writers:
+            raise _wrong_suffix(target, "written to")
+        return write_whole(target, writers[target.suffix]())
 
     @property
     def hash(self) -> str:
-        """The same on every machine and version that reads the same fields."""
+        """The same on every machine and version that reads the same fields; equal values have equal hashes."""
         return stable_hash(self)
 
 
 def stable_hash(value: object) -> str:
-    """Sixteen hex digits over the value's canonical JSON."""
-    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()[:16]
+    """Sixteen hex digits over the value's canonical JSON: keys sorted, whole numbers without a fraction."""
+    canonical = _each_float(msgspec.to_builtins(value), _canonical)
+    return hashlib.sha256(msgspec.json.encode(canonical, order="deterministic")).hexdigest()[:16]
+
+
+def check_fields(value: Value, error: type[ValueError]) -> None:
+    """Check a value made in code as its file would be: every field against its type and bounds."""
+    for name, kind in _field_types(type(value)).items():
+        given = getattr(value, name)
+        try:
+            msgspec.convert(given, kind)
+        except msgspec.ValidationError as wrong:
+            raise error(f"{type(value).__name__}: {name}={given!r}: {_explain(str(wrong), kind)}") from None
+
+
+@cache
+def _field_types(kind: type[Value]) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def load(path: str | os.PathLike[str], kind: type[T]) -> T:
@@ -81,7 +107,11 @@ def load(path: str | os.PathLike[str], kind: type[T]) -> T:
         return decode_toml(text, kind, str(source))
     if source.suffix == ".json":
         return decode_json(text, kind, str(source))
-    raise InputError(f"{source}: a value is read from a .json or .toml file, not '{source.suffix or source.name}'")
+    raise _wrong_suffix(source, "read from")
+
+
+def _wrong_suffix(path: Path, verb: str) -> InputError:
+    return InputError(f"{path}: a value is {verb} a .json or .toml file, not '{path.suffix or path.name}'")
 
 
 def decode_json(text: str | bytes, kind: type[T], where: str) -> T:
@@ -89,7 +119,19 @@ def decode_json(text: str | bytes, kind: type[T], where: str) -> T:
         raw = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
+    try:
+        json.loads(text, object_pairs_hook=_refuse_repeated)  # msgspec would keep the last of two
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     return decode(raw, kind, where)
+
+
+def _refuse_repeated(pairs: list[tuple[str, object]]) -> None:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise InputError(f"{key}: the field is given twice: keep one of them")
+        seen.add(key)
 
 
 def decode_toml(text: str, kind: type[T], where: str) -> T:
@@ -103,7 +145,7 @@ def decode_toml(text: str, kind: type[T], where: str) -> T:
 def decode(raw: object, kind: type[T], where: str) -> T:
     """Builtins → a value of the given type, or an `InputError` with the path of the field."""
     try:
-        return msgspec.convert(_with_units(raw, where, ""), kind)
+        return msgspec.convert(_with_units(raw, kind, where, ""), kind)
     except msgspec.ValidationError as error:
         raise InputError(f"{where}: {_explain(str(error), kind)}") from error
 
@@ -124,28 +166,50 @@ def without_none(raw: Any) -> Any:
     """TOML has no null: an unset field is left out."""
     if isinstance(raw, dict):
         return {key: without_none(item) for key, item in raw.items() if item is not None}
-    if isinstance(raw, list):
+    if isinstance(raw, list | tuple):
         return [without_none(item) for item in raw]
     return raw
 
 
-def _with_units(raw: object, where: str, path: str) -> object:
+def _each_float(raw: Any, change: Callable[[float], object]) -> Any:
+    """Builtins with every float changed."""
     if isinstance(raw, dict):
-        return {key: _quantity(key, item, where, f"{path}.{key}") for key, item in raw.items()}
+        return {key: _each_float(item, change) for key, item in raw.items()}
+    if isinstance(raw, list | tuple):
+        return [_each_float(item, change) for item in raw]
+    return change(raw) if isinstance(raw, float) else raw
+
+
+def _spelled(number: float) -> float | str:
+    return number if isfinite(number) else str(number)
+
+
+def _canonical(number: float) -> float | str:
+    """1 and 1.0 are equal, so they are written the same."""
+    return int(number) if number.is_integer() else _spelled(number)
+
+
+def _with_units(raw: object, kind: Any, where: str, path: str) -> object:
+    """Builtins from a file with sizes, times and words for numbers read as numbers."""
+    if isinstance(raw, dict):
+        return {key: _with_units(item, kind, where, f"{path}.{key}") for key, item in raw.items()}
     if isinstance(raw, list):
-        return [_with_units(item, where, f"{path}[{index}]") for index, item in enumerate(raw)]
-    return raw
+        return [_with_units(item, kind, where, f"{path}[{index}]") for index, item in enumerate(raw)]
+    if not isinstance(raw, str):
+        return raw
+    if raw in _NOT_FINITE and _at(kind, path) is float:
+        return float(raw)
+    return _quantity(raw, where, path)
 
 
-def _quantity(key: object, item: object, where: str, path: str) -> object:
-    if isinstance(key, str) and isinstance(item, str):
-        for suffix, parse in _PARSERS:
-            if key.endswith(suffix):
-                try:
-                    return parse(item)
-                except InputError as error:
-                    raise InputError(f"{where}: {path.lstrip('.')}: {error}") from None
-    return _with_units(item, where, path)
+def _quantity(text: str, where: str, path: str) -> float | str:
+    for suffix, parse in _PARSERS:
+        if path.endswith(suffix):
+            try:
+                return parse(text)
+            except InputError as error:
+                raise InputError(f"{where}: {path.lstrip('.')}: {error}") from None
+    return text
 
 
 def _explain(message: str, kind: Any) -> str:
@@ -183,10 +247,19 @@ def _at(kind: Any, path: str) -> Any:
 def _inside(kind: Any, step: str) -> Any:
     kind = _without_none(kind)
     struct = _struct(kind)
-    if struct is not None and not step.startswith("["):
-        return get_type_hints(struct).get(step)
+    if struct is not None:
+        return _field_type(struct, step)
     arguments = [argument for argument in get_args(kind) if argument is not Ellipsis]
     return arguments[-1] if arguments else None
+
+
+def _field_type(struct: type[msgspec.Struct], step: str) -> Any:
+    """By name, or by position in a struct that is written as a list."""
+    types = get_type_hints(struct)
+    if step.startswith("["):
+        index = int(step[1:-1])
+        return list(types.values())[index] if index < len(types) else None
+    return types.get(step)
 
 
 def _without_none(kind: Any) -> Any:

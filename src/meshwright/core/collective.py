@@ -7,7 +7,9 @@ from typing import Literal
 
 from meshwright.core.codec import Value
 
-CollectiveKind = Literal["all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"]
+CollectiveKind = Literal[
+    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"
+]
 Axis = Literal["pp", "dp", "cp", "tp", "ep"]
 
 COUNT_BYTES = 8

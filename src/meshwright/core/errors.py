@@ -47,9 +47,10 @@ class CheckpointError(MeshwrightError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint naming the closest valid word, or all of them when none is close."""
+    """A hint naming the closest valid word whatever its case, or all of them when none is close."""
     words = sorted(set(valid))
-    close = difflib.get_close_matches(name, words, n=1, cutoff=0.6)
+    folded = {word.casefold(): word for word in words}
+    close = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
     if close:
-        return f"did you mean '{close[0]}'?"
+        return f"did you mean '{folded[close[0]]}'?"
     return f"valid here: {', '.join(words)}" if words else "nothing is valid here"

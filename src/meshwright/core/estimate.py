@@ -30,7 +30,7 @@ class TimeParts(Value, kw_only=True):
 
     @property
     def total(self) -> float:
-        return sum(msgspec.structs.astuple(self))
+        return float(sum(msgspec.structs.astuple(self)))
 
     @property
     def forward_total(self) -> float:

@@ -1,7 +1,7 @@
 """Which parameters ZeRO gathers and reduces together. The runtime shards by it, the cost model counts by it.
 
-An item of a list (`blocks.3`) is a group of its own, unless it shares a parameter with something outside it; all else is
-one group, named ''.
+An item of a list (`blocks.3`) is a group of its own, unless it shares a parameter with something outside it; all else
+is one group, named ''.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     "blocks.0-23"     blocks.0, blocks.1, … blocks.23
     "blocks.0-22/2"   every second of them: blocks.0, blocks.2, … blocks.22
 
-so that a plan for 96 blocks stays readable on one screen.
+so that a plan for 96 blocks stays readable on one screen. Only plain numbers count (`3`, not `03`); a module whose own
+name looks like a range is refused, because a plan could not tell the two apart.
 """
 
 from __future__ import annotations
@@ -11,8 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-_RANGE = re.compile(r"(?P<stem>.*\.)(?P<first>\d+)-(?P<last>\d+)(?:/(?P<stride>\d+))?(?P<tail>\..*)?")
-_NUMBERED = re.compile(r"(?P<stem>.*\.)(?P<index>\d+)")
+from meshwright.core.errors import InputError
+
+_NUMBER = "0|[1-9][0-9]*"
+_RANGE = re.compile(
+    rf"(?P<stem>.*\.)(?P<first>{_NUMBER})-(?P<last>{_NUMBER})(?:/(?P<stride>{_NUMBER}))?(?P<tail>\..*)?"
+)
+_NUMBERED = re.compile(rf"(?P<stem>.*\.)(?P<index>{_NUMBER})")
 
 
 def expand_names(patterns: Iterable[str]) -> tuple[str, ...]:
@@ -25,6 +31,7 @@ def compact_names(names: Iterable[str]) -> tuple[str, ...]:
     patterns: list[str] = []
     run: list[tuple[str, int]] = []
     for name in names:
+        _check_name(name)
         match = _NUMBERED.fullmatch(name)
         item = (match["stem"], int(match["index"])) if match else None
         if item is None or not _continues(run, item):
@@ -42,8 +49,16 @@ def _expand(pattern: str) -> Iterator[str]:
     if match is None:
         yield pattern
         return
-    for index in range(int(match["first"]), int(match["last"]) + 1, int(match["stride"] or 1)):
+    first, last, stride = int(match["first"]), int(match["last"]), int(match["stride"] or 1)
+    if last < first or stride < 1:
+        raise InputError(f"'{pattern}' names no block: give the smaller number first, and a stride of 1 or more")
+    for index in range(first, last + 1, stride):
         yield f"{match['stem']}{index}{match['tail'] or ''}"
+
+
+def _check_name(name: str) -> None:
+    if _RANGE.fullmatch(name):
+        raise InputError(f"the module name '{name}' reads as a range of blocks in a plan: rename the module")
 
 
 def _continues(run: list[tuple[str, int]], item: tuple[str, int]) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from meshwright.core.codec import Value
+from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 
@@ -23,6 +23,8 @@ RecomputeMode = Literal["selective", "full"]
 ZeroStage = Literal[0, 1, 2, 3]
 
 MULTI_STAGE_SCHEDULES = ("interleaved", "zbv", "dualpipev")
+SHARDING_AXES = ("dp", "cp", "tp", "ep")
+"""Axes a tensor's dim can lie over; stages, not tensors, lie over pp."""
 
 
 class Mesh(Value, kw_only=True):
@@ -35,6 +37,7 @@ class Mesh(Value, kw_only=True):
     ep: Degree = 1
 
     def __post_init__(self) -> None:
+        check_fields(self, PlanError)
         if self.dp % self.ep:
             raise PlanError(f"ep={self.ep} does not divide dp={self.dp}: experts live on subgroups of the dp ranks")
 
@@ -49,6 +52,9 @@ class Stage(Value, kw_only=True):
     coordinate: Annotated[int, Meta(ge=0)]
     blocks: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError)
+
 
 class TensorSharding(Value, kw_only=True):
     """How one tensor lies over axes: one entry a dim, `""` where the dim is whole. `W[D, F_tp]` is `["", "tp"]`."""
@@ -57,6 +63,9 @@ class TensorSharding(Value, kw_only=True):
     dims: tuple[str, ...]
     reason: str = ""
     """Why a tensor that might be sharded is not."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError)
 
 
 class BlockSharding(Value, kw_only=True):
@@ -67,6 +76,7 @@ class BlockSharding(Value, kw_only=True):
     tensors: tuple[TensorSharding, ...]
 
     def __post_init__(self) -> None:
+        check_fields(self, PlanError)
         if (self.for_kind is None) == (not self.for_blocks):
             raise PlanError("a sharding is given either for_kind or for_blocks, not both and not neither")
 
@@ -77,6 +87,9 @@ class Recompute(Value, kw_only=True):
     mode: RecomputeMode
     blocks: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError)
+
 
 class Offload(Value, kw_only=True):
     """What leaves the device, where to, which share of it, and whether its update may run one step late."""
@@ -85,6 +98,9 @@ class Offload(Value, kw_only=True):
     where: Literal["host", "disk"] = "host"
     share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     delayed: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError)
 
 
 class Plan(Value, kw_only=True):
@@ -114,8 +130,11 @@ class Plan(Value, kw_only=True):
     compile: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, PlanError)
         _check_batch(self)
         _check_stages(self)
+        _check_places(self)
+        _check_sharding(self)
         _check_sharding_group(self)
         _check_recompute(self)
 
@@ -161,17 +180,46 @@ def _check_stages(plan: Plan) -> None:
     expected = plan.mesh.pp * plan.virtual
     if len(plan.stages) != expected:
         raise PlanError(
-            f"plan has {len(plan.stages)} stages but mesh axis 'pp' has degree {plan.mesh.pp} with {plan.virtual} virtual: "
-            f"give {expected} stages, one per pp coordinate and virtual stage"
+            f"plan has {len(plan.stages)} stages but mesh axis 'pp' has degree {plan.mesh.pp} with {plan.virtual} "
+            f"virtual: give {expected} stages, one per pp coordinate and virtual stage"
         )
-    for stage in plan.stages:
-        if stage.coordinate >= plan.mesh.pp:
-            raise PlanError(f"a stage is on pp coordinate {stage.coordinate}, but pp={plan.mesh.pp}")
     repeated = [name for name, count in Counter(plan.blocks).items() if count > 1]
     if repeated:
         raise PlanError(f"block '{repeated[0]}' is in more than one stage: give each block to one stage")
     if plan.virtual > 1 and plan.schedule not in MULTI_STAGE_SCHEDULES:
-        raise PlanError(f"schedule '{plan.schedule}' runs one stage per coordinate, but virtual={plan.virtual}")
+        raise PlanError(
+            f"schedule '{plan.schedule}' runs one stage per coordinate, but virtual={plan.virtual}: "
+            f"set virtual to 1, or use one of {', '.join(MULTI_STAGE_SCHEDULES)}"
+        )
+
+
+def _check_places(plan: Plan) -> None:
+    counts = Counter(stage.coordinate for stage in plan.stages)
+    outside = max(counts)
+    if outside >= plan.mesh.pp:
+        raise PlanError(
+            f"a stage is on pp coordinate {outside}, but pp={plan.mesh.pp}: place it on one of 0 to {plan.mesh.pp - 1}"
+        )
+    for coordinate in range(plan.mesh.pp):
+        if counts[coordinate] != plan.virtual:
+            raise PlanError(
+                f"pp coordinate {coordinate} has {counts[coordinate]} stages, but virtual={plan.virtual}: "
+                "place as many stages on every coordinate as it says"
+            )
+
+
+def _check_sharding(plan: Plan) -> None:
+    for sharding in plan.sharding:
+        unknown = set(expand_names(sharding.for_blocks)) - set(plan.blocks)
+        if unknown:
+            raise PlanError(f"sharding is for block '{min(unknown)}', which is in no stage: name blocks of a stage")
+        for tensor in sharding.tensors:
+            for axis in tensor.dims:
+                if axis and axis not in SHARDING_AXES:
+                    raise PlanError(
+                        f"a dim of tensor '{tensor.tensor}' is sharded over '{axis}': "
+                        f"use one of {', '.join(SHARDING_AXES)}, or leave it empty where the dim is whole"
+                    )
 
 
 def _check_sharding_group(plan: Plan) -> None:
@@ -180,10 +228,16 @@ def _check_sharding_group(plan: Plan) -> None:
     if plan.zero == 0:
         raise PlanError(f"hybrid={plan.hybrid} without ZeRO: set zero to 1, 2 or 3, or leave hybrid out")
     if plan.mesh.dp % plan.hybrid:
-        raise PlanError(f"hybrid={plan.hybrid} does not divide dp={plan.mesh.dp}")
+        raise PlanError(
+            f"hybrid={plan.hybrid} does not divide dp={plan.mesh.dp}: set it to a divisor of dp, or leave it out"
+        )
 
 
 def _check_recompute(plan: Plan) -> None:
-    unknown = (plan.recomputed("full") | plan.recomputed("selective")) - set(plan.blocks)
+    counts = Counter(name for rule in plan.recompute for name in expand_names(rule.blocks))
+    unknown = set(counts) - set(plan.blocks)
     if unknown:
-        raise PlanError(f"recompute names block '{min(unknown)}', which is in no stage")
+        raise PlanError(f"recompute names block '{min(unknown)}', which is in no stage: name blocks of a stage")
+    repeated = [name for name, count in counts.items() if count > 1]
+    if repeated:
+        raise PlanError(f"recompute names block '{repeated[0]}' more than once: give each block one mode")

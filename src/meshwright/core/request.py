@@ -6,12 +6,10 @@ The search fills what is open; where nothing is searched, `plain_plan` takes the
 from __future__ import annotations
 
 import re
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
-from meshwright.core.codec import Value
+from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import InputError, PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.names import compact_names
@@ -33,7 +31,7 @@ class PlanRequest(Value, kw_only=True):
     hybrid: Degree | None = None
     sequence_parallel: bool | None = None
     microbatch: Degree | None = None
-    global_batch: Annotated[int, Meta(ge=1)] | None = None
+    global_batch: Degree | None = None
     schedule: ScheduleKind | None = None
     recompute: str | None = None
     precision: Precision | None = None
@@ -41,6 +39,7 @@ class PlanRequest(Value, kw_only=True):
     compile: bool | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, InputError)
         if self.recompute is not None:
             parse_recompute(self.recompute)
         if self.offload not in (None, "none", "optimizer", "parameters"):
@@ -80,7 +79,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         graph=graph.identity,
         cluster=cluster,
         mesh=mesh,
-        stages=one_stage(graph) if mesh.pp * (request.virtual or 1) == 1 else _no_stages(mesh),
+        stages=one_stage(graph) if mesh.pp * (request.virtual or 1) == 1 else _no_stages(request),
         sequence_parallel=bool(request.sequence_parallel),
         zero=request.zero or 0,
         hybrid=request.hybrid,
@@ -100,7 +99,9 @@ def plain_mesh(request: PlanRequest, world: int) -> Mesh:
     """The requested degrees; an open dp takes the ranks the other axes leave."""
     others = (request.pp or 1) * (request.cp or 1) * (request.tp or 1)
     if request.dp is None and world % others:
-        raise PlanError(f"pp · cp · tp = {others} does not divide {world} ranks: change a degree or the number of ranks")
+        raise PlanError(
+            f"pp · cp · tp = {others} does not divide {world} ranks: change a degree or the number of ranks"
+        )
     mesh = Mesh(
         pp=request.pp or 1, dp=request.dp or world // others, cp=request.cp or 1, tp=request.tp or 1, ep=request.ep or 1
     )
@@ -138,5 +139,9 @@ def one_stage(graph: Graph) -> tuple[Stage, ...]:
     return (Stage(coordinate=0, blocks=compact_names(block.name for block in graph.blocks if block.name)),)
 
 
-def _no_stages(mesh: Mesh) -> tuple[Stage, ...]:
-    raise PlanError(f"pp={mesh.pp} needs stages: cutting a model into stages is not built yet; use pp=1, or give --plan FILE")
+def _no_stages(request: PlanRequest) -> tuple[Stage, ...]:
+    wanted = [f"{name}={count}" for name in ("pp", "virtual") if (count := getattr(request, name) or 1) > 1]
+    raise PlanError(
+        f"{' with '.join(wanted)} needs stages: cutting a model into stages is not built yet; "
+        "leave pp and virtual at 1, or give --plan FILE"
+    )

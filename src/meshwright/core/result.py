@@ -28,11 +28,12 @@ class SearchResult(Value, kw_only=True):
 
     def __str__(self) -> str:
         estimate = self.estimate
+        promise = "; the runners-up:" if self.runners_up else ""
         lines = [
             f"{describe(self.plan)}: {format_seconds(estimate.step_seconds)} per step, "
             f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.budget_bytes)} per device, "
             f"{estimate.tokens_per_second:,.0f} tokens/s",
-            f"{self.num_candidates} candidates in {format_seconds(self.search_seconds)}; the runners-up:",
+            f"{self.num_candidates} candidates in {format_seconds(self.search_seconds)}{promise}",
             *(f"  {describe(other.plan)}: {other.reason}" for other in self.runners_up[:5]),
         ]
         return "\n".join(lines)

@@ -7,8 +7,10 @@ There are v · p stages, mapped to coordinates in a loop (stage s on coordinate 
     1F1B    min(p - 1 - c, m) forwards to warm up on coordinate c, then one forward and one backward in turn:
             at most p microbatches in flight, the same bubble (p - 1) / m of ideal time
 
-`check` proves a schedule legal: each unit of work once, on its coordinate, after what it needs, and no deadlock when
-sends and receives block.
+`check` proves a schedule legal: each unit of work once, on its coordinate, after what it needs, and no deadlock.
+Sends are buffered (torch's isend): a send ends at once, a receive waits for its send. Nothing but order tells two
+messages of a link apart, so the receives of each link come in the order of its sends. A link is one way between two
+coordinates; activations and gradients share it.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.core.codec import Value
+from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import ScheduleError
-from meshwright.core.plan import ScheduleKind
+from meshwright.core.plan import Degree, ScheduleKind
 
 ActionKind = Literal[
     "forward", "backward", "backward_inputs", "backward_weights",
@@ -43,10 +45,13 @@ class Action(msgspec.Struct, frozen=True, array_like=True):
 class Schedule(Value, kw_only=True):
     format: Literal[1] = 1
     kind: ScheduleKind
-    num_microbatches: int
-    num_stages: int
+    num_microbatches: Degree
+    num_stages: Degree
     placement: Literal["loop", "v"]
     actions: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self, ScheduleError)
 
     @property
     def num_coordinates(self) -> int:
@@ -69,11 +74,16 @@ class Schedule(Value, kw_only=True):
 
 def make_schedule(kind: ScheduleKind, num_coordinates: int, num_microbatches: int) -> Schedule:
     """The schedule a plan names."""
-    makers: dict[str, Callable[[int, int, int], Iterator[Action]]] = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+    makers: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
+        "gpipe": _gpipe,
+        "1f1b": _one_forward_one_backward,
+    }
     if kind not in makers:
         raise ScheduleError(f"schedule '{kind}' has no generator yet: use one of {', '.join(makers)}")
     if num_coordinates < 1 or num_microbatches < 1:
-        raise ScheduleError(f"a schedule needs at least one stage and one microbatch, got {num_coordinates}, {num_microbatches}")
+        raise ScheduleError(
+            f"a schedule needs at least one stage and one microbatch, got {num_coordinates} and {num_microbatches}"
+        )
     actions = tuple(
         tuple(_with_transfers(makers[kind](c, num_coordinates, num_microbatches), num_coordinates))
         for c in range(num_coordinates)
@@ -118,19 +128,34 @@ def _with_transfers(work: Iterator[Action], num_stages: int) -> Iterator[Action]
 
 def check(schedule: Schedule) -> Schedule:
     """The schedule itself, if it is legal."""
+    _check_shape(schedule)
     _check_places(schedule)
     planned = _check_once(schedule)
     _check_runs(schedule, planned)
+    _check_links(schedule)
     return schedule
 
 
+def _check_shape(schedule: Schedule) -> None:
+    """Every coordinate has the same number of stages, at least one."""
+    num_stages, num_coordinates = schedule.num_stages, schedule.num_coordinates
+    if num_coordinates == 0:
+        raise ScheduleError("a schedule has no coordinates: give one list of actions per pp coordinate")
+    if num_stages % num_coordinates:
+        raise ScheduleError(
+            f"{num_stages} stages do not fill {num_coordinates} coordinates: give a multiple of {num_coordinates}"
+        )
+
+
 def _check_places(schedule: Schedule) -> None:
+    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     for coordinate, actions in enumerate(schedule.actions):
         for action in actions:
-            if not 0 <= action.stage < schedule.num_stages or not 0 <= action.microbatch < schedule.num_microbatches:
-                raise ScheduleError(f"{action}: there are {schedule.num_stages} stages, {schedule.num_microbatches} microbatches")
-            if schedule.coordinate_of(action.stage) != coordinate:
-                raise ScheduleError(f"{action} is on coordinate {coordinate}, not {schedule.coordinate_of(action.stage)}")
+            if not 0 <= action.stage < num_stages or not 0 <= action.microbatch < num_microbatches:
+                raise ScheduleError(f"{action}: there are {num_stages} stages, {num_microbatches} microbatches")
+            home = schedule.coordinate_of(action.stage)
+            if home != coordinate:
+                raise ScheduleError(f"{action} is on coordinate {coordinate}, not {home}")
 
 
 def _check_once(schedule: Schedule) -> frozenset[Action]:
@@ -173,6 +198,17 @@ def _crosses(schedule: Schedule, stage: int) -> bool:
 
 def _check_runs(schedule: Schedule, planned: frozenset[Action]) -> None:
     """Play it: each coordinate does its next action as soon as what it needs is done; all must reach the end."""
+    done = _play(schedule, planned)
+    home = schedule.coordinate_of
+    stuck = [next((action for action in actions if action not in done), None) for actions in schedule.actions]
+    waits = [(a, need) for a in stuck if a for need in _needs(schedule, planned, a) if need not in done]
+    for_itself = [(action, need) for action, need in waits if home(action.stage) == home(need.stage)]
+    for action, need in (for_itself or waits)[:1]:  # who waits for itself holds up the others
+        raise ScheduleError(f"deadlock: coordinate {home(action.stage)} waits in '{action}' for '{need}'")
+
+
+def _play(schedule: Schedule, planned: frozenset[Action]) -> set[Action]:
+    """Everything that can be done."""
     done: set[Action] = set()
     position = [0] * schedule.num_coordinates
     progress = True
@@ -186,11 +222,38 @@ def _check_runs(schedule: Schedule, planned: frozenset[Action]) -> None:
                 done.add(action)
                 position[coordinate] += 1
                 progress = True
-    for coordinate, actions in enumerate(schedule.actions):
-        if position[coordinate] < len(actions):
-            stuck = actions[position[coordinate]]
-            missing = next(need for need in _needs(schedule, planned, stuck) if need not in done)
-            raise ScheduleError(f"deadlock: coordinate {coordinate} waits in '{stuck}' for '{missing}'")
+    return done
+
+
+def _check_links(schedule: Schedule) -> None:
+    """On each link the receives come in the order of the sends."""
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for action in (action for actions in schedule.actions for action in actions):
+        if action.kind.startswith("send"):
+            receive = _receive_of(action)
+            sent.setdefault(_link(schedule, receive), []).append(receive)
+        elif action.kind.startswith("receive"):
+            received.setdefault(_link(schedule, action), []).append(action)
+    for (source, target), expected in sent.items():
+        for due, action in zip(expected, received[source, target], strict=True):
+            if action != due:
+                raise ScheduleError(
+                    f"coordinate {target} does '{action}' when '{due}' is next from coordinate {source}: "
+                    "receive in the order of the sends"
+                )
+
+
+def _receive_of(send: Action) -> Action:
+    if send.kind == "send_forward":
+        return Action("receive_forward", send.stage + 1, send.microbatch)
+    return Action("receive_backward", send.stage - 1, send.microbatch)
+
+
+def _link(schedule: Schedule, receive: Action) -> tuple[int, int]:
+    """The coordinates a message comes from and goes to."""
+    source = receive.stage - 1 if receive.kind == "receive_forward" else receive.stage + 1
+    return schedule.coordinate_of(source), schedule.coordinate_of(receive.stage)
 
 
 def _needs(schedule: Schedule, planned: frozenset[Action], action: Action) -> list[Action]:

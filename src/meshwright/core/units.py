@@ -6,12 +6,16 @@ Values store plain bytes and seconds; GiB and ms exist only at the borders.
 from __future__ import annotations
 
 import re
+from math import isfinite
 
 from meshwright.core.errors import InputError, nearest
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
-BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+BYTE_UNITS = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB,
+}  # fmt: skip
 SECOND_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
 
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -19,22 +23,22 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z
 
 def parse_bytes(text: str) -> int:
     """`72GiB`, `1.5 GB`, `4096B` → bytes. A number without a unit is refused: 72 what?"""
-    number, factor = _split_quantity(text, BYTE_UNITS, example="72GiB")
-    return round(number * factor)
+    return round(_quantity(text, BYTE_UNITS, example="72GiB"))
 
 
 def parse_seconds(text: str) -> float:
     """`3ms`, `1.5 s`, `2min` → seconds."""
-    number, factor = _split_quantity(text, SECOND_UNITS, example="3ms")
-    return number * factor
+    return _quantity(text, SECOND_UNITS, example="3ms")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Four significant places in the binary unit that keeps the number under 1024."""
-    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(num_bytes) >= factor:
+    """Two places in the smallest binary unit that shows a number under 1024; beyond that, TiB."""
+    if abs(round(num_bytes)) < KIB:
+        return f"{num_bytes:.0f} B"
+    for unit, factor in (("KiB", KIB), ("MiB", MIB), ("GiB", GIB)):
+        if round(abs(num_bytes) / factor, 2) < 1024:
             return f"{num_bytes / factor:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
+    return f"{num_bytes / TIB:.2f} TiB"
 
 
 def format_seconds(seconds: float) -> str:
@@ -61,7 +65,7 @@ def ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
-def _split_quantity(text: str, units: dict[str, float] | dict[str, int], example: str) -> tuple[float, float]:
+def _quantity(text: str, units: dict[str, float] | dict[str, int], example: str) -> float:
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise InputError(f"'{text}' is not a number with a unit: write it like '{example}'")
@@ -70,4 +74,7 @@ def _split_quantity(text: str, units: dict[str, float] | dict[str, int], example
         said = f"has the unknown unit '{unit}'" if unit else "has no unit"
         hint = nearest(unit, units) if unit else f"write it like '{example}'"
         raise InputError(f"'{text}' {said}: {hint}")
-    return float(number), float(units[unit])
+    quantity = float(number) * units[unit]
+    if not isfinite(quantity):
+        raise InputError(f"'{text}' is too large for a number here: write it like '{example}'")
+    return quantity

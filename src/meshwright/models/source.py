@@ -148,7 +148,7 @@ def _gpt(name: str, options: GPTOptions) -> ModelSource:
 
 def _resnet(name: str, options: ResNetOptions) -> ModelSource:
     shape = ImageShape(size=options.image, classes=options.classes)
-    small = dataclasses.replace(options, depth=26, image=min(options.image, 32), classes=min(options.classes, 10), channels=8)
+    small = dataclasses.replace(options, depth=26, image=64, classes=min(options.classes, 10), channels=8)
     return ModelSource(
         name, lambda: ResNet(options), random_images(shape), shape, shrink=lambda: _resnet(f"{name} (shrunk)", small)
     )

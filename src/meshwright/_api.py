@@ -1,0 +1,82 @@
+"""The functions of `import meshwright as mw` that wire rooms together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.capture.capture import capture as capture_module
+from meshwright.core.cluster import Cluster
+from meshwright.core.graph import Graph
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.core.request import PlanRequest
+from meshwright.core.result import SearchResult
+from meshwright.core.units import parse_bytes
+from meshwright.measure.record import StepRecorder
+from meshwright.models.objective import DEFAULT, Batch, Objective
+from meshwright.runtime.apply import apply as apply_plan
+from meshwright.runtime.apply import wrap as wrap_plan
+from meshwright.runtime.optimizer import OptimizerFactory
+from meshwright.runtime.program import Program
+from meshwright.search.search import search as search_plans
+
+Loss = Callable[[Any, Batch], Tensor]
+Count = Callable[[Batch], int]
+
+
+def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, count: Count | None = None) -> Graph:
+    """Follow forward, loss and backward of a module on fake tensors: needs no memory, takes seconds."""
+    return capture_module(model, batch, _objective(loss, count))
+
+
+def search(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    global_batch: int | None = None,
+    memory: str | int | None = None,
+    world: int | None = None,
+    recipe: Recipe | None = None,
+    **fixed: Any,
+) -> SearchResult:
+    """The best plan for a graph on a cluster. Parts of the plan can be fixed by name: `zero=2`, `precision="bf16"`."""
+    budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    request = PlanRequest(global_batch=global_batch, **fixed)
+    return search_plans(graph, cluster, request, recipe=recipe, budget_bytes=budget, world=world)
+
+
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    optimizer: Optimizer | OptimizerFactory,
+    loss: Loss | None = None,
+    count: Count | None = None,
+    clip_norm: float | None = None,
+    record: bool = True,
+) -> Program:
+    """Spread a module over the running ranks as the plan says, under torchrun, the same file on every rank.
+
+    loss: (output, batch) → mean loss; without it, cross-entropy against `labels`. count: how many things that mean runs
+    over (label tokens by default), so that uneven microbatches are weighted right. record: watch one early step.
+    """
+    recorder = StepRecorder() if record else None
+    return apply_plan(
+        model, plan, optimizer=optimizer, objective=_objective(loss, count), max_norm=clip_norm, recorder=recorder
+    )
+
+
+def wrap(
+    model: nn.Module, optimizer: Optimizer, plan: Plan, device: torch.device | None = None
+) -> tuple[nn.Module, Optimizer]:
+    """For people who keep their own loop: forward, `loss.backward()` and `optimizer.step()` stay as they were."""
+    return wrap_plan(model, optimizer, plan, device)
+
+
+def _objective(loss: Loss | None, count: Count | None) -> Objective:
+    return Objective(loss=loss or DEFAULT.loss, count=count or DEFAULT.count)

@@ -1,0 +1,40 @@
+"""All verbs in one application."""
+
+from __future__ import annotations
+
+import typer
+
+from meshwright.cli.capture import capture
+from meshwright.cli.estimate import estimate
+from meshwright.cli.models import models
+from meshwright.cli.parity import parity
+from meshwright.cli.plan import plan
+from meshwright.cli.probe import probe
+from meshwright.cli.report import report
+from meshwright.cli.train import train
+
+app = typer.Typer(
+    name="meshwright",
+    help=(
+        "Which parallelism, for my model, on my cluster? Plan it, run it, see how the run compared with the promise.\n\n"
+        "A MODEL is gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304, or path/to/file.py:function, or hf:CONFIG.json.\n\n"
+        "A CLUSTER is a name, a file, or 'local': this machine, measured."
+    ),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+for verb in (probe, models, capture, estimate, plan, train, parity, report):
+    app.command()(verb)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: bool = typer.Option(False, "--version", help="Print the version and end."),
+) -> None:
+    if show:
+        from meshwright import __version__
+
+        print(__version__)
+        raise typer.Exit

@@ -1,0 +1,30 @@
+"""`meshwright models`: the reference models and their options."""
+
+from __future__ import annotations
+
+from meshwright.cli.options import JsonFlag
+
+
+def models(as_json: JsonFlag = False) -> None:
+    """List the reference models, their options and defaults."""
+    import dataclasses
+
+    from rich.table import Table
+
+    from meshwright.cli.output import make_console, print_json
+    from meshwright.models.source import REFERENCE
+
+    options = {
+        name: {field.name: field.default for field in dataclasses.fields(entry.options)} for name, entry in REFERENCE.items()
+    }
+    if as_json:
+        print_json({name: {"about": entry.about, "options": options[name]} for name, entry in REFERENCE.items()})
+        return
+    table = Table(title="models", title_justify="left")
+    for column in ("name", "about", "options and defaults"):
+        table.add_column(column)
+    for name, entry in REFERENCE.items():
+        table.add_row(name, entry.about, ", ".join(f"{key}={value}".lower() for key, value in options[name].items()))
+    table.add_row("path/to/file.py:function", "your own: returns a module, (module, batch) or (module, batch, loss)", "")
+    table.add_row("hf:CONFIG.json", "a Hugging Face config, random weights (pip install 'meshwright[hf]')", "")
+    make_console(as_json).print(table)

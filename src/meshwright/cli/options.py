@@ -1,0 +1,91 @@
+"""Options that several verbs share. The plan flags are the same everywhere: `@plan_flags` adds them to a verb."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.core.request import PlanRequest
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")]
+ClusterOption = Annotated[str, typer.Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local'.")]
+HostsOption = Annotated[int, typer.Option("--hosts", help="Number of hosts, for a named cluster.")]
+MemoryOption = Annotated[str | None, typer.Option("--memory", help="Budget per device, like 72GiB. Default: all of it.")]
+NprocOption = Annotated[int | None, typer.Option("--nproc", help="Local ranks. Default: one per GPU, or per core.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+BackendOption = Annotated[str, typer.Option("--backend", help="auto, gloo or nccl. gloo lets ranks share a GPU.")]
+
+_DEGREES = {
+    "dp": "Data-parallel ranks.",
+    "tp": "Tensor-parallel ranks.",
+    "pp": "Pipeline-parallel ranks.",
+    "cp": "Context-parallel ranks.",
+    "ep": "Expert-parallel ranks; divides dp.",
+    "virtual": "Stages on each pipeline rank.",
+    "zero": "ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.",
+    "hybrid": "Ranks in one sharding group of ZeRO.",
+    "microbatch": "Samples per microbatch per data-parallel rank.",
+    "global_batch": "Samples per optimizer step.",
+}
+_WORDS = {
+    "schedule": "gpipe, 1f1b, interleaved, zb, zbv or dualpipev.",
+    "recompute": "none, selective, full or every:K.",
+    "precision": "fp64, fp32, bf16 or fp16.",
+    "offload": "none, optimizer or parameters.",
+}
+_SWITCHES = {
+    "sequence_parallel": "Shard activations along the sequence between tensor-parallel regions.",
+    "compile": "Compile the blocks.",
+}
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """What a person fixed on the command line: single parts, or a whole plan file."""
+
+    request: PlanRequest
+    file: str | None
+
+
+def plan_flags(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the plan flags to a verb; it receives them as `flags: PlanFlags`."""
+    kinds = get_type_hints(verb, include_extras=True)
+    own = [p.replace(annotation=kinds[name]) for name, p in inspect.signature(verb).parameters.items() if name != "flags"]
+    added = _parameters()
+
+    @wraps(verb)
+    def run(**given: Any) -> Any:
+        from meshwright.core.codec import decode
+        from meshwright.core.request import PlanRequest
+
+        file = given.pop("plan_file")
+        fixed = {p.name: value for p in added[1:] if (value := given.pop(p.name)) is not None}
+        request = decode(fixed, PlanRequest, "plan flags")
+        return verb(**given, flags=PlanFlags(request, file))
+
+    run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (*own, *added)}
+    return run
+
+
+def _parameters() -> list[inspect.Parameter]:
+    plan_file = _parameter("plan_file", str | None, "--plan", "A whole plan, as .json or .toml; then no other plan flag.")
+    numbers = [_parameter(name, int | None, _flag(name), words) for name, words in _DEGREES.items()]
+    texts = [_parameter(name, str | None, _flag(name), words) for name, words in _WORDS.items()]
+    switches = [_parameter(name, bool | None, f"{_flag(name)}/--no{_flag(name)[1:]}", words) for name, words in _SWITCHES.items()]
+    return [plan_file, *numbers, *texts, *switches]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _parameter(name: str, kind: Any, flag: str, words: str) -> inspect.Parameter:
+    option = typer.Option(flag, help=words, rich_help_panel="Plan flags", show_default=False)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])

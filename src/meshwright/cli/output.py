@@ -1,0 +1,26 @@
+"""Where a verb writes: people's text on one side, one JSON object on the other."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def make_console(as_json: bool) -> Console:
+    """With --json the text goes to standard error, so that standard output is the object alone.
+
+    Away from a terminal tables are as wide as they need: a log file has no edge.
+    """
+    from rich.console import Console
+
+    stream = sys.stderr if as_json else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else 140)
+
+
+def print_json(value: Any) -> None:
+    import msgspec
+
+    print(msgspec.json.encode(value).decode(), flush=True)

@@ -1,0 +1,105 @@
+"""`meshwright parity`: a plan against one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.options import BackendOption, DeviceOption, JsonFlag, NprocOption, PlanFlags, plan_flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.core.plan import Plan
+    from meshwright.core.request import PlanRequest
+
+SAMPLES_PER_RANK = 4
+
+
+@plan_flags
+def parity(
+    target: Annotated[str, typer.Argument(metavar="FILE.toml|MODEL")],
+    flags: PlanFlags,
+    nproc: NprocOption = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 5,
+    device: DeviceOption = "auto",
+    backend: BackendOption = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Run a plan and one process side by side, in float64 on a shrunk model: same loss, same gradients?
+
+    Exits with 1 and the first tensor that differs. A microbatch that is not given is half of a rank's samples, so that
+    accumulation is compared too.
+    """
+    import msgspec
+
+    from meshwright.cli.output import make_console, print_json
+    from meshwright.core.result import describe
+    from meshwright.runtime.launch import launch
+    from meshwright.runtime.ranks import started_by_launcher
+
+    console = make_console(as_json)
+    model, request, num_ranks = _read(target, flags, nproc)
+    plan = _shrunk_plan(model, request, num_ranks)
+    payload = {"model": model, "plan": msgspec.to_builtins(plan), "steps": steps, "device": device, "backend": backend}
+    if started_by_launcher():
+        from meshwright.measure.parity import parity_rank
+
+        result = parity_rank(payload)
+    else:
+        console.print(f"{model}, shrunk: {describe(plan)}, against one process, {steps} steps", highlight=False)
+        result = launch("meshwright.measure.parity:parity_rank", payload, num_ranks)
+    _show(console, result)
+    if as_json:
+        print_json(result)
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
+def _read(target: str, flags: PlanFlags, nproc: int | None) -> tuple[str, PlanRequest, int]:
+    """The model, what is fixed of its plan, and how many ranks to run."""
+    from meshwright.cli.wiring import request_of
+    from meshwright.core.plan import Plan
+    from meshwright.core.request import PlanRequest
+    from meshwright.measure.probe import default_num_ranks
+    from meshwright.train.settings import Settings
+
+    model, request, file = target, PlanRequest(), flags.file
+    if target.endswith(".toml"):
+        settings = Settings.load(target)
+        model, request, nproc = settings.model, settings.plan, nproc or settings.nproc
+        file = file or settings.plan_file
+    if file is not None:
+        plan = Plan.load(file)
+        return model, request_of(plan).updated(flags.request), nproc or plan.world
+    return model, request.updated(flags.request), nproc or default_num_ranks()
+
+
+def _shrunk_plan(model: str, request: PlanRequest, num_ranks: int) -> Plan:
+    import msgspec
+
+    from meshwright.capture.capture import capture_source
+    from meshwright.core.request import PlanRequest, plain_mesh, plain_plan, share_of_batch
+    from meshwright.models.source import resolve
+
+    dp = plain_mesh(request, num_ranks).dp
+    global_batch = request.global_batch or SAMPLES_PER_RANK * dp
+    share = share_of_batch(global_batch, dp)
+    microbatch = request.microbatch or (share // 2 if share % 2 == 0 else share)
+    wish = PlanRequest(global_batch=global_batch, microbatch=microbatch, precision="fp64")
+    graph = capture_source(resolve(model).small())
+    plan = plain_plan(request.updated(wish), graph, num_ranks, "parity")
+    return msgspec.structs.replace(plan, model=model)
+
+
+def _show(console: Console, result: dict[str, Any]) -> None:
+    for step, (found, expected) in enumerate(result["losses"]):
+        console.print(f"step {step}: loss {found:.12f}, one process {expected:.12f}", highlight=False)
+    console.print(
+        f"{result['num_tensors']} tensors; largest relative differences: loss {result['max_loss_difference']:.2e}, "
+        f"gradient {result['max_gradient_difference']:.2e}, parameter {result['max_parameter_difference']:.2e}; "
+        f"bound {result['bound']:.2e}",
+        highlight=False,
+    )
+    console.print("parity holds" if result["ok"] else f"parity FAILS: {result['first_difference']}", highlight=False)

@@ -1,0 +1,53 @@
+"""`meshwright plan`: choose a plan."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.options import ClusterOption, HostsOption, JsonFlag, MemoryOption, NprocOption, PlanFlags, plan_flags
+
+
+@plan_flags
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    flags: PlanFlags,
+    cluster: ClusterOption = "local",
+    hosts: HostsOption = 1,
+    nproc: NprocOption = None,
+    memory: MemoryOption = None,
+    output: Annotated[str | None, typer.Option("-o", "--output", help="Save the plan, .json or .toml.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Search the best plan for a model on a cluster. A plan flag fixes that part; the rest is searched."""
+    from meshwright.capture.capture import capture_source
+    from meshwright.cli.output import make_console, print_json
+    from meshwright.cli.wiring import budget_of, find_cluster
+    from meshwright.core.errors import InputError
+    from meshwright.models.source import resolve
+    from meshwright.report.tables import candidates_table, estimate_table
+    from meshwright.search.search import search
+
+    if flags.file is not None:
+        raise InputError("--plan gives a whole plan, and this verb searches one: use `meshwright estimate` to cost a plan")
+    console = make_console(as_json)
+    found = find_cluster(console, cluster, hosts, nproc)
+    graph = capture_source(resolve(model))
+    result = search(graph, found, flags.request, budget_bytes=budget_of(memory))
+    console.print(candidates_table(result))
+    console.print(estimate_table(result.plan, result.estimate))
+    if output is not None:
+        console.print(f"saved as {result.plan.save(output)}")
+    if as_json:
+        print_json(
+            {
+                "plan": result.plan,
+                "estimate": result.estimate,
+                "search_seconds": result.search_seconds,
+                "runners_up": [
+                    {"plan": other.plan, "step_seconds": other.step_seconds, "reason": other.reason}
+                    for other in result.runners_up
+                ],
+            }
+        )

@@ -1,0 +1,267 @@
+"""`meshwright train`: measure, plan, train, compare."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.options import BackendOption, DeviceOption, JsonFlag, MemoryOption, NprocOption, PlanFlags, plan_flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.core.cluster import Cluster
+    from meshwright.core.estimate import Estimate
+    from meshwright.core.graph import Graph
+    from meshwright.core.plan import Plan
+    from meshwright.core.result import SearchResult
+    from meshwright.train.settings import Settings
+
+
+@plan_flags
+def train(
+    file: Annotated[str, typer.Argument(metavar="FILE.toml")],
+    flags: PlanFlags,
+    nproc: NprocOption = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps in all.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")] = False,
+    out: Annotated[str | None, typer.Option("--out", help="Run folder. Default: runs/NAME.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    memory: MemoryOption = None,
+    device: DeviceOption = "auto",
+    backend: BackendOption = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Train as FILE.toml says, on local ranks started here, or as one rank under torchrun.
+
+    Measures this machine (cached), decides the plan, trains with a progress bar, and ends with predicted against measured.
+    Ctrl-C stops after the step in progress, with a checkpoint; --resume goes on from it, on any number of ranks.
+    """
+    from meshwright.cli.output import make_console
+    from meshwright.runtime.ranks import started_by_launcher
+
+    given = {"nproc": nproc, "steps": steps, "out": out, "seed": seed, "memory": memory, "device": device, "backend": backend}
+    settings = read_settings(file, flags, given)
+    console = make_console(as_json)
+    if started_by_launcher():
+        _under_launcher(settings, resume, console, as_json)
+    else:
+        _with_own_ranks(settings, resume, console, as_json)
+
+
+def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Settings:
+    """The file, with what the command line says put over it."""
+    import msgspec
+
+    from meshwright.cli.choices import check_choice
+    from meshwright.core.errors import InputError
+    from meshwright.core.units import parse_bytes
+    from meshwright.train.settings import Settings
+
+    if not file.endswith(".toml"):
+        raise InputError(f"{file}: settings are read from a .toml file; see examples/")
+    settings = Settings.load(file)
+    check_choice("--device", given["device"], ("auto", "cpu", "cuda"))
+    check_choice("--backend", given["backend"], ("auto", "gloo", "nccl"))
+    changes = {name: value for name in ("nproc", "steps", "out", "seed") if (value := given[name]) is not None}
+    changes |= {name: given[name] for name in ("device", "backend") if given[name] != "auto"}
+    if given["memory"] is not None:
+        changes["memory_bytes"] = parse_bytes(given["memory"])
+    if flags.file is not None:
+        changes["plan_file"] = flags.file
+    return msgspec.structs.replace(settings, plan=settings.plan.updated(flags.request), **changes)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan, what it promises, and how it was chosen."""
+
+    plan: Plan
+    estimate: Estimate
+    result: SearchResult | None
+
+
+def decide(settings: Settings, graph: Graph, cluster: Cluster, world: int | None) -> Decision:
+    """The plan of a run: read, searched, or plain."""
+    from meshwright.core.errors import InfeasibleError, PlanError
+    from meshwright.core.plan import Plan
+    from meshwright.core.request import plain_plan
+    from meshwright.core.units import format_bytes
+    from meshwright.cost.estimate import estimate
+    from meshwright.search.search import search
+    from meshwright.train.optimizers import recipe_of
+
+    recipe = recipe_of(settings)
+    if settings.plan_file is None and settings.planner == "search":
+        result = search(graph, cluster, settings.plan, recipe=recipe, budget_bytes=settings.memory_bytes, world=world)
+        return Decision(result.plan, result.estimate, result)
+    plan = Plan.load(settings.plan_file) if settings.plan_file else plain_plan(
+        settings.plan, graph, world or cluster.num_devices, cluster.hash
+    )
+    if plan.graph and plan.graph != graph.identity:
+        raise PlanError(
+            f"{settings.plan_file} was made for another model ({plan.model or 'unnamed'}, graph {plan.graph}), not for "
+            f"{graph.model} (graph {graph.identity}): plan again"
+        )
+    if world is not None and plan.world != world:
+        raise PlanError(f"{settings.plan_file} is for {plan.world} ranks, but {world} were asked for: use --nproc {plan.world}")
+    found = estimate(graph, plan, cluster, recipe, settings.memory_bytes)
+    if not found.fits:
+        raise InfeasibleError(
+            f"the plan needs {format_bytes(found.peak_bytes)} per device, {format_bytes(found.peak_bytes - found.budget_bytes)} more "
+            f'than the budget of {format_bytes(found.budget_bytes)}: use planner = "search", --zero, --recompute full or a '
+            "smaller --microbatch"
+        )
+    return Decision(plan, found, None)
+
+
+def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
+    """Plan here, then start the ranks and wait for them."""
+    from meshwright.capture.capture import capture_source
+    from meshwright.cli.wiring import find_cluster
+    from meshwright.models.source import resolve
+    from meshwright.runtime.launch import launch
+
+    source = resolve(settings.model)
+    world = settings.nproc if settings.plan_file is None or settings.nproc else _world_of(settings.plan_file)
+    cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
+    decision = decide(settings, capture_source(source), cluster, world)
+    folder = _prepare(settings, decision, resume, console)
+    payload = {"folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
+    summary = launch("meshwright.cli.train:train_rank", payload, decision.plan.world)
+    _finish(settings, decision, summary, console, as_json)
+
+
+def _world_of(plan_file: str) -> int:
+    from meshwright.core.plan import Plan
+
+    return Plan.load(plan_file).world
+
+
+def _under_launcher(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
+    """This process is a rank already: rank 0 plans, all follow."""
+    import os
+
+    import msgspec
+
+    from meshwright.capture.capture import capture_source
+    from meshwright.core.errors import InputError
+    from meshwright.measure.probe import measure_cluster
+    from meshwright.models.source import resolve
+    from meshwright.runtime.rank import leave
+    from meshwright.runtime.ranks import first_rank_decides, joined
+
+    world = int(os.environ["WORLD_SIZE"])
+    if settings.nproc is not None and settings.nproc != world:
+        raise InputError(f"nproc is {settings.nproc}, but the launcher started {world} ranks: leave nproc out under torchrun")
+    with joined(settings.device, settings.backend) as rank:
+        cluster = measure_cluster(rank) if settings.cluster == "local" else None
+
+        def plan_it() -> tuple[str, Decision]:
+            from meshwright.cli.wiring import find_cluster
+
+            found = cluster or find_cluster(console, settings.cluster, settings.hosts)
+            decision = decide(settings, capture_source(resolve(settings.model)), found, world)
+            return str(_prepare(settings, decision, resume, console)), decision
+
+        folder, decision = first_rank_decides(plan_it, rank)  # type: ignore[misc]
+        payload = {"folder": folder, "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
+        summary = run_rank(payload, rank)
+        if rank.is_first:
+            _finish(settings, decision, msgspec.to_builtins(summary), console, as_json)
+        joined_rank_done(rank)
+    leave(0)
+
+
+def joined_rank_done(rank: Any) -> None:
+    """No rank leaves before the first has printed: the launcher would take it for a failure."""
+    from meshwright.runtime.gather import wait_for_all
+
+    wait_for_all()
+
+
+def _prepare(settings: Settings, decision: Decision, resume: bool, console: Console) -> Any:
+    """Show the plan and lay out the run folder."""
+    from meshwright.core.result import describe
+    from meshwright.report.tables import candidates_table
+    from meshwright.train.folder import RunFolder
+
+    if decision.result is not None:
+        console.print(candidates_table(decision.result))
+    else:
+        console.print(f"plan: {describe(decision.plan)}", highlight=False)
+    folder = RunFolder(settings.folder)
+    if resume:
+        folder.reopen()
+    elif moved := folder.start_fresh():
+        console.print(f"{folder.path} held an earlier run: it is now {moved}", highlight=False)
+    settings.save(folder.settings)
+    decision.plan.save(folder.plan)
+    decision.estimate.save(folder.estimate)
+    return folder.path
+
+
+def train_rank(payload: dict[str, Any]) -> dict[str, Any]:
+    """What each rank that we started runs."""
+    from meshwright.runtime.ranks import joined
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.settings import Settings
+
+    settings = Settings.load(RunFolder(payload["folder"]).settings)
+    with joined(settings.device, settings.backend) as rank:
+        return run_rank(payload, rank)
+
+
+def run_rank(payload: dict[str, Any], rank: Any) -> dict[str, Any]:
+    from rich.console import Console
+
+    from meshwright.core.plan import Plan
+    from meshwright.measure.record import StepRecorder
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.loop import Job, run
+    from meshwright.train.settings import Settings
+
+    folder = RunFolder(payload["folder"])
+    job = Job(Settings.load(folder.settings), Plan.load(folder.plan), folder, payload["resume"])
+    console = Console(file=sys.stderr if payload["as_json"] else sys.stdout, force_terminal=payload["terminal"] or None)
+    outcome = run(job, rank, StepRecorder(), console)
+    return {
+        "loss": outcome.loss,
+        "validation_loss": outcome.validation_loss,
+        "num_steps": outcome.num_steps,
+        "stopped": outcome.stopped,
+        "checkpoint": str(outcome.checkpoint),
+    }
+
+
+def _finish(settings: Settings, decision: Decision, summary: dict[str, Any], console: Console, as_json: bool) -> None:
+    """Predicted against measured, and where everything is."""
+    from meshwright.cli.output import print_json
+    from meshwright.core.trace import Trace
+    from meshwright.report.tables import comparison_table
+    from meshwright.train.folder import RunFolder
+
+    folder = RunFolder(settings.folder)
+    trace = Trace.load(folder.trace)
+    console.print(comparison_table(decision.estimate, trace))
+    ended = f"ended early at step {summary['num_steps']}: {summary['stopped']}" if summary["stopped"] else "done"
+    console.print(f"{ended}; loss {summary['loss']:.4f}; everything is in {folder.path}", highlight=False)
+    if as_json:
+        print_json(
+            {
+                "loss": summary["loss"],
+                "step_seconds": trace.step_seconds,
+                "tokens_per_second": trace.tokens_per_second,
+                "predicted_step_seconds": decision.estimate.step_seconds,
+                "predicted_peak_bytes": decision.estimate.peak_bytes,
+                "measured_peak_bytes": trace.peak_bytes,
+                "validation_loss": summary["validation_loss"],
+                "num_steps": summary["num_steps"],
+                "stopped": summary["stopped"],
+                "checkpoint": summary["checkpoint"],
+                "run_folder": str(folder.path),
+            }
+        )

@@ -1,0 +1,90 @@
+"""What several verbs do with their arguments: find the cluster, read the plan, and say so when it takes long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.cli.options import PlanFlags
+    from meshwright.core.cluster import Cluster
+    from meshwright.core.graph import Graph
+    from meshwright.core.plan import Plan
+    from meshwright.core.request import PlanRequest
+
+
+def find_cluster(
+    console: Console, name: str, hosts: int = 1, nproc: int | None = None, device: str = "auto", backend: str = "auto"
+) -> Cluster:
+    """`local` is probed, a path is read, anything else is a name of the catalogue."""
+    import msgspec
+
+    from meshwright.core.cluster import Cluster, check_hosts
+
+    if name == "local":
+        return probe_with_notice(console, nproc, device, backend)
+    if name.endswith((".json", ".toml")):
+        found = Cluster.load(name)
+        return found if hosts == 1 else msgspec.structs.replace(found, num_hosts=check_hosts(hosts))
+    return Cluster.named(name, hosts)
+
+
+def probe_with_notice(console: Console, nproc: int | None, device: str, backend: str, fresh: bool = False) -> Cluster:
+    from meshwright.cli.choices import check_choice
+    from meshwright.measure.probe import cache_file, default_num_ranks, probe
+    from meshwright.runtime.launch import check_num_ranks
+
+    check_choice("--device", device, ("auto", "cpu", "cuda"))
+    check_choice("--backend", backend, ("auto", "gloo", "nccl"))
+    num_ranks = nproc if nproc is not None else default_num_ranks(device)  # type: ignore[arg-type]
+    check_num_ranks(num_ranks)
+    if fresh or not cache_file(num_ranks, device, backend).exists():
+        console.print(f"measuring this machine with {num_ranks} ranks at once (about ten seconds, then cached) …")
+    return probe(num_ranks, device=device, backend=backend, fresh=fresh)  # type: ignore[arg-type]
+
+
+def plan_from_flags(flags: PlanFlags, graph: Graph, cluster: Cluster) -> Plan:
+    """A plan file as it is, or plan flags with plain defaults for the rest, on all devices of the cluster."""
+    from meshwright.core.errors import InputError
+    from meshwright.core.plan import Plan
+    from meshwright.core.request import PlanRequest, plain_plan
+
+    if flags.file is None:
+        return plain_plan(flags.request, graph, _world(flags.request, cluster), cluster.hash)
+    if flags.request != PlanRequest():
+        raise InputError("--plan gives a whole plan: leave the other plan flags out, or edit the file")
+    plan = Plan.load(flags.file)
+    if plan.graph and plan.graph != graph.identity:
+        raise InputError(
+            f"{flags.file} was made for another model ({plan.model or 'unnamed'}, graph {plan.graph}), not for {graph.model} "
+            f"(graph {graph.identity}): plan again"
+        )
+    return plan
+
+
+def _world(request: PlanRequest, cluster: Cluster) -> int:
+    """Degrees that were given in full say how many ranks; else all devices are used."""
+    if request.dp is None:
+        return cluster.num_devices
+    return request.dp * (request.tp or 1) * (request.pp or 1) * (request.cp or 1)
+
+
+def request_of(plan: Plan) -> PlanRequest:
+    """The parts of a plan that do not name blocks: what carries over to a shrunk model."""
+    from meshwright.core.request import PlanRequest
+
+    modes = {rule.mode for rule in plan.recompute}
+    mesh = plan.mesh
+    return PlanRequest(
+        dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, virtual=plan.virtual, zero=plan.zero, hybrid=plan.hybrid,
+        sequence_parallel=plan.sequence_parallel, microbatch=plan.microbatch, global_batch=plan.global_batch,
+        schedule=plan.schedule, recompute=next(iter(modes), "none"), precision=plan.precision, offload=plan.offload.what,
+        compile=plan.compile,
+    )  # fmt: skip
+
+
+def budget_of(memory: str | None) -> int | None:
+    from meshwright.core.units import parse_bytes
+
+    return None if memory is None else parse_bytes(memory)

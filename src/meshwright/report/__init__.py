@@ -1,0 +1,1 @@
+"""Estimate and Trace → what a person reads. No torch."""

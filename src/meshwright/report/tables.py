@@ -1,0 +1,167 @@
+"""Tables for the terminal: the candidates of a search, and what was predicted against what was measured."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.estimate import Estimate
+from meshwright.core.graph import Graph
+from meshwright.core.plan import Plan
+from meshwright.core.result import SearchResult, describe
+from meshwright.core.trace import Trace
+from meshwright.core.units import format_bytes, format_count, format_seconds
+
+TABLE_WIDTH = 100
+SHOWN_RUNNERS_UP = 5
+MEMORY_WORDS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "activations": "activations",
+    "inputs": "inputs",
+    "gathered_parameters": "gathered parameters",
+    "communication_buffers": "communication buffers",
+    "temporaries": "temporaries",
+}
+
+
+def candidates_table(result: SearchResult, shown: int = SHOWN_RUNNERS_UP) -> Table:
+    """The choice first, then the runners-up with the reason each lost."""
+    table = Table(title=f"{result.num_candidates} candidates in {format_seconds(result.search_seconds)}", title_justify="left")
+    for name in ("", "plan", "step", "memory per device", "why not"):
+        table.add_column(name, justify="right" if name in ("step", "memory per device") else "left")
+    estimate = result.estimate
+    table.add_row(
+        "1", describe(result.plan), format_seconds(estimate.step_seconds), format_bytes(estimate.peak_bytes), "chosen", style="bold"
+    )
+    for number, other in enumerate(result.runners_up[:shown], start=2):
+        table.add_row(
+            str(number), describe(other.plan), format_seconds(other.step_seconds), format_bytes(other.peak_bytes), other.reason
+        )
+    left = len(result.runners_up) - shown
+    if left > 0:
+        table.add_row("…", f"{left} more", "", "", "")
+    return table
+
+
+def estimate_table(plan: Plan, estimate: Estimate) -> Table:
+    """One plan's predicted step and memory."""
+    table = Table(title=describe(plan), title_justify="left")
+    table.add_column("predicted")
+    table.add_column("", justify="right")
+    table.add_row("step", format_seconds(estimate.step_seconds), style="bold")
+    for part, seconds in msgspec.structs.asdict(estimate.time_seconds).items():
+        if seconds:
+            table.add_row(f"  {part.replace('_', ' ')}", format_seconds(seconds))
+    table.add_row("tokens per second", f"{estimate.tokens_per_second:,.0f}")
+    table.add_row("model-flops utilisation", f"{estimate.model_flops_utilisation:.1%}")
+    fits = "fits" if estimate.fits else "does not fit"
+    words = f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.budget_bytes)}: {fits}"
+    table.add_row("memory per device", words, style="bold")
+    for part, num_bytes in msgspec.structs.asdict(estimate.memory_bytes).items():
+        if num_bytes:
+            table.add_row(f"  {MEMORY_WORDS[part]}", format_bytes(num_bytes))
+    return table
+
+
+def comparison_table(estimate: Estimate, trace: Trace) -> Table:
+    """Predicted against measured: step time and its parts, memory by category, collectives."""
+    table = Table(title="predicted against measured", title_justify="left")
+    table.add_column("")
+    for name in ("predicted", "measured", "error"):
+        table.add_column(name, justify="right")
+    one, other = estimate.time_seconds, trace.time_seconds
+    _row(table, "step", estimate.step_seconds, trace.step_seconds, format_seconds, bold=True)
+    _row(table, "  forward, with its communication", one.forward_total, other.forward_total, format_seconds)
+    _row(table, "  backward, with its communication", one.backward_total, other.backward_total, format_seconds)
+    _row(table, "  update", one.update, other.update, format_seconds)
+    _row(table, "tokens per second", estimate.tokens_per_second, trace.tokens_per_second, lambda speed: f"{speed:,.0f}")
+    table.add_section()
+    if trace.peak_bytes is None or trace.memory_bytes is None:
+        table.add_row("peak memory per device", format_bytes(estimate.peak_bytes), "not sampled", "")
+        return table
+    _row(table, "peak memory per device", estimate.peak_bytes, trace.peak_bytes, format_bytes, bold=True)
+    for part, words in MEMORY_WORDS.items():
+        predicted, measured = getattr(estimate.memory_bytes, part), getattr(trace.memory_bytes, part)
+        if predicted or measured:
+            _row(table, f"  {words}", predicted, measured, format_bytes)
+    table.add_section()
+    for kind, predicted, measured in _collective_bytes(estimate, trace):
+        _row(table, f"{kind.replace('_', '-')}, bytes per step", predicted, measured, format_bytes)
+    return table
+
+
+def predicted_vs_measured(estimate: Estimate, trace: Trace) -> str:
+    """The comparison as plain text."""
+    return as_text(comparison_table(estimate, trace))
+
+
+def graph_table(graph: Graph, seconds: float) -> Table:
+    """Parameters and flops by kind of block."""
+    table = Table(
+        title=f"{graph.model}: {format_count(graph.num_parameters)} parameters, captured in {format_seconds(seconds)}",
+        title_justify="left",
+    )
+    for name in ("kind", "blocks", "parameters each", "flops each per sample", "kept for backward each per sample"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    kept = {segment.block: segment.kept_bytes for segment in graph.timeline if segment.phase == "forward"}
+    for kind in graph.kinds:
+        blocks = [block for block in graph.blocks if block.kind == kind.name]
+        first = blocks[0].name
+        parameters = sum(p.num_elements for p in graph.own_parameters if p.block == first)
+        flops = sum(op.count * op.flops.per_sample for op in kind.ops)
+        bytes_kept = kept[first].per_sample if first in kept else 0
+        table.add_row(kind.name, str(len(blocks)), format_count(parameters), format_count(flops), format_bytes(bytes_kept))
+    return table
+
+
+def cluster_table(cluster: Cluster) -> Table:
+    """What is known about a cluster, with the best rate of each kind of op."""
+    table = Table(title=f"{cluster.name}: {cluster.num_hosts} × {cluster.devices_per_host} × {cluster.device.name}", title_justify="left")
+    table.add_column("figure")
+    table.add_column(f"from {cluster.origin}", justify="right")
+    device = cluster.device
+    table.add_row("memory per device", format_bytes(device.memory_bytes))
+    for kind, dtype in sorted({(rate.kind, rate.dtype) for rate in device.rates}):
+        best = max(rate.per_second for rate in device.rates if (rate.kind, rate.dtype) == (kind, dtype))
+        unit = "GFLOP/s" if kind in ("matmul", "convolution", "attention") else "GB/s"
+        table.add_row(f"{kind}, {dtype}", f"{best / 1e9:,.1f} {unit}")
+    table.add_row("least time of an op", format_seconds(device.launch_seconds))
+    if device.update_elements_per_second is not None:
+        table.add_row("AdamW", f"{device.update_elements_per_second / 1e6:,.0f} M parameters/s")
+    table.add_row("compute hides communication", f"{device.overlap_share:.0%}")
+    for kind in dict.fromkeys(point.kind for point in cluster.collectives):
+        points = [point for point in cluster.collectives if point.kind == kind]
+        rate = max(point.num_bytes / point.seconds for point in points)
+        words = f"{format_seconds(points[0].seconds)}, {rate / 1e9:.2f} GB/s"
+        table.add_row(f"{kind.replace('_', '-')} between {points[0].num_ranks}", words)
+    for name, link in (("link inside a host", cluster.intra_host), ("link between hosts", cluster.inter_host)):
+        if link is not None:
+            table.add_row(name, f"{link.bytes_per_second / 1e9:,.1f} GB/s ({link.origin})")
+    return table
+
+
+def as_text(table: Table, width: int = TABLE_WIDTH) -> str:
+    buffer = io.StringIO()
+    Console(file=buffer, width=width).print(table)
+    return buffer.getvalue()
+
+
+def _row(
+    table: Table, name: str, predicted: float, measured: float, show: Callable[[float], str], *, bold: bool = False
+) -> None:
+    error = f"{predicted / measured - 1:+.1%}" if measured else ""
+    table.add_row(name, show(predicted), show(measured), error, style="bold" if bold else None)
+
+
+def _collective_bytes(estimate: Estimate, trace: Trace) -> list[tuple[str, int, int]]:
+    predicted = {call.kind: call.total_bytes for call in estimate.collectives}
+    measured = {call.kind: call.total_bytes for call in trace.collectives}
+    kinds = list(dict.fromkeys([*predicted, *measured]))
+    return [(kind, predicted.get(kind, 0), measured.get(kind, 0)) for kind in kinds]

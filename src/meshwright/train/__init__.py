@@ -1,0 +1,1 @@
+"""The loop around a Program: data, optimizer, learning rate, checkpoints, metrics, resume."""

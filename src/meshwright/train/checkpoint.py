@@ -1,0 +1,157 @@
+"""Checkpoints: sharded, whole or not at all, loadable on another number of ranks.
+
+A checkpoint is written to a draft folder and renamed when every rank is done: a reader never meets half of one, and a full
+disk or a crash leaves the previous one as it was. torch's distributed checkpoint writes and reshards the tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from meshwright.core.codec import Value, load
+from meshwright.core.errors import CheckpointError, InputError
+from meshwright.core.units import format_bytes
+from meshwright.runtime.clip import local
+from meshwright.runtime.gather import all_ranks, wait_for_all
+from meshwright.runtime.optimizer import state_tensors
+from meshwright.runtime.program import Program
+from meshwright.runtime.ranks import Rank
+
+_NAME = re.compile(r"step-(\d+)")
+
+
+class Progress(Value, kw_only=True):
+    """Where a run stands, beside its tensors."""
+
+    format: Literal[1] = 1
+    step: int
+    cursor: int
+    """Samples consumed."""
+    plan: str
+    graph: str
+    num_ranks: int
+
+
+def save(program: Program, progress: Progress, folder: Path, rank: Rank, keep: int) -> Path:
+    """Write a checkpoint; older ones are removed only after it is whole."""
+    target = folder / f"step-{progress.step:08d}"
+    draft = folder / f".{target.name}.draft"
+    program.sync_buffers()
+    problem = _attempt(lambda: _write(program, progress, draft, rank))
+    problems = [f"rank {number}: {text}" for number, text in enumerate(all_ranks(problem)) if text]
+    if problems:
+        if rank.is_first:
+            shutil.rmtree(draft, ignore_errors=True)
+        previous = latest(folder)
+        kept = f"the previous checkpoint, {previous.name}, is whole" if previous else "there is no earlier checkpoint"
+        raise CheckpointError(f"checkpoint of step {progress.step} could not be written to {folder}: {problems[0]}; {kept}")
+    if rank.is_first:
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+        _remove_old(folder, keep)
+    wait_for_all()
+    return target
+
+
+def _attempt(work: Any) -> str:
+    """Empty when it went well, else what went wrong: every rank must learn of it, none may hang."""
+    try:
+        work()
+    except Exception as error:
+        return _words(error)
+    return ""
+
+
+def _words(error: BaseException) -> str:
+    """The innermost cause: torch wraps what the disk said in several layers."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        failure = next(iter(error.failures.values()))
+        return _words(failure[0] if isinstance(failure, tuple) else failure)
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def _write(program: Program, progress: Progress, draft: Path, rank: Rank) -> None:
+    needed = sum(all_ranks(_local_bytes(program)))
+    problem = ""
+    if rank.is_first:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        free = shutil.disk_usage(draft).free
+        if needed > free:
+            problem = f"the disk is full: {format_bytes(needed)} are needed, {format_bytes(free)} are free"
+    problem = all_ranks(problem)[0]
+    if problem:
+        raise CheckpointError(problem)
+    dcp.save(_state(program, rank), checkpoint_id=str(draft))
+    if rank.is_first:
+        progress.save(draft / "progress.json")
+        _flush(draft)
+
+
+def _local_bytes(program: Program) -> int:
+    tensors = (*program.module.parameters(), *program.module.buffers(), *state_tensors(program.optimizer))
+    whole = program.plan.zero == 0
+    total = sum(local(tensor).numel() * local(tensor).element_size() for tensor in tensors)
+    return total // program.plan.mesh.dp if whole else total
+
+
+def _state(program: Program, rank: Rank) -> dict[str, Any]:
+    model, optimizer = get_state_dict(program.spread_module, program.optimizer)
+    return {"model": model, "optimizer": optimizer, "random": {str(rank.number): torch.get_rng_state()}}
+
+
+def _flush(folder: Path) -> None:
+    """On the disk before the rename, not only on its way there."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def restore(program: Program, folder: Path, rank: Rank) -> Progress:
+    """Load the newest checkpoint, resharded to the ranks that run now."""
+    newest = latest(folder)
+    if newest is None:
+        raise InputError(f"{folder} holds no checkpoint to resume from: start without --resume")
+    progress = load(newest / "progress.json", Progress)
+    if progress.graph != program.plan.graph:
+        raise CheckpointError(f"{newest} is of another model (graph {progress.graph}, not {program.plan.graph})")
+    state = _state(program, rank)
+    if progress.num_ranks != rank.num_ranks:
+        del state["random"]  # random states belong to ranks: another number of ranks draws anew
+    try:
+        dcp.load(state, checkpoint_id=str(newest))
+    except Exception as error:
+        raise CheckpointError(f"{newest} cannot be read: {_words(error)}") from error
+    set_state_dict(
+        program.spread_module, program.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    if "random" in state:
+        torch.set_rng_state(state["random"][str(rank.number)])
+    return progress
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint."""
+    found = _all(folder)
+    return found[-1] if found else None
+
+
+def _all(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / "progress.json").exists())
+
+
+def _remove_old(folder: Path, keep: int) -> None:
+    for path in _all(folder)[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,89 @@
+"""From a data source's name to streams of batches for training and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils.data import DataLoader, RandomSampler
+
+from meshwright.core.errors import InputError
+from meshwright.models.source import ImageShape, ModelSource, TextShape
+from meshwright.models.userfile import call_function
+from meshwright.train.corpus import Split
+from meshwright.train.samples import DatasetSamples, Samples, SyntheticImages, make_text
+from meshwright.train.settings import DataSettings
+from meshwright.train.stream import IndexedStream, IterableStream, Slice, Stream
+
+
+def open_streams(
+    settings: DataSettings, source: ModelSource, global_batch: int, part: Slice, seed: int
+) -> tuple[Stream, Stream | None]:
+    """The training stream, and the validation stream where the source has one."""
+    name = settings.source if settings.source != "auto" else default_source(source)
+    if ".py:" in name:
+        return _from_function(name, settings, global_batch, part, seed)
+    train, validation = (_samples(name, source, split) for split in ("train", "validation"))  # type: ignore[arg-type]
+    return (
+        IndexedStream(train, global_batch, part, seed, settings.shuffle),
+        IndexedStream(validation, global_batch, part, seed, shuffle=False),
+    )
+
+
+def default_source(source: ModelSource) -> str:
+    if isinstance(source.shape, TextShape):
+        return "stdlib"
+    if isinstance(source.shape, ImageShape):
+        return "images"
+    return "example"
+
+
+def _samples(name: str, source: ModelSource, split: Split) -> Samples:
+    if name == "stdlib" or name.startswith("text:"):
+        if not isinstance(source.shape, TextShape):
+            raise InputError(f"data source '{name}' is text, but {source.name} does not take text: set data.source")
+        return make_text(name, source.shape, split)
+    if name == "images":
+        if not isinstance(source.shape, ImageShape):
+            raise InputError(f"data source 'images' does not suit {source.name}, which takes no images: set data.source")
+        return SyntheticImages(source.shape, split)
+    if name == "example" and source.example is not None:
+        return _Example(source)
+    raise InputError(
+        f"unknown data source '{name}': use stdlib, text:PATH, images, example, or path/to/file.py:function"
+    )
+
+
+class _Example:
+    """The user's own example batch, again and again: a model without data can still be tried."""
+
+    def __init__(self, source: ModelSource) -> None:
+        assert source.example is not None
+        self.example = source.example
+
+    def __len__(self) -> int:
+        return 2**20
+
+    def batch(self, numbers: Any) -> Any:
+        return self.example(len(numbers))
+
+
+def _from_function(
+    name: str, settings: DataSettings, global_batch: int, part: Slice, seed: int
+) -> tuple[Stream, Stream | None]:
+    """The function returns a DataLoader, a dataset or an iterable of global batches, alone or as (train, validation)."""
+    result = call_function(name)
+    train, validation = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    opened = _stream(name, train, settings.shuffle, global_batch, part, seed)
+    return opened, None if validation is None else _stream(name, validation, False, global_batch, part, seed)
+
+
+def _stream(name: str, data: Any, shuffle: bool, global_batch: int, part: Slice, seed: int) -> Stream:
+    if isinstance(data, DataLoader) and hasattr(data.dataset, "__getitem__") and hasattr(data.dataset, "__len__"):
+        shuffles = isinstance(data.sampler, RandomSampler)
+        return IndexedStream(DatasetSamples(data.dataset, data.collate_fn), global_batch, part, seed, shuffles)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return IndexedStream(DatasetSamples(data), global_batch, part, seed, shuffle)
+    if isinstance(data, Iterable):
+        return IterableStream(data, global_batch, part)
+    raise InputError(f"{name} returned {type(data).__name__}: return a DataLoader, a dataset or an iterable of global batches")

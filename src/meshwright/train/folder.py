@@ -1,0 +1,50 @@
+"""A run folder: settings.toml, plan.json, estimate.json, trace.json, metrics.jsonl, checkpoints/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.core.errors import InputError
+
+
+class RunFolder:
+    """Names the files of a run; makes nothing until asked."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.settings = self.path / "settings.toml"
+        self.plan = self.path / "plan.json"
+        self.estimate = self.path / "estimate.json"
+        self.trace = self.path / "trace.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
+
+    def start_fresh(self) -> Path | None:
+        """Make the folder. A run that is already there is moved aside, never overwritten; returns where to."""
+        moved = None
+        if self.path.exists() and any(self.path.iterdir()):
+            if not self.settings.exists():
+                raise InputError(f"{self.path} exists and is not a run folder: choose another with --out")
+            moved = self._free_name()
+            self.path.rename(moved)
+        self._make()
+        return moved
+
+    def reopen(self) -> None:
+        """For a run to be resumed."""
+        if not self.settings.exists():
+            raise InputError(f"{self.path} holds no run to resume: start it without --resume")
+        self._make()
+
+    def _make(self) -> None:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"run folder {self.path} cannot be made: {error.strerror}") from error
+
+    def _free_name(self) -> Path:
+        number = 1
+        while (name := self.path.with_name(f"{self.path.name}.{number}")).exists():
+            number += 1
+        return name

@@ -1,0 +1,231 @@
+"""The training loop, as every rank runs it.
+
+A step's loss is read one step later, so that the device is never kept waiting for it. Ranks stop together: each adds its
+wish to stop (Ctrl-C, time is up) to the step's sums, and all act on the same total.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from meshwright.core.errors import CheckpointError, RunError
+from meshwright.core.plan import Plan
+from meshwright.core.trace import Trace
+from meshwright.models.source import ModelSource, resolve
+from meshwright.runtime.apply import apply
+from meshwright.runtime.environment import device_bytes
+from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.program import Program, Recorder, StepOutput
+from meshwright.runtime.ranks import Rank
+from meshwright.train import checkpoint
+from meshwright.train.checkpoint import Progress
+from meshwright.train.data import open_streams
+from meshwright.train.folder import RunFolder
+from meshwright.train.metrics import Metrics
+from meshwright.train.optimizers import learning_rate, make_optimizer, set_learning_rate
+from meshwright.train.progress import ProgressView
+from meshwright.train.settings import Settings
+from meshwright.train.stream import Slice, Stream
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run was told: everything is decided by now."""
+
+    settings: Settings
+    plan: Plan
+    folder: RunFolder
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    trace: Trace
+    loss: float
+    validation_loss: float | None
+    num_steps: int
+    stopped: str | None
+    """Why it ended before its last step, if it did."""
+    checkpoint: Path
+
+
+def run(job: Job, rank: Rank, recorder: Recorder | None, console: Console) -> Outcome:
+    """Train, and leave metrics, trace and a checkpoint in the run folder. Every rank calls it."""
+    torch.manual_seed(job.settings.seed)
+    source = resolve(job.settings.model)
+    program = build_program(job, source, rank, recorder)
+    part = Slice(program.mesh.get_local_rank("dp"), job.plan.mesh.dp)
+    train, validation = open_streams(job.settings.data, source, job.plan.global_batch, part, job.settings.seed)
+    first_step = 0
+    if job.resume:
+        progress = checkpoint.restore(program, job.folder.checkpoints, rank)
+        train.seek(progress.cursor)
+        first_step = progress.step
+    return _Loop(job, rank, program, train, validation, first_step, console).run()
+
+
+def build_program(job: Job, source: ModelSource, rank: Rank, recorder: Recorder | None) -> Program:
+    module = source.build()
+    return apply(
+        module,
+        job.plan,
+        optimizer=make_optimizer(module, job.settings),
+        objective=source.objective,
+        max_norm=job.settings.optimizer.clip_norm,
+        recorder=recorder,
+        device=rank.device,
+    )
+
+
+class _Loop:
+    """One run on one rank, from its first step to its outcome."""
+
+    def __init__(
+        self,
+        job: Job,
+        rank: Rank,
+        program: Program,
+        train: Stream,
+        validation: Stream | None,
+        first_step: int,
+        console: Console,
+    ) -> None:
+        self.job, self.rank, self.program = job, rank, program
+        self.settings = job.settings
+        self.train, self.validation = train, validation
+        self.first_step = first_step
+        self.metrics = Metrics(job.folder, first_step, self.settings.tensorboard) if rank.is_first else None
+        self.view = ProgressView(console if rank.is_first else Console(quiet=True), self.settings.steps, first_step)
+        self.started = time.monotonic()
+        self.loss = float("nan")
+        self.validation_loss: float | None = None
+        self.interrupted = False
+
+    def run(self) -> Outcome:
+        try:
+            with self.view, self._heed_signals():
+                next_step, stopped = self._steps()
+                saved = self._save(next_step, final=True)
+            trace = worst_trace(self.program.trace())
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+        if self.rank.is_first:
+            trace.save(self.job.folder.trace)
+        assert saved is not None
+        return Outcome(trace, self.loss, self.validation_loss, next_step, stopped, saved)
+
+    def _steps(self) -> tuple[int, str | None]:
+        """Train to the last step, or until the ranks agree to stop; returns the next step and why it stopped."""
+        previous: tuple[int, StepOutput] | None = None
+        for step in range(self.first_step, self.settings.steps):
+            set_learning_rate(self.program.optimizer, self._rate(step))
+            output = self.program.step(self.train.next(), signal=float(self._wants_stop()))
+            if previous is not None and self._finish(*previous):
+                self._finish(step, output)
+                return step + 1, "interrupted" if self.interrupted else "its time is up (max_seconds)"
+            previous = (step, output)
+            self._between(step)
+        if previous is not None:
+            self._finish(*previous)
+        return max(self.settings.steps, self.first_step), None
+
+    def _finish(self, step: int, output: StepOutput) -> bool:
+        """Read a step's figures, write them down; returns whether the ranks want to stop."""
+        self.loss = output.loss
+        if not math.isfinite(self.loss):
+            raise RunError(
+                f"the loss is {self.loss} at step {step}: lower learning_rate.peak or check the data; "
+                f"checkpoints up to the last good one are in {self.job.folder.checkpoints}"
+            )
+        seconds = output.seconds
+        speed = output.tokens / seconds if seconds else 0.0
+        memory = device_bytes(self.program.device)
+        if self.metrics is not None:
+            self.metrics.write(
+                step,
+                {
+                    "loss": self.loss,
+                    "learning_rate": self._rate(step),
+                    "gradient_norm": output.gradient_norm,
+                    "seconds": seconds,
+                    "tokens_per_second": speed,
+                    "memory_bytes": memory,
+                },
+            )
+        self.view.show(step, self.loss, speed, memory)
+        return output.signal > 0
+
+    def _between(self, step: int) -> None:
+        """What happens every so many steps, after step number `step`."""
+        done = step + 1
+        data, every = self.settings.data, self.settings.checkpoint.every
+        if self.validation is not None and data.validation_every and done % data.validation_every == 0:
+            self._validate(step)
+        if every and done % every == 0 and done < self.settings.steps:
+            self._save(done, final=False)
+
+    def _validate(self, step: int) -> None:
+        assert self.validation is not None
+        self.program.sync_buffers()
+        self.validation.seek(0)
+        batches = (self.validation.next() for _ in range(self.settings.data.validation_batches))
+        self.validation_loss = self.program.evaluate(batches)
+        if self.metrics is not None:
+            self.metrics.write(step, {"validation_loss": self.validation_loss})
+        self.view.say(f"step {step + 1}  validation loss {self.validation_loss:.3f}")
+
+    def _save(self, next_step: int, *, final: bool) -> Path | None:
+        """A checkpoint on the way may fail and the run goes on: what is in memory is worth more. The last one must not."""
+        progress = Progress(
+            step=next_step,
+            cursor=self.train.cursor,
+            plan=self.job.plan.hash,
+            graph=self.job.plan.graph,
+            num_ranks=self.rank.num_ranks,
+        )
+        try:
+            return checkpoint.save(
+                self.program, progress, self.job.folder.checkpoints, self.rank, self.settings.checkpoint.keep
+            )
+        except CheckpointError as error:
+            if final:
+                raise
+            self.view.say(f"warning: {error}. Training goes on; the next checkpoint will be tried again.")
+            return None
+
+    def _rate(self, step: int) -> float:
+        return learning_rate(step, self.settings.steps, self.settings.learning_rate)
+
+    def _wants_stop(self) -> bool:
+        limit = self.settings.max_seconds
+        return self.interrupted or (limit is not None and time.monotonic() - self.started > limit)
+
+    @contextmanager
+    def _heed_signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end the run after the step in progress, with a checkpoint."""
+
+        def interrupt(*_: Any) -> None:
+            self.interrupted = True
+
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def worst_trace(own: Trace) -> Trace:
+    """The trace of the rank with the highest peak; the same on all ranks."""
+    return max(all_ranks(own), key=lambda trace: (trace.peak_bytes or 0, -trace.rank))

@@ -1,0 +1,57 @@
+"""What a run leaves to be plotted: JSON lines, and TensorBoard events where it is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from meshwright.train.folder import RunFolder
+
+
+class Metrics:
+    """One line a step. Reopened after a resume, it drops the lines past the step it resumes from."""
+
+    def __init__(self, folder: RunFolder, first_step: int, tensorboard: bool) -> None:
+        _cut(folder.metrics, first_step)
+        self.file = folder.metrics.open("a", encoding="utf-8")
+        self.board = _board(folder.tensorboard, first_step) if tensorboard else None
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        known = {name: value for name, value in values.items() if value is not None}
+        self.file.write(json.dumps({"step": step, **known}) + "\n")
+        self.file.flush()
+        if self.board is not None:
+            for name, value in known.items():
+                self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _cut(path: Path, first_step: int) -> None:
+    if path.exists():
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) < first_step]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+def _step(line: str) -> float:
+    """The step of a line; a line that was cut off by a crash belongs to no step that is kept."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return float("inf")
+
+
+def _board(path: Path, first_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(path), purge_step=first_step)  # type: ignore[no-untyped-call]

@@ -1,0 +1,86 @@
+"""Everything a training run is told: the contents of FILE.toml. Every field has a default, except the model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from meshwright.core.codec import Value
+from meshwright.core.request import PlanRequest
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Positive = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+
+
+class DataSettings(Value, kw_only=True):
+    source: str = "auto"
+    """`stdlib` (Python's own source files, as bytes), `text:PATH`, `images`, or `path/to/file.py:function`.
+    `auto`: stdlib for models that take text, images for models that take images."""
+    shuffle: bool = True
+    validation_every: CountOrZero = 100
+    """Steps between validations; 0 for none."""
+    validation_batches: Count = 4
+
+
+class OptimizerSettings(Value, kw_only=True):
+    kind: str = "AdamW"
+    """Any class of torch.optim."""
+    weight_decay: float = 0.1
+    decay_vectors: bool = False
+    """Whether biases and norm weights decay too."""
+    options: dict[str, Any] = {}
+    """Passed to the class as they are, such as betas = [0.9, 0.95]."""
+    clip_norm: Positive | None = 1.0
+    """Largest global gradient norm; leave out for none."""
+
+
+class LearningRateSettings(Value, kw_only=True):
+    peak: Positive = 3e-4
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: CountOrZero = 20
+    final_share: Share = 0.1
+    """Of the peak, at the last step."""
+
+
+class CheckpointSettings(Value, kw_only=True):
+    every: CountOrZero = 0
+    """Steps between checkpoints; 0 for one at the end only."""
+    keep: Count = 2
+
+
+class Settings(Value, kw_only=True):
+    format: Literal[1] = 1
+    name: str = "run"
+    model: str
+    planner: Literal["plain", "search"] = "plain"
+    """What decides the parts of the plan that nobody fixed: plain defaults, or the search."""
+    plan: PlanRequest = PlanRequest()
+    plan_file: str | None = None
+    """A whole plan; then `plan` and `planner` are not used."""
+    cluster: str = "local"
+    hosts: Count = 1
+    memory_bytes: Annotated[int, Meta(gt=0)] | None = None
+    """Budget per device; without it, all of the device's memory."""
+    nproc: Count | None = None
+    """Local ranks; without it, one per GPU or core."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    steps: Count = 200
+    max_seconds: Positive | None = None
+    """Stop, with a checkpoint, at the first step after this long."""
+    seed: int = 0
+    out: str | None = None
+    """Run folder; without it, runs/NAME."""
+    log_every: Count = 10
+    tensorboard: bool = True
+    data: DataSettings = DataSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    learning_rate: LearningRateSettings = LearningRateSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+    @property
+    def folder(self) -> str:
+        return self.out or f"runs/{self.name}"
