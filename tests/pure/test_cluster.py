@@ -84,7 +84,8 @@ def test_an_unpublished_link_is_assumed_and_noted() -> None:
 def test_a_device_without_bf16_or_tf32_units_is_not_given_their_rates() -> None:
     v100 = Cluster.named("v100-16g-p3")
     assert not [rate for rate in v100.device.rates if rate.kind == "matmul" and rate.dtype == "bf16"]
-    assert rate(v100, "matmul", "fp32") <= 15.7e12  # the vendor's fp32 peak
+    assert rate(v100, "matmul", "fp32") == pytest.approx(15.7e12 * MATMUL_SHARE_OF_PEAK)  # 15.7: the vendor's peak
+    assert any("no bf16" in note for note in v100.notes)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from strategies import hand_graph, hand_plan, plans, quick, values, words
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import Value, decode, load, stable_hash, without_none, write_whole
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.estimate import Estimate
+from meshwright.core.estimate import Estimate, TimeParts
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Mesh, Offload, Plan
 from meshwright.core.request import PlanRequest
@@ -159,6 +160,22 @@ def test_a_field_given_twice_is_refused() -> None:
     for read, text in ((Mesh.from_json, '{"dp": 1, "dp": 2}'), (Mesh.from_toml, "dp = 1\ndp = 2")):
         with pytest.raises(InputError):
             read(text)
+    with pytest.raises(InputError, match=r"plan\.json: dp: the field is given twice: keep one of them"):
+        Plan.from_json(hand_plan().to_json().replace('"dp": 2', '"dp": 2, "dp": 3'), "plan.json")
+
+
+def test_a_number_that_is_not_finite_is_a_word_in_json_and_only_where_a_number_belongs() -> None:
+    parts = TimeParts(forward=math.inf, backward=-math.inf)
+    assert '"forward": "inf"' in parts.to_json()
+    assert TimeParts.from_json(parts.to_json()) == TimeParts.from_toml(parts.to_toml()) == parts
+    assert hand_plan(model="nan").hash != hand_plan(model="inf").hash
+    assert Plan.from_json(hand_plan(model="nan").to_json()).model == "nan"
+    with pytest.raises(InputError, match="forward: Expected `float`, got `str`"):
+        TimeParts.from_json('{"forward": "Infinity"}')
+    with pytest.raises(InputError, match="not valid JSON"):
+        TimeParts.from_json('{"forward": NaN}')
+    with pytest.raises(InputError, match="share: Expected `float` >= 0"):
+        Offload.from_json('{"share": "nan"}')
 
 
 def test_units_in_a_file() -> None:
@@ -252,6 +269,8 @@ def test_the_hash_tells_plans_apart(one: Plan, other: Plan) -> None:
 def test_the_hash_does_not_depend_on_how_a_number_was_typed() -> None:
     assert Offload(share=1) == Offload(share=1.0)
     assert Offload(share=1).hash == Offload(share=1.0).hash
+    assert TimeParts(forward=-0.0).hash == TimeParts().hash
+    assert len({TimeParts(forward=seconds).hash for seconds in (0, 0.5, 1, math.nan, math.inf, -math.inf)}) == 6
 
 
 # Writing

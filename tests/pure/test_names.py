@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import module_names, quick
 
+from meshwright.core.errors import InputError
 from meshwright.core.names import compact_names, expand_names
 
 numbered_runs = st.builds(
@@ -65,6 +66,13 @@ def test_a_range_may_lie_inside_a_name() -> None:
 def test_odd_names_are_kept_or_refused_never_changed(names: list[str]) -> None:
     with suppress(ValueError):
         assert expand_names(compact_names(names)) == tuple(names)
+
+
+def test_only_plain_numbers_count() -> None:
+    assert compact_names(["blocks.0", "blocks.01", "blocks.٢"]) == ("blocks.0", "blocks.01", "blocks.٢")
+    assert expand_names(["blocks.00-03"]) == ("blocks.00-03",)
+    with pytest.raises(InputError, match=r"'blocks\.0-3' reads as a range of blocks in a plan: rename the module"):
+        compact_names(["blocks.0-3"])
 
 
 @pytest.mark.parametrize("pattern", ["blocks.3-0", "blocks.0-3/0"])

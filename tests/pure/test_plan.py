@@ -12,7 +12,7 @@ from strategies import degrees, hand_graph, hand_plan, plans, quick, requests
 
 from meshwright.core.errors import InputError, PlanError
 from meshwright.core.names import expand_names
-from meshwright.core.plan import BlockSharding, Mesh, Plan, Recompute, Stage, TensorSharding
+from meshwright.core.plan import BlockSharding, Mesh, Offload, Plan, Recompute, Stage, TensorSharding
 from meshwright.core.request import (
     PlanRequest,
     count_microbatches,
@@ -107,6 +107,29 @@ def test_a_changed_plan_is_checked_again() -> None:
 def test_a_mesh_without_ranks_is_refused(fields: dict[str, int]) -> None:
     with pytest.raises(PlanError):
         Mesh(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        (Mesh, {"dp": 2.5}, "Mesh: dp=2.5: Expected `int`, got `float`"),
+        (Stage, {"coordinate": -1, "blocks": ()}, "Stage: coordinate=-1: Expected `int` >= 0"),
+        (Stage, {"coordinate": 0, "blocks": "blocks.0-3"}, "Stage: blocks='blocks.0-3': Expected `array`, got `str`"),
+        (Recompute, {"mode": "ful", "blocks": ()}, "Recompute: mode='ful': 'ful' is not valid: did you mean 'full'?"),
+        (Offload, {"share": 1.5}, "Offload: share=1.5: Expected `float` <= 1.0"),
+    ],
+)
+def test_a_value_made_in_code_is_checked_like_its_file(kind: type, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        kind(**fields)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("changes", [{"zero": 4}, {"microbatch": 0}, {"precision": "int4"}, {"schedule": "1f2b"}])
+def test_a_plan_outside_its_bounds_is_refused(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(PlanError, match=f"Plan: {name}="):
+        hand_plan(**changes)
 
 
 @quick

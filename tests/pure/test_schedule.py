@@ -192,12 +192,25 @@ def can_finish(schedule: Schedule) -> bool:
     return True
 
 
+def in_order(schedule: Schedule) -> bool:
+    """Whether neighbours receive in the order of the sends; one stage a coordinate."""
+
+    def microbatches(coordinate: int, kind: str) -> list[int]:
+        return [action.microbatch for action in schedule.actions[coordinate] if action.kind == kind]
+
+    return all(
+        microbatches(here, "send_forward") == microbatches(there, "receive_forward")
+        and microbatches(there, "send_backward") == microbatches(here, "receive_backward")
+        for here, there in pairwise(range(schedule.num_coordinates))
+    )
+
+
 @quick
 @given(
     small_schedules,
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=3),
 )
-def test_swapped_actions_are_refused_exactly_when_they_deadlock(
+def test_swapped_actions_are_refused_exactly_when_they_deadlock_or_overtake(
     schedule: Schedule, swaps: list[tuple[int, int, int]]
 ) -> None:
     rows = rows_of(schedule)
@@ -206,11 +219,32 @@ def test_swapped_actions_are_refused_exactly_when_they_deadlock(
         i, j = i % len(row), j % len(row)
         row[i], row[j] = row[j], row[i]
     swapped = with_rows(schedule, rows)
-    if can_finish(swapped):
+    if can_finish(swapped) and in_order(swapped):
         check(swapped)
     else:
-        with pytest.raises(ScheduleError, match="deadlock"):
+        with pytest.raises(ScheduleError, match="order of the sends" if can_finish(swapped) else "deadlock"):
             check(swapped)
+
+
+def test_a_message_that_overtakes_another_is_refused() -> None:
+    legal = """
+        F0.0 F0.1 SF0.0 SF0.1 RB0.0 B0.0 RB0.1 B0.1 U0.0
+        RF1.0 F1.0 RF1.1 F1.1 B1.0 SB1.0 B1.1 SB1.1 U1.0
+    """
+    check(by_hand(legal, num_stages=2, num_microbatches=2))
+    with pytest.raises(ScheduleError, match=r"coordinate 1 does .*microbatch 0' when .*microbatch 1' is next from"):
+        check(by_hand(legal.replace("SF0.0 SF0.1", "SF0.1 SF0.0"), num_stages=2, num_microbatches=2))
+
+
+def test_activations_and_gradients_of_a_link_keep_their_order() -> None:
+    legal = """
+        F0.0 SF0.0 RF3.0 F3.0 B3.0 SB3.0 F0.1 SF0.1 RB0.0 B0.0 RF3.1 F3.1 B3.1 SB3.1 RB0.1 B0.1 U0.0 U3.0
+        RF1.0 F1.0 F2.0 SF2.0 RB2.0 B2.0 B1.0 SB1.0 RF1.1 F1.1 F2.1 SF2.1 RB2.1 B2.1 B1.1 SB1.1 U1.0 U2.0
+    """
+    check(by_hand(legal, num_stages=4, num_microbatches=2, placement="v"))
+    overtaken = legal.replace("SB3.0 F0.1 SF0.1", "F0.1 SF0.1 SB3.0")
+    with pytest.raises(ScheduleError, match=r"'receive_backward of stage 2, .* when 'receive_forward of stage 1, "):
+        check(by_hand(overtaken, num_stages=4, num_microbatches=2, placement="v"))
 
 
 def test_zero_bubble_halves_are_legal() -> None:
@@ -292,6 +326,12 @@ def test_stages_that_do_not_fill_the_coordinates_are_refused() -> None:
     one_on_two = make_schedule("gpipe", 1, 2)
     with pytest.raises(ScheduleError, match="1 stage"):
         check(with_rows(one_on_two, [*one_on_two.actions, ()]))
+
+
+@pytest.mark.parametrize("field", ["num_stages", "num_microbatches"])
+def test_a_count_below_one_is_refused(field: str) -> None:
+    with pytest.raises(ScheduleError, match=f"Schedule: {field}=0: "):
+        msgspec.structs.replace(make_schedule("gpipe", 1, 1), **{field: 0})
 
 
 @pytest.mark.parametrize("num_stages", [0, 2])

@@ -29,7 +29,16 @@ _TRANSCENDENTAL = (
     "gelu", "gelu_backward", "tanh", "tanh_backward", "silu", "silu_backward", "sigmoid", "sigmoid_backward", "exp", "log",
     "erf", "pow", "sin", "cos", "rsqrt", "softplus", "softplus_backward", "mish", "mish_backward",
 )  # fmt: skip
-_FREE = ("detach", "lift_fresh", "_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_FREE = (
+    "detach",
+    "lift_fresh",
+    "_unsafe_view",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+)
 
 
 def moves_data(op: Any) -> bool:

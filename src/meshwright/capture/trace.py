@@ -68,7 +68,7 @@ def trace(module: nn.Module, batch: Batch, objective: Objective, blocks: Iterabl
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         tensors = _fake_tensors(module)
         inputs = map_batch(fake.from_tensor, batch)
-        recording.batch_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(inputs))
+        recording.batch_bytes = sum(map(_tensor_bytes, tensors_of(inputs)))
         known = [*tensors.values(), *tensors_of(inputs)]
         handles = _watch_blocks(module, blocks, place, recording)
         try:
@@ -129,7 +129,7 @@ def _run(module: nn.Module, tensors: dict[str, Tensor], batch: Batch, objective:
         place.phase = "backward"
         place.stack = [""]
         del output
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CaptureError(
             f"module '{place.module or 'root'}' reads a tensor's value ({error}) while it is followed on fake tensors: "
@@ -195,7 +195,7 @@ class _Watcher(TorchDispatchMode):
     """Sees every op, and numbers storages in order of birth: addresses are used again, numbers are not."""
 
     def __init__(self, recording: Recording, place: _Place, known: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
         self.place = place
         self.outside = {_key(tensor) for tensor in known}

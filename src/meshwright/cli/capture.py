@@ -37,7 +37,9 @@ def capture(
                 "num_parameters": graph.num_parameters,
                 "flops": graph.flops(samples),
                 "activation_bytes": round(kept),
-                "blocks": [{"name": block.name, "kind": block.kind, "repeated": block.repeated} for block in graph.blocks],
+                "blocks": [
+                    {"name": block.name, "kind": block.kind, "repeated": block.repeated} for block in graph.blocks
+                ],
                 "capture_seconds": seconds,
             }
         )

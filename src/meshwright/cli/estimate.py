@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import ClusterOption, HostsOption, JsonFlag, MemoryOption, NprocOption, PlanFlags, plan_flags
+from meshwright.cli.options import (
+    ClusterOption,
+    HostsOption,
+    JsonFlag,
+    MemoryOption,
+    NprocOption,
+    PlanFlags,
+    plan_flags,
+)
 
 
 @plan_flags

@@ -15,7 +15,8 @@ def models(as_json: JsonFlag = False) -> None:
     from meshwright.models.source import REFERENCE
 
     options = {
-        name: {field.name: field.default for field in dataclasses.fields(entry.options)} for name, entry in REFERENCE.items()
+        name: {field.name: field.default for field in dataclasses.fields(entry.options)}
+        for name, entry in REFERENCE.items()
     }
     if as_json:
         print_json({name: {"about": entry.about, "options": options[name]} for name, entry in REFERENCE.items()})
@@ -25,6 +26,8 @@ def models(as_json: JsonFlag = False) -> None:
         table.add_column(column)
     for name, entry in REFERENCE.items():
         table.add_row(name, entry.about, ", ".join(f"{key}={value}".lower() for key, value in options[name].items()))
-    table.add_row("path/to/file.py:function", "your own: returns a module, (module, batch) or (module, batch, loss)", "")
+    table.add_row(
+        "path/to/file.py:function", "your own: returns a module, (module, batch) or (module, batch, loss)", ""
+    )
     table.add_row("hf:CONFIG.json", "a Hugging Face config, random weights (pip install 'meshwright[hf]')", "")
     make_console(as_json).print(table)

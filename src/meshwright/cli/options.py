@@ -13,10 +13,14 @@ import typer
 if TYPE_CHECKING:
     from meshwright.core.request import PlanRequest
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")]
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
+]
 ClusterOption = Annotated[str, typer.Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local'.")]
 HostsOption = Annotated[int, typer.Option("--hosts", help="Number of hosts, for a named cluster.")]
-MemoryOption = Annotated[str | None, typer.Option("--memory", help="Budget per device, like 72GiB. Default: all of it.")]
+MemoryOption = Annotated[
+    str | None, typer.Option("--memory", help="Budget per device, like 72GiB. Default: all of it.")
+]
 NprocOption = Annotated[int | None, typer.Option("--nproc", help="Local ranks. Default: one per GPU, or per core.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 BackendOption = Annotated[str, typer.Option("--backend", help="auto, gloo or nccl. gloo lets ranks share a GPU.")]
@@ -56,7 +60,9 @@ class PlanFlags:
 def plan_flags(verb: Callable[..., Any]) -> Callable[..., Any]:
     """Add the plan flags to a verb; it receives them as `flags: PlanFlags`."""
     kinds = get_type_hints(verb, include_extras=True)
-    own = [p.replace(annotation=kinds[name]) for name, p in inspect.signature(verb).parameters.items() if name != "flags"]
+    own = [
+        p.replace(annotation=kinds[name]) for name, p in inspect.signature(verb).parameters.items() if name != "flags"
+    ]
     added = _parameters()
 
     @wraps(verb)
@@ -75,10 +81,15 @@ def plan_flags(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    plan_file = _parameter("plan_file", str | None, "--plan", "A whole plan, as .json or .toml; then no other plan flag.")
+    plan_file = _parameter(
+        "plan_file", str | None, "--plan", "A whole plan, as .json or .toml; then no other plan flag."
+    )
     numbers = [_parameter(name, int | None, _flag(name), words) for name, words in _DEGREES.items()]
     texts = [_parameter(name, str | None, _flag(name), words) for name, words in _WORDS.items()]
-    switches = [_parameter(name, bool | None, f"{_flag(name)}/--no{_flag(name)[1:]}", words) for name, words in _SWITCHES.items()]
+    switches = [
+        _parameter(name, bool | None, f"{_flag(name)}/--no{_flag(name)[1:]}", words)
+        for name, words in _SWITCHES.items()
+    ]
     return [plan_file, *numbers, *texts, *switches]
 
 

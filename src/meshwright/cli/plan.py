@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import ClusterOption, HostsOption, JsonFlag, MemoryOption, NprocOption, PlanFlags, plan_flags
+from meshwright.cli.options import (
+    ClusterOption,
+    HostsOption,
+    JsonFlag,
+    MemoryOption,
+    NprocOption,
+    PlanFlags,
+    plan_flags,
+)
 
 
 @plan_flags
@@ -30,7 +38,9 @@ def plan(
     from meshwright.search.search import search
 
     if flags.file is not None:
-        raise InputError("--plan gives a whole plan, and this verb searches one: use `meshwright estimate` to cost a plan")
+        raise InputError(
+            "--plan gives a whole plan, and this verb searches one: use `meshwright estimate` to cost a plan"
+        )
     console = make_console(as_json)
     found = find_cluster(console, cluster, hosts, nproc)
     graph = capture_source(resolve(model))

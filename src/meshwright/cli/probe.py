@@ -14,7 +14,9 @@ def probe(
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, even if a measurement is cached.")] = False,
-    output: Annotated[str | None, typer.Option("-o", "--output", help="Save as a cluster file, .json or .toml.")] = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="Save as a cluster file, .json or .toml.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure this machine with all ranks running at once: ops, memory, collectives. Takes seconds, is cached."""

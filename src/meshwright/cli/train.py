@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import BackendOption, DeviceOption, JsonFlag, MemoryOption, NprocOption, PlanFlags, plan_flags
+from meshwright.cli.options import (
+    BackendOption,
+    DeviceOption,
+    JsonFlag,
+    MemoryOption,
+    NprocOption,
+    PlanFlags,
+    plan_flags,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +35,9 @@ def train(
     flags: PlanFlags,
     nproc: NprocOption = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps in all.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")
+    ] = False,
     out: Annotated[str | None, typer.Option("--out", help="Run folder. Default: runs/NAME.")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
     memory: MemoryOption = None,
@@ -43,7 +53,15 @@ def train(
     from meshwright.cli.output import make_console
     from meshwright.runtime.ranks import started_by_launcher
 
-    given = {"nproc": nproc, "steps": steps, "out": out, "seed": seed, "memory": memory, "device": device, "backend": backend}
+    given = {
+        "nproc": nproc,
+        "steps": steps,
+        "out": out,
+        "seed": seed,
+        "memory": memory,
+        "device": device,
+        "backend": backend,
+    }
     settings = read_settings(file, flags, given)
     console = make_console(as_json)
     if started_by_launcher():
@@ -98,8 +116,10 @@ def decide(settings: Settings, graph: Graph, cluster: Cluster, world: int | None
     if settings.plan_file is None and settings.planner == "search":
         result = search(graph, cluster, settings.plan, recipe=recipe, budget_bytes=settings.memory_bytes, world=world)
         return Decision(result.plan, result.estimate, result)
-    plan = Plan.load(settings.plan_file) if settings.plan_file else plain_plan(
-        settings.plan, graph, world or cluster.num_devices, cluster.hash
+    plan = (
+        Plan.load(settings.plan_file)
+        if settings.plan_file
+        else plain_plan(settings.plan, graph, world or cluster.num_devices, cluster.hash)
     )
     if plan.graph and plan.graph != graph.identity:
         raise PlanError(
@@ -107,11 +127,14 @@ def decide(settings: Settings, graph: Graph, cluster: Cluster, world: int | None
             f"{graph.model} (graph {graph.identity}): plan again"
         )
     if world is not None and plan.world != world:
-        raise PlanError(f"{settings.plan_file} is for {plan.world} ranks, but {world} were asked for: use --nproc {plan.world}")
+        raise PlanError(
+            f"{settings.plan_file} is for {plan.world} ranks, but {world} were asked for: use --nproc {plan.world}"
+        )
     found = estimate(graph, plan, cluster, recipe, settings.memory_bytes)
     if not found.fits:
+        over = found.peak_bytes - found.budget_bytes
         raise InfeasibleError(
-            f"the plan needs {format_bytes(found.peak_bytes)} per device, {format_bytes(found.peak_bytes - found.budget_bytes)} more "
+            f"the plan needs {format_bytes(found.peak_bytes)} per device, {format_bytes(over)} more "
             f'than the budget of {format_bytes(found.budget_bytes)}: use planner = "search", --zero, --recompute full or a '
             "smaller --microbatch"
         )
@@ -151,12 +174,15 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
     from meshwright.core.errors import InputError
     from meshwright.measure.probe import measure_cluster
     from meshwright.models.source import resolve
+    from meshwright.runtime.gather import wait_for_all
     from meshwright.runtime.rank import leave
     from meshwright.runtime.ranks import first_rank_decides, joined
 
     world = int(os.environ["WORLD_SIZE"])
     if settings.nproc is not None and settings.nproc != world:
-        raise InputError(f"nproc is {settings.nproc}, but the launcher started {world} ranks: leave nproc out under torchrun")
+        raise InputError(
+            f"nproc is {settings.nproc}, but the launcher started {world} ranks: leave nproc out under torchrun"
+        )
     with joined(settings.device, settings.backend) as rank:
         cluster = measure_cluster(rank) if settings.cluster == "local" else None
 
@@ -167,20 +193,13 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
             decision = decide(settings, capture_source(resolve(settings.model)), found, world)
             return str(_prepare(settings, decision, resume, console)), decision
 
-        folder, decision = first_rank_decides(plan_it, rank)  # type: ignore[misc]
+        folder, decision = first_rank_decides(plan_it, rank)
         payload = {"folder": folder, "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
         summary = run_rank(payload, rank)
         if rank.is_first:
             _finish(settings, decision, msgspec.to_builtins(summary), console, as_json)
-        joined_rank_done(rank)
+        wait_for_all()  # no rank leaves before the first has printed: the launcher would end it
     leave(0)
-
-
-def joined_rank_done(rank: Any) -> None:
-    """No rank leaves before the first has printed: the launcher would take it for a failure."""
-    from meshwright.runtime.gather import wait_for_all
-
-    wait_for_all()
 
 
 def _prepare(settings: Settings, decision: Decision, resume: bool, console: Console) -> Any:

@@ -60,7 +60,8 @@ def calls(graph: Graph, plan: Plan, recipe: Recipe) -> tuple[Call, ...]:
 
 def as_collectives(found: tuple[Call, ...]) -> tuple[Collective, ...]:
     return total(
-        Collective(kind=call.kind, axis="dp", count=call.count, total_bytes=call.count * call.num_bytes) for call in found
+        Collective(kind=call.kind, axis="dp", count=call.count, total_bytes=call.count * call.num_bytes)
+        for call in found
     )
 
 

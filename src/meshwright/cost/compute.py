@@ -1,15 +1,16 @@
 """Seconds of compute.
 
-    op:      t = launch + work / rate(kind, size)       where the host starts each op and waits for it (CPU)
-             t = max(launch, work / rate(kind, size))   where ops queue on the device (CUDA)
-             work: flops for matmul, convolution, attention; bytes read and written for the rest       -> op_seconds
-    rate:    seconds measured at a few sizes, a power law between them; below the smallest the time stays, above the
-             largest the rate stays                                                                     -> kernel_seconds
-    update:  elements held by this rank / measured rate, or 7 · 4 bytes each through memory             -> update_seconds
+op:      t = launch + work / rate(kind, size)       where the host starts each op and waits for it (CPU)
+         t = max(launch, work / rate(kind, size))   where ops queue on the device (CUDA)
+         work: flops for matmul, convolution, attention; bytes read and written for the rest       -> op_seconds
+rate:    seconds measured at a few sizes, a power law between them; below the smallest the time stays, above the
+         largest the rate stays                                                                     -> kernel_seconds
+update:  elements held by this rank / measured rate, or 7 · 4 bytes each through memory             -> update_seconds
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import exp, log
 
 from meshwright.core.cluster import Cluster, Device
@@ -36,7 +37,7 @@ class ComputeCost:
         self._seconds = {
             (kind.name, phase): self._phase_seconds(kind, phase)
             for kind in graph.kinds
-            for phase in ("forward", "backward")  # type: ignore[misc]
+            for phase in ("forward", "backward")
         }
 
     def seconds(self, kind: str, phase: Phase) -> float:
@@ -68,7 +69,9 @@ def rate_points(device: Device, precision: Precision) -> dict[OpKind, list[tuple
         return {kind: [(s, 2 * t) for s, t in points] for kind, points in rate_points(device, "fp32").items()}
     missing = {rate.kind for rate in device.rates} - set(found)
     if missing or not found:
-        raise InputError(f"device '{device.name}' has no {precision} rate for {', '.join(sorted(missing)) or 'any op'}: probe it")
+        raise InputError(
+            f"device '{device.name}' has no {precision} rate for {', '.join(sorted(missing)) or 'any op'}: probe it"
+        )
     return {kind: sorted(points) for kind, points in found.items()}
 
 
@@ -82,7 +85,7 @@ def kernel_seconds(work: float, points: list[tuple[float, float]]) -> float:
         return last_seconds * work / last_size
     if work <= first_size:
         return first_seconds if len(points) > 1 else first_seconds * work / first_size
-    for (size, seconds), (next_size, next_seconds) in zip(points, points[1:], strict=False):
+    for (size, seconds), (next_size, next_seconds) in pairwise(points):
         if work <= next_size:
             share = log(work / size) / log(next_size / size)
             return exp(log(seconds) + share * log(next_seconds / seconds))
@@ -95,5 +98,3 @@ def update_seconds(num_elements: int, device: Device) -> float:
         return num_elements / device.update_elements_per_second
     points = rate_points(device, "fp32" if any(rate.dtype == "fp32" for rate in device.rates) else "bf16")
     return kernel_seconds(num_elements * UPDATE_BYTES_PER_ELEMENT, points["elementwise"])
-
-

@@ -61,7 +61,9 @@ def check_costable(plan: Plan, cluster: Cluster) -> None:
     open_points += [f"offload of {plan.offload.what}"] if plan.offload.what != "none" else []
     open_points += ["selective recompute"] if plan.recomputed("selective") else []
     if open_points:
-        raise PlanError(f"this version cannot cost {', '.join(open_points)} yet: it costs dp with ZeRO 0 to 3 and full recompute")
+        raise PlanError(
+            f"this version cannot cost {', '.join(open_points)} yet: it costs dp with ZeRO 0 to 3 and full recompute"
+        )
 
 
 def time_parts(graph: Graph, plan: Plan, cluster: Cluster, found: tuple[Call, ...]) -> TimeParts:

@@ -17,7 +17,7 @@ def shard_elements(parameter: Parameter, degree: int) -> int:
     """Elements of the padded shard one rank holds."""
     if degree == 1 or not parameter.shape:
         return parameter.num_elements
-    rows, *rest = parameter.shape
+    rows = parameter.shape[0]
     row_elements = parameter.num_elements // rows if rows else 0
     return ceil_div(rows, degree) * row_elements
 

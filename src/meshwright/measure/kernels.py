@@ -61,7 +61,8 @@ def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[floa
         flops = 7 * 2.0 * batch * heads * seq * seq * width
 
         def work(tensors: list[torch.Tensor] = tensors) -> None:
-            F.scaled_dot_product_attention(*tensors, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+            query, key, value = tensors
+            F.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
 
         yield flops, median_seconds(work, device)
 
@@ -102,7 +103,9 @@ def _elementwise(
 
 def _norms(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
     """Layer norm, forward (reads 1, writes 1) and backward (reads 2, writes 1)."""
-    for rows, width in ((8, 64), (512, 128), (2048, 512)) if device.type == "cpu" else ((64, 256), (2048, 1024), (16384, 4096)):
+    for rows, width in (
+        ((8, 64), (512, 128), (2048, 512)) if device.type == "cpu" else ((64, 256), (2048, 1024), (16384, 4096))
+    ):
         layer = nn.LayerNorm(width, device=device, dtype=dtype)
         tensor = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
         gradient = torch.ones_like(tensor)
@@ -124,7 +127,7 @@ def measure_launch(device: torch.device) -> float:
     batch = {name: tensor.to(device) for name, tensor in source.example(2).items()}  # type: ignore[union-attr]
 
     def work() -> None:
-        source.objective.loss(call(module, batch), batch).backward()  # type: ignore[no-untyped-call]
+        source.objective.loss(call(module, batch), batch).backward()
         module.zero_grad()
 
     return median_seconds(work, device) / num_ops

@@ -72,7 +72,7 @@ def measure_overlap(rank: Rank) -> float:
 
 def _products(matrix: Tensor, times: int) -> None:
     for _ in range(times):
-        matrix @ matrix  # noqa: B018
+        matrix @ matrix
 
 
 def _same_everywhere(value: int, rank: Rank) -> int:

@@ -126,7 +126,7 @@ def _step(reference: _Reference, batch: Batch, source: ModelSource, plan: Plan) 
         moved = map_batch(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, group)
         mean = source.objective.loss(call(reference.module, moved), moved)
         weighted = mean * (source.objective.count(group) / total)
-        weighted.backward()  # type: ignore[no-untyped-call]
+        weighted.backward()
         loss += float(weighted.detach())
     return loss
 
@@ -189,7 +189,9 @@ class _Tally:
                 self._note(kind, f"{words}{name} is missing", float("inf"))
                 continue
             if found[name].shape != tensor.shape:
-                self._note(kind, f"{words}{name} has shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}", float("inf"))
+                self._note(
+                    kind, f"{words}{name} has shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}", float("inf")
+                )
                 continue
             scale = max(_largest(tensor), floor, 1e-30)
             self._note(kind, f"{words}{name}", _largest(found[name] - tensor) / scale)

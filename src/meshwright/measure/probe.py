@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.core.cluster import Cluster, Device
+from meshwright.core.cluster import Cluster, Device, Rate
 from meshwright.core.codec import stable_hash
 from meshwright.core.errors import InputError
 from meshwright.measure import kernels, links
@@ -38,7 +38,9 @@ def probe(
             return Cluster.load(path)
         except InputError:
             path.unlink()  # written by another version: measure again
-    cluster = Cluster.from_json(launch("meshwright.measure.probe:probe_rank", {"device": device, "backend": backend}, num_ranks))
+    cluster = Cluster.from_json(
+        launch("meshwright.measure.probe:probe_rank", {"device": device, "backend": backend}, num_ranks)
+    )
     cluster.save(path)
     return cluster
 
@@ -53,7 +55,16 @@ def default_num_ranks(device: DeviceChoice = "auto") -> int:
 def cache_file(num_ranks: int, device: str, backend: str) -> Path:
     """One file per machine, torch version and number of ranks."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    facts = (platform.node(), cpu_name(), os.cpu_count(), str(torch.__version__), num_ranks, device, backend, gpu_name())
+    facts = (
+        platform.node(),
+        cpu_name(),
+        os.cpu_count(),
+        str(torch.__version__),
+        num_ranks,
+        device,
+        backend,
+        gpu_name(),
+    )
     return home / "meshwright" / f"cluster-{stable_hash(facts)}.json"
 
 
@@ -68,7 +79,7 @@ def measure_cluster(rank: Rank) -> Cluster:
     rates = kernels.measure_rates(rank.device)
     slowest = _slowest([rate.per_second for rate in rates], rank)
     shared = tuple(
-        kernels.Rate(kind=rate.kind, dtype=rate.dtype, size=rate.size, per_second=value)
+        Rate(kind=rate.kind, dtype=rate.dtype, size=rate.size, per_second=value)
         for rate, value in zip(rates, slowest, strict=True)
     )
     update, launches = _slowest([kernels.measure_update(rank.device), 1 / kernels.measure_launch(rank.device)], rank)

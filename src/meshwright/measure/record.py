@@ -13,7 +13,6 @@ category is read off its address and life:
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -71,7 +70,6 @@ class StepRecorder:
 
 
 def _quiet_profile(device: torch.device) -> profile:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     return profile(activities=activities, profile_memory=True, record_shapes=True)
 
@@ -175,7 +173,9 @@ def _allocations(events: list[dict[str, Any]], device: torch.device) -> list[All
 
 
 def _regions(events: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    return [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("name") == name and "dur" in event]
+    return [
+        (event["ts"], event["ts"] + event["dur"]) for event in events if event.get("name") == name and "dur" in event
+    ]
 
 
 def _peak_parts(
@@ -223,7 +223,7 @@ class _CollectiveWatch(TorchDispatchMode):
     """Sees every c10d call with its tensors. All run along dp: no other axis is in use yet."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Collective] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:

@@ -66,18 +66,20 @@ def _build(config: Any) -> nn.Module:
 
     named = (config.architectures or [None])[0]
     if named is not None and hasattr(transformers, named):
-        return getattr(transformers, named)(config)  # type: ignore[no-any-return]
+        return getattr(transformers, named)(config)
     if config.is_encoder_decoder:
-        return transformers.AutoModelForSeq2SeqLM.from_config(config)  # type: ignore[no-any-return]
+        return transformers.AutoModelForSeq2SeqLM.from_config(config)
     if hasattr(config, "image_size"):
-        return transformers.AutoModelForImageClassification.from_config(config)  # type: ignore[no-any-return]
-    return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+        return transformers.AutoModelForImageClassification.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def _shape(config: Any) -> TextShape | ImageShape:
     if hasattr(config, "image_size") and hasattr(config, "num_channels"):
         return ImageShape(size=config.image_size, classes=config.num_labels, channels=config.num_channels)
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST_EXAMPLE
+    longest = (
+        getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST_EXAMPLE
+    )
     return TextShape(
         seq=min(longest, LONGEST_EXAMPLE), vocab=config.vocab_size, encoder_decoder=bool(config.is_encoder_decoder)
     )

@@ -56,10 +56,12 @@ def logits_of(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]  # type: ignore[no-any-return]
+        return output["logits"]
     if isinstance(output, Sequence) and output and isinstance(output[0], Tensor):
         return output[0]
-    raise TypeError(f"the model returned {type(output).__name__}: give a loss that takes it, or return a tensor of logits")
+    raise TypeError(
+        f"the model returned {type(output).__name__}: give a loss that takes it, or return a tensor of logits"
+    )
 
 
 def default_loss(output: Any, batch: Batch) -> Tensor:

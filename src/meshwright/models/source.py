@@ -1,8 +1,8 @@
 """From a model's name to something that can be built, called and trained.
 
-    gpt:layers=12,hidden=768       a reference model, with options
-    path/to/file.py:function       the user's own: returns a module, (module, batch) or (module, batch, loss)
-    hf:CONFIG.json                 a Hugging Face config, random weights
+gpt:layers=12,hidden=768       a reference model, with options
+path/to/file.py:function       the user's own: returns a module, (module, batch) or (module, batch, loss)
+hf:CONFIG.json                 a Hugging Face config, random weights
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def _gpt(name: str, options: GPTOptions) -> ModelSource:
         layers=min(options.layers, 3), hidden=8 * min(options.heads, 4), heads=min(options.heads, 4),
         seq=min(options.seq, 16), vocab=min(options.vocab, 61), dropout=0.0,
     )  # fmt: skip
-    return ModelSource(name, lambda: GPT(options), random_text(shape), shape, shrink=lambda: _gpt(f"{name} (shrunk)", small))
+    return ModelSource(
+        name, lambda: GPT(options), random_text(shape), shape, shrink=lambda: _gpt(f"{name} (shrunk)", small)
+    )
 
 
 def _resnet(name: str, options: ResNetOptions) -> ModelSource:

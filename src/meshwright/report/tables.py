@@ -33,16 +33,27 @@ MEMORY_WORDS = {
 
 def candidates_table(result: SearchResult, shown: int = SHOWN_RUNNERS_UP) -> Table:
     """The choice first, then the runners-up with the reason each lost."""
-    table = Table(title=f"{result.num_candidates} candidates in {format_seconds(result.search_seconds)}", title_justify="left")
+    table = Table(
+        title=f"{result.num_candidates} candidates in {format_seconds(result.search_seconds)}", title_justify="left"
+    )
     for name in ("", "plan", "step", "memory per device", "why not"):
         table.add_column(name, justify="right" if name in ("step", "memory per device") else "left")
     estimate = result.estimate
     table.add_row(
-        "1", describe(result.plan), format_seconds(estimate.step_seconds), format_bytes(estimate.peak_bytes), "chosen", style="bold"
+        "1",
+        describe(result.plan),
+        format_seconds(estimate.step_seconds),
+        format_bytes(estimate.peak_bytes),
+        "chosen",
+        style="bold",
     )
     for number, other in enumerate(result.runners_up[:shown], start=2):
         table.add_row(
-            str(number), describe(other.plan), format_seconds(other.step_seconds), format_bytes(other.peak_bytes), other.reason
+            str(number),
+            describe(other.plan),
+            format_seconds(other.step_seconds),
+            format_bytes(other.peak_bytes),
+            other.reason,
         )
     left = len(result.runners_up) - shown
     if left > 0:
@@ -117,13 +128,18 @@ def graph_table(graph: Graph, seconds: float) -> Table:
         parameters = sum(p.num_elements for p in graph.own_parameters if p.block == first)
         flops = sum(op.count * op.flops.per_sample for op in kind.ops)
         bytes_kept = kept[first].per_sample if first in kept else 0
-        table.add_row(kind.name, str(len(blocks)), format_count(parameters), format_count(flops), format_bytes(bytes_kept))
+        table.add_row(
+            kind.name, str(len(blocks)), format_count(parameters), format_count(flops), format_bytes(bytes_kept)
+        )
     return table
 
 
 def cluster_table(cluster: Cluster) -> Table:
     """What is known about a cluster, with the best rate of each kind of op."""
-    table = Table(title=f"{cluster.name}: {cluster.num_hosts} × {cluster.devices_per_host} × {cluster.device.name}", title_justify="left")
+    table = Table(
+        title=f"{cluster.name}: {cluster.num_hosts} × {cluster.devices_per_host} × {cluster.device.name}",
+        title_justify="left",
+    )
     table.add_column("figure")
     table.add_column(f"from {cluster.origin}", justify="right")
     device = cluster.device
@@ -136,14 +152,14 @@ def cluster_table(cluster: Cluster) -> Table:
     if device.update_elements_per_second is not None:
         table.add_row("AdamW", f"{device.update_elements_per_second / 1e6:,.0f} M parameters/s")
     table.add_row("compute hides communication", f"{device.overlap_share:.0%}")
-    for kind in dict.fromkeys(point.kind for point in cluster.collectives):
-        points = [point for point in cluster.collectives if point.kind == kind]
-        rate = max(point.num_bytes / point.seconds for point in points)
-        words = f"{format_seconds(points[0].seconds)}, {rate / 1e9:.2f} GB/s"
-        table.add_row(f"{kind.replace('_', '-')} between {points[0].num_ranks}", words)
-    for name, link in (("link inside a host", cluster.intra_host), ("link between hosts", cluster.inter_host)):
+    for name in dict.fromkeys(point.kind for point in cluster.collectives):
+        points = [point for point in cluster.collectives if point.kind == name]
+        fastest = max(point.num_bytes / point.seconds for point in points)
+        words = f"{format_seconds(points[0].seconds)}, {fastest / 1e9:.2f} GB/s"
+        table.add_row(f"{name.replace('_', '-')} between {points[0].num_ranks}", words)
+    for place, link in (("link inside a host", cluster.intra_host), ("link between hosts", cluster.inter_host)):
         if link is not None:
-            table.add_row(name, f"{link.bytes_per_second / 1e9:,.1f} GB/s ({link.origin})")
+            table.add_row(place, f"{link.bytes_per_second / 1e9:,.1f} GB/s ({link.origin})")
     return table
 
 

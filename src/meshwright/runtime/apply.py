@@ -53,7 +53,7 @@ def wrap(
     spread_module.register_forward_pre_hook(counter.before_forward)
     bound.register_step_pre_hook(counter.before_update)
     context = compute_context(plan, torch.device(mesh.device_type))
-    spread_module.forward = _inside(context, spread_module.forward)  # type: ignore[method-assign]
+    spread_module.forward = _inside(context, spread_module.forward)
     return spread_module, bound
 
 

@@ -1,7 +1,7 @@
 """Clipping by the global norm, the same for whole and for sharded gradients.
 
-    ‖g‖² = Σ over ranks and shards ‖g_shard‖²        -> one all-reduce of one number
-    g ← g · min(1, max_norm / ‖g‖)
+‖g‖² = Σ over ranks and shards ‖g_shard‖²        -> one all-reduce of one number
+g ← g · min(1, max_norm / ‖g‖)
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class DeviceMark:
     def seconds_until(self, later: Mark) -> float:
         assert isinstance(later, DeviceMark)
         later.event.synchronize()
-        return self.event.elapsed_time(later.event) / 1e3
+        return float(self.event.elapsed_time(later.event)) / 1e3
 
 
 def mark(device: torch.device) -> Mark:

@@ -56,7 +56,8 @@ def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     policy = sharded_policy(plan)
     for name in filter(None, shard_groups(list_parameters(module), plan.blocks)):
         fully_shard(module.get_submodule(name), mesh=mesh["dp"], reshard_after_forward=plan.zero == 3, mp_policy=policy)
-    return fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=policy)
+    fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=policy)
+    return module
 
 
 def copy_from_first_rank(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -79,5 +80,3 @@ def prepare_microbatch(module: nn.Module, plan: Plan, is_last: bool) -> None:
 def inner(module: nn.Module) -> nn.Module:
     """The user's module, without a replica wrapper around it."""
     return module.module if isinstance(module, DistributedDataParallel) else module
-
-

@@ -31,7 +31,9 @@ def check_num_ranks(num_ranks: int, device: str = "auto") -> None:
     if num_ranks < 1:
         raise InputError(f"--nproc {num_ranks}: at least one rank is needed")
     if num_ranks > most:
-        raise InputError(f"--nproc {num_ranks}: this machine has {len(local_cores())} cores; run at most {most} ranks on it")
+        raise InputError(
+            f"--nproc {num_ranks}: this machine has {len(local_cores())} cores; run at most {most} ranks on it"
+        )
 
 
 def launch(function: str, payload: dict[str, Any], num_ranks: int) -> Any:
@@ -72,10 +74,16 @@ def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> None:
 
 def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
     """The rank that failed first and why. A rank that was killed outright comes before those that then lost it."""
-    killed = {rank: failure for rank, failure in failures.items() if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM}
+    killed = {
+        rank: failure
+        for rank, failure in failures.items()
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+    }
     if killed:
         rank, failure = min(killed.items())
-        return RunError(f"rank {rank} of {num_ranks} {_killed_by(-failure.exitcode, failure.pid)}. All ranks were stopped.")
+        return RunError(
+            f"rank {rank} of {num_ranks} {_killed_by(-failure.exitcode, failure.pid)}. All ranks were stopped."
+        )
     reports = {rank: _report_of(failure) for rank, failure in failures.items()}
     rank, report = min(reports.items(), key=lambda item: item[1]["seconds"])
     return RunError(f"rank {rank} of {num_ranks} failed: {report['message']}")

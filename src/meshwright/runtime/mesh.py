@@ -25,7 +25,9 @@ def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 def check_world(plan: Plan) -> None:
     world = dist.get_world_size()
     if plan.world != world:
-        raise PlanError(f"the plan is for {plan.world} ranks, but {world} are running: start {plan.world}, or plan for {world}")
+        raise PlanError(
+            f"the plan is for {plan.world} ranks, but {world} are running: start {plan.world}, or plan for {world}"
+        )
 
 
 def check_same_plan(plan: Plan) -> None:
@@ -35,7 +37,9 @@ def check_same_plan(plan: Plan) -> None:
     usual, _ = Counter(hashes).most_common(1)[0]
     odd = [str(rank) for rank, found in enumerate(hashes) if found != usual]
     if odd:
-        raise PlanError(f"ranks hold different plans: rank {', '.join(odd)} differs from the others; give all the same file")
+        raise PlanError(
+            f"ranks hold different plans: rank {', '.join(odd)} differs from the others; give all the same file"
+        )
 
 
 def check_model(module: nn.Module, plan: Plan) -> None:
@@ -43,7 +47,9 @@ def check_model(module: nn.Module, plan: Plan) -> None:
     names = {name for name, _ in module.named_modules()}
     unknown = [block for block in plan.blocks if block not in names]
     if unknown:
-        raise PlanError(f"the plan names block '{unknown[0]}', which this model does not have: {nearest(unknown[0], names)}")
+        raise PlanError(
+            f"the plan names block '{unknown[0]}', which this model does not have: {nearest(unknown[0], names)}"
+        )
     found = identity(list_parameters(module))
     if plan.graph and plan.graph != found:
         raise PlanError(

@@ -17,7 +17,9 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(remove_duplicate=False))
 
 
-def make_optimizer(optimizer: Optimizer | OptimizerFactory, module: nn.Module, before: dict[str, nn.Parameter]) -> Optimizer:
+def make_optimizer(
+    optimizer: Optimizer | OptimizerFactory, module: nn.Module, before: dict[str, nn.Parameter]
+) -> Optimizer:
     """An optimizer over the module's parameters as they are now.
 
     A factory is called with the trainable ones. An optimizer made before keeps its groups and settings, and is given the

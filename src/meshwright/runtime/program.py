@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,21 +25,20 @@ from torch.optim import Optimizer
 
 from meshwright.core.collective import Collective
 from meshwright.core.errors import PlanError
-from meshwright.core.estimate import MemoryParts, TimeParts
+from meshwright.core.estimate import MemoryParts
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Schedule
-from meshwright.core.trace import StepRecord, Trace
+from meshwright.core.trace import Trace
 from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
 from meshwright.runtime.clip import clip
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.data_parallel import inner, prepare_microbatch
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
 from meshwright.runtime.precision import compute_context, to_device
+from meshwright.runtime.step import StepOutput, median_parts, steps_that_count
 
 SAMPLED_STEP = 2
 """The step a recorder watches: the first ones still allocate what later ones reuse."""
-WARMUP_STEPS = 3
-"""Steps left out of the timings where there are more."""
 
 
 @dataclass(frozen=True)
@@ -55,54 +54,6 @@ class Recorder(Protocol):
     """Runs one step and says what it saw."""
 
     def record(self, program: Program, batch: Batch, run: Callable[[], Any]) -> tuple[Any, Sample]: ...
-
-
-@dataclass
-class StepOutput:
-    """What a step gave. Reading `loss` waits for the ranks' sum; until then nothing does."""
-
-    tokens: int
-    _sums: Tensor
-    _count: Tensor
-    _work: Any
-    _marks: list[tuple[str, Mark]]
-    _norm: Tensor | None = None
-    sampled: bool = False
-    _resolved: tuple[float, float] | None = field(default=None, repr=False)
-
-    @property
-    def loss(self) -> float:
-        """Mean over the tokens of the global batch."""
-        return self._values()[0]
-
-    @property
-    def signal(self) -> float:
-        """Sum of the signals the ranks gave to this step."""
-        return self._values()[1]
-
-    @property
-    def gradient_norm(self) -> float | None:
-        """Global norm before clipping; None where nothing clips."""
-        return None if self._norm is None else float(self._norm)
-
-    @property
-    def seconds(self) -> float:
-        return self._marks[0][1].seconds_until(self._marks[-1][1])
-
-    @property
-    def time_seconds(self) -> TimeParts:
-        parts: dict[str, float] = {}
-        for (_, start), (name, end) in zip(self._marks, self._marks[1:], strict=False):
-            parts[name] = parts.get(name, 0.0) + start.seconds_until(end)
-        return TimeParts(**parts)
-
-    def _values(self) -> tuple[float, float]:
-        if self._resolved is None:
-            if self._work is not None:
-                self._work.wait()
-            total, signal = self._sums.tolist()
-            self._resolved = (total / max(float(self._count), 1.0), signal)
-        return self._resolved
 
 
 class Program:
@@ -126,7 +77,7 @@ class Program:
         self.mesh = mesh
         self.objective = objective
         self.max_norm = max_norm
-        self.device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        self.device = local_device(mesh)
         self.sample: Sample | None = None
         self._recorder = recorder
         self._sampling = False
@@ -193,17 +144,7 @@ class Program:
 
     def trace(self) -> Trace:
         """What this rank saw so far."""
-        records = tuple(
-            StepRecord(
-                step=index,
-                loss=output.loss,
-                seconds=output.seconds,
-                time_seconds=output.time_seconds,
-                tokens=output.tokens,
-                sampled=output.sampled,
-            )
-            for index, output in enumerate(self._outputs)
-        )
+        records = tuple(output.record(index) for index, output in enumerate(self._outputs))
         counted = steps_that_count(records)
         seconds = statistics.median(record.seconds for record in counted) if counted else 0.0
         tokens = statistics.fmean(record.tokens for record in counted) if counted else 0.0
@@ -276,7 +217,7 @@ class Program:
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
         with self._region("backward"):
-            (loss * scale.to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
+            (loss * scale.to(loss.dtype)).backward()
 
     def _update(self) -> Tensor | None:
         with self._region("update"):
@@ -292,15 +233,7 @@ class Program:
         return torch.profiler.record_function(f"meshwright/{name}") if self._sampling else nullcontext()
 
 
-def steps_that_count(records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
-    """Without warm-up and sampled steps, where enough others remain."""
-    plain = tuple(record for record in records if not record.sampled)
-    return plain[WARMUP_STEPS:] if len(plain) > 2 * WARMUP_STEPS else plain[1:] or plain
-
-
-def median_parts(records: tuple[StepRecord, ...]) -> TimeParts:
-    """The median of each part over the steps."""
-    if not records:
-        return TimeParts()
-    names = TimeParts.__struct_fields__
-    return TimeParts(**{name: statistics.median(getattr(r.time_seconds, name) for r in records) for name in names})
+def local_device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)

@@ -18,6 +18,7 @@ from meshwright.runtime.affinity import pin
 def main() -> None:
     function, payload_file, result_file = sys.argv[1:]
     threads = pin(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler announces itself on standard error otherwise
     import torch
 
     torch.set_num_threads(threads)

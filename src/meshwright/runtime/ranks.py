@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from meshwright.core.errors import InputError, RunError
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 BackendChoice = Literal["auto", "gloo", "nccl"]
+
+T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -42,7 +44,9 @@ def choose_device(choice: DeviceChoice, local_number: int, num_local: int, backe
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise InputError("device 'cuda' was asked for, but torch sees no GPU: use --device cpu, or install a CUDA build of torch")
+        raise InputError(
+            "device 'cuda' was asked for, but torch sees no GPU: use --device cpu, or install a CUDA build of torch"
+        )
     num_gpus = torch.cuda.device_count()
     if num_local > num_gpus and backend != "gloo":
         raise InputError(
@@ -93,16 +97,16 @@ def backend_name(device: torch.device, choice: BackendChoice) -> str:
     return "gloo" if choice == "gloo" else "cpu:gloo,cuda:nccl"
 
 
-def first_rank_decides(make: object, rank: Rank) -> object:
-    """A value that only rank 0 computed, on every rank. A failure on rank 0 is raised everywhere."""
-    box: list[object] = [None]
+def first_rank_decides(make: Callable[[], T], rank: Rank) -> T:
+    """A value that only rank 0 computes, on every rank. A failure on rank 0 is raised everywhere."""
+    box: list[Any] = [None]
     if rank.is_first:
         try:
-            box = [make() if callable(make) else make]
+            box = [make()]
         except Exception as error:
             dist.broadcast_object_list([RunError(f"rank 0 failed: {error}")])
             raise
     dist.broadcast_object_list(box)
     if isinstance(box[0], RunError):
         raise box[0]
-    return box[0]
+    return cast(T, box[0])

@@ -16,7 +16,7 @@ def mark_recompute(module: nn.Module, plan: Plan) -> None:
     """Wrap the forward of the plan's blocks. Module names stay as they are: no wrapper module is put in between."""
     for name in plan.recomputed("full"):
         block = module.get_submodule(name)
-        block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward)
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,7 +87,9 @@ def candidates(graph: Graph, cluster: Cluster, request: PlanRequest, world: int 
 def _degrees(cluster: Cluster, request: PlanRequest, world: int | None) -> list[int]:
     for axis in ("tp", "pp", "cp", "ep"):
         if (getattr(request, axis) or 1) > 1:
-            raise PlanError(f"{axis}={getattr(request, axis)}: this version searches data-parallel plans; leave {axis} out")
+            raise PlanError(
+                f"{axis}={getattr(request, axis)}: this version searches data-parallel plans; leave {axis} out"
+            )
     devices = world or cluster.num_devices
     if devices > cluster.num_devices:
         raise PlanError(f"{devices} ranks were asked for, but '{cluster.name}' has {cluster.num_devices} devices")

@@ -52,7 +52,9 @@ def save(program: Program, progress: Progress, folder: Path, rank: Rank, keep: i
             shutil.rmtree(draft, ignore_errors=True)
         previous = latest(folder)
         kept = f"the previous checkpoint, {previous.name}, is whole" if previous else "there is no earlier checkpoint"
-        raise CheckpointError(f"checkpoint of step {progress.step} could not be written to {folder}: {problems[0]}; {kept}")
+        raise CheckpointError(
+            f"checkpoint of step {progress.step} could not be written to {folder}: {problems[0]}; {kept}"
+        )
     if rank.is_first:
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)

@@ -23,7 +23,23 @@ BYTE_VALUES = 256
 VALIDATION_SHARE = 20
 LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
 """Folders that some distributions ship and others do not, or that are not the library's own."""
-TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".ts", ".java", ".json", ".toml", ".html"}
+TEXT_SUFFIXES = {
+    ".txt",
+    ".md",
+    ".rst",
+    ".py",
+    ".c",
+    ".h",
+    ".cpp",
+    ".rs",
+    ".go",
+    ".js",
+    ".ts",
+    ".java",
+    ".json",
+    ".toml",
+    ".html",
+}
 
 
 def read_corpus(name: str, split: Split) -> Tensor:
@@ -47,7 +63,9 @@ def _files(name: str) -> tuple[Path, list[Path]]:
         raise InputError(f"data source '{name}': no such file or folder: {path}")
     files = sorted(_walk(path, TEXT_SUFFIXES))
     if not files:
-        raise InputError(f"data source '{name}': no text files in {path} (looked for {', '.join(sorted(TEXT_SUFFIXES))})")
+        raise InputError(
+            f"data source '{name}': no text files in {path} (looked for {', '.join(sorted(TEXT_SUFFIXES))})"
+        )
     return path, files
 
 

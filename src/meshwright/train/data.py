@@ -23,7 +23,7 @@ def open_streams(
     name = settings.source if settings.source != "auto" else default_source(source)
     if ".py:" in name:
         return _from_function(name, settings, global_batch, part, seed)
-    train, validation = (_samples(name, source, split) for split in ("train", "validation"))  # type: ignore[arg-type]
+    train, validation = (_samples(name, source, split) for split in ("train", "validation"))
     return (
         IndexedStream(train, global_batch, part, seed, settings.shuffle),
         IndexedStream(validation, global_batch, part, seed, shuffle=False),
@@ -45,7 +45,9 @@ def _samples(name: str, source: ModelSource, split: Split) -> Samples:
         return make_text(name, source.shape, split)
     if name == "images":
         if not isinstance(source.shape, ImageShape):
-            raise InputError(f"data source 'images' does not suit {source.name}, which takes no images: set data.source")
+            raise InputError(
+                f"data source 'images' does not suit {source.name}, which takes no images: set data.source"
+            )
         return SyntheticImages(source.shape, split)
     if name == "example" and source.example is not None:
         return _Example(source)
@@ -86,4 +88,6 @@ def _stream(name: str, data: Any, shuffle: bool, global_batch: int, part: Slice,
         return IndexedStream(DatasetSamples(data), global_batch, part, seed, shuffle)
     if isinstance(data, Iterable):
         return IterableStream(data, global_batch, part)
-    raise InputError(f"{name} returned {type(data).__name__}: return a DataLoader, a dataset or an iterable of global batches")
+    raise InputError(
+        f"{name} returned {type(data).__name__}: return a DataLoader, a dataset or an iterable of global batches"
+    )

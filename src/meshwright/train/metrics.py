@@ -54,4 +54,4 @@ def _board(path: Path, first_step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(path), purge_step=first_step)  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(path), purge_step=first_step)

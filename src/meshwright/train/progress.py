@@ -30,7 +30,9 @@ class ProgressView:
         self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bar.stop()
 
     def show(self, step: int, loss: float, tokens_per_second: float, memory_bytes: int) -> None:

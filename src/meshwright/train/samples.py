@@ -30,7 +30,9 @@ class TextWindows:
 
     def __init__(self, tokens: Tensor, shape: TextShape, name: str) -> None:
         if shape.vocab < BYTE_VALUES:
-            raise InputError(f"the model knows {shape.vocab} tokens, but text as bytes needs {BYTE_VALUES}: use vocab=256 or more")
+            raise InputError(
+                f"the model knows {shape.vocab} tokens, but text as bytes needs {BYTE_VALUES}: use vocab=256 or more"
+            )
         self.tokens, self.shape = tokens, shape
         self.length = (len(tokens) - 1) // shape.seq
         if self.length < 1:
@@ -61,7 +63,10 @@ class SyntheticImages:
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         images = [self.image(number + self.offset) for number in numbers]
-        return {"pixel_values": torch.stack([pixels for pixels, _ in images]), "labels": torch.tensor([k for _, k in images])}
+        return {
+            "pixel_values": torch.stack([pixels for pixels, _ in images]),
+            "labels": torch.tensor([k for _, k in images]),
+        }
 
     def image(self, number: int) -> tuple[Tensor, int]:
         random = torch.Generator().manual_seed(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from meshwright.core.codec import Value
 from meshwright.core.request import PlanRequest
@@ -31,7 +31,7 @@ class OptimizerSettings(Value, kw_only=True):
     weight_decay: float = 0.1
     decay_vectors: bool = False
     """Whether biases and norm weights decay too."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = field(default_factory=dict)
     """Passed to the class as they are, such as betas = [0.9, 0.95]."""
     clip_norm: Positive | None = 1.0
     """Largest global gradient norm; leave out for none."""

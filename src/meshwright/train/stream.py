@@ -68,7 +68,7 @@ class IndexedStream:
         if not self.shuffle:
             return list(range(len(self.samples)))
         random = torch.Generator().manual_seed((self.seed << 32) + epoch)
-        return torch.randperm(len(self.samples), generator=random).tolist()  # type: ignore[no-any-return]
+        return torch.randperm(len(self.samples), generator=random).tolist()
 
 
 class IterableStream:

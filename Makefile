@@ -1,0 +1,36 @@
+# Two commands do all set-up: `make demo` and `make test`. `make check` is what CI runs.
+# Only relative paths are used, so a folder with spaces in its name is fine.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+RUN := .venv/bin/python -m
+
+.PHONY: demo test check lint format clean
+
+demo: .venv/installed
+	$(RUN) meshwright train examples/demo.toml
+
+test: .venv/installed
+	$(RUN) pytest
+
+check: lint test
+
+lint: .venv/installed
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) mypy
+	.venv/bin/lint-imports
+
+format: .venv/installed
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+.venv/installed: pyproject.toml constraints.txt
+	@"$(PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		{ echo "Meshwright needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x .venv/bin/python || "$(PYTHON)" -m venv .venv || \
+		{ echo "could not make a virtual environment: on Debian, apt-get install python3-venv"; exit 1; }
+	$(RUN) pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch .venv/installed
+
+clean:
+	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,92 @@
+"""What a step gave, and the figures of many steps put together."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.core.estimate import TimeParts
+from meshwright.core.trace import StepRecord
+from meshwright.runtime.clock import Mark
+
+WARMUP_STEPS = 3
+"""Steps left out of the timings where there are more."""
+
+
+@dataclass
+class StepOutput:
+    """What a step gave. Reading `loss` waits for the ranks' sum; until then nothing does."""
+
+    tokens: int
+    _sums: Tensor
+    """Loss times tokens, and signals, summed over ranks when `_work` is done."""
+    _count: Tensor
+    _work: Any
+    _marks: list[tuple[str, Mark]]
+    """A mark after each action, with the action's name; the first is the start."""
+    _norm: Tensor | None = None
+    sampled: bool = False
+    _resolved: tuple[float, float] | None = field(default=None, repr=False)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the tokens of the global batch."""
+        return self._values()[0]
+
+    @property
+    def signal(self) -> float:
+        """Sum of the signals the ranks gave to this step."""
+        return self._values()[1]
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Global norm before clipping; None where nothing clips."""
+        return None if self._norm is None else float(self._norm)
+
+    @property
+    def seconds(self) -> float:
+        return self._marks[0][1].seconds_until(self._marks[-1][1])
+
+    @property
+    def time_seconds(self) -> TimeParts:
+        parts: dict[str, float] = {}
+        for (_, start), (name, end) in pairwise(self._marks):
+            parts[name] = parts.get(name, 0.0) + start.seconds_until(end)
+        return TimeParts(**parts)
+
+    def record(self, index: int) -> StepRecord:
+        """The same as a value."""
+        return StepRecord(
+            step=index,
+            loss=self.loss,
+            seconds=self.seconds,
+            time_seconds=self.time_seconds,
+            tokens=self.tokens,
+            sampled=self.sampled,
+        )
+
+    def _values(self) -> tuple[float, float]:
+        if self._resolved is None:
+            if self._work is not None:
+                self._work.wait()
+            total, signal = self._sums.tolist()
+            self._resolved = (total / max(float(self._count), 1.0), signal)
+        return self._resolved
+
+
+def steps_that_count(records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
+    """Without warm-up and sampled steps, where enough others remain."""
+    plain = tuple(record for record in records if not record.sampled)
+    return plain[WARMUP_STEPS:] if len(plain) > 2 * WARMUP_STEPS else plain[1:] or plain
+
+
+def median_parts(records: tuple[StepRecord, ...]) -> TimeParts:
+    """The median of each part over the steps."""
+    if not records:
+        return TimeParts()
+    names = TimeParts.__struct_fields__
+    return TimeParts(**{name: statistics.median(getattr(r.time_seconds, name) for r in records) for name in names})

@@ -1,0 +1,40 @@
+"""Fixtures of the CPU tests: pools of ranks, and a watch for what a test leaves behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pool import RankPool
+
+ASSETS = Path(__file__).parent.parent / "assets"
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[[int], RankPool]]:
+    """`pool(2)`: the pool of two ranks, the same for all tests."""
+    pools: dict[int, RankPool] = {}
+
+    def of(num_ranks: int) -> RankPool:
+        return pools.setdefault(num_ranks, RankPool(num_ranks))
+
+    yield of
+    for made in pools.values():
+        made.close()
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """A test must not change the environment, join a process group, or leave threads running."""
+    environment, threads = dict(os.environ), set(threading.enumerate())
+    yield
+    changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
+    assert changed <= {"PYTEST_CURRENT_TEST"}, f"the test changed the environment: {sorted(changed)}"
+    left = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+    assert not left, f"the test left threads running: {left}"
+    import torch.distributed as dist
+
+    assert not dist.is_initialized(), "the test left a process group behind"
