@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from meshwright.core.result import SearchResult
     from meshwright.train.settings import Settings
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
 
 @plan_flags
 def train(
@@ -146,16 +149,33 @@ def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json:
     from meshwright.capture.capture import capture_source
     from meshwright.cli.wiring import find_cluster
     from meshwright.models.source import resolve
-    from meshwright.runtime.launch import launch
+    from meshwright.runtime.launch import Interrupted, launch
 
+    check_batch(settings)
     source = resolve(settings.model)
     world = settings.nproc if settings.plan_file is None or settings.nproc else _world_of(settings.plan_file)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
     decision = decide(settings, capture_source(source), cluster, world)
     folder = _prepare(settings, decision, resume, console)
     payload = {"folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
-    summary = launch("meshwright.cli.train:train_rank", payload, decision.plan.world)
+    try:
+        summary = launch("meshwright.cli.train:train_rank", payload, decision.plan.world)
+    except Interrupted as stop:
+        if stop.result is None:
+            raise
+        _finish(settings, decision, stop.result, console, as_json)
+        raise typer.Exit(INTERRUPTED) from None
     _finish(settings, decision, summary, console, as_json)
+
+
+def check_batch(settings: Settings) -> None:
+    """A batch that cannot be divided is refused before anything is measured."""
+    from meshwright.core.request import count_microbatches, plain_mesh, share_of_batch
+
+    wish = settings.plan
+    if settings.plan_file is None and settings.nproc is not None and wish.global_batch is not None:
+        dp = plain_mesh(wish, settings.nproc).dp
+        count_microbatches(wish.global_batch, dp, wish.microbatch or share_of_batch(wish.global_batch, dp))
 
 
 def _world_of(plan_file: str) -> int:
@@ -266,8 +286,10 @@ def _finish(settings: Settings, decision: Decision, summary: dict[str, Any], con
     folder = RunFolder(settings.folder)
     trace = Trace.load(folder.trace)
     console.print(comparison_table(decision.estimate, trace))
-    ended = f"ended early at step {summary['num_steps']}: {summary['stopped']}" if summary["stopped"] else "done"
+    ended = f"stopped after {summary['num_steps']} steps: {summary['stopped']}" if summary["stopped"] else "done"
     console.print(f"{ended}; loss {summary['loss']:.4f}; everything is in {folder.path}", highlight=False)
+    if summary["stopped"]:
+        console.print("its checkpoint is whole: the same command with --resume goes on from it", highlight=False)
     if as_json:
         print_json(
             {

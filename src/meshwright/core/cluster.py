@@ -55,7 +55,7 @@ class CollectiveTime(Value, kw_only=True):
 
     kind: CollectiveKind
     num_ranks: Count
-    num_bytes: Annotated[int, Meta(ge=0)]
+    num_bytes: Count
     seconds: Positive
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.capture.capture import capture_source
 from meshwright.core.cluster import Rate
 from meshwright.core.graph import OpKind
-from meshwright.measure.stopwatch import median_seconds
+from meshwright.measure.stopwatch import typical_seconds
 from meshwright.models.objective import call
 from meshwright.models.source import resolve
 
@@ -48,7 +48,7 @@ def _rates(device: torch.device, precision: Precision) -> Iterator[Rate]:
 def _matmuls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
     for edge in CUDA_MATMUL_EDGES if device.type == "cuda" else CPU_MATMUL_EDGES:
         one, other = (torch.randn(edge, edge, device=device, dtype=dtype) for _ in range(2))
-        yield 2.0 * edge**3, median_seconds(lambda one=one, other=other: one @ other, device)  # type: ignore[misc]
+        yield 2.0 * edge**3, typical_seconds(lambda one=one, other=other: one @ other, device)  # type: ignore[misc]
 
 
 def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
@@ -64,7 +64,7 @@ def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[floa
             query, key, value = tensors
             F.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
 
-        yield flops, median_seconds(work, device)
+        yield flops, typical_seconds(work, device)
 
 
 def _convolutions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
@@ -77,7 +77,7 @@ def _convolutions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[fl
         def work(layer: nn.Module = layer, image: torch.Tensor = image) -> None:
             layer(image).sum().backward()
 
-        yield 3 * 2.0 * batch * channels**2 * 9 * edge**2, median_seconds(work, device)
+        yield 3 * 2.0 * batch * channels**2 * 9 * edge**2, typical_seconds(work, device)
 
 
 def _additions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
@@ -98,7 +98,7 @@ def _elementwise(
     for num_elements in CUDA_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS:
         tensor = torch.randn(num_elements, device=device).to(dtype)
         size = tensors_touched * tensor.numel() * tensor.element_size()
-        yield float(size), median_seconds(lambda tensor=tensor: op(tensor), device)  # type: ignore[misc]
+        yield float(size), typical_seconds(lambda tensor=tensor: op(tensor), device)  # type: ignore[misc]
 
 
 def _norms(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
@@ -113,7 +113,7 @@ def _norms(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, fl
         def work(layer: nn.Module = layer, tensor: torch.Tensor = tensor, gradient: torch.Tensor = gradient) -> None:
             layer(tensor).backward(gradient)
 
-        yield 5.0 * tensor.numel() * tensor.element_size(), median_seconds(work, device)
+        yield 5.0 * tensor.numel() * tensor.element_size(), typical_seconds(work, device)
 
 
 def measure_launch(device: torch.device) -> float:
@@ -130,7 +130,7 @@ def measure_launch(device: torch.device) -> float:
         source.objective.loss(call(module, batch), batch).backward()
         module.zero_grad()
 
-    return median_seconds(work, device) / num_ops
+    return typical_seconds(work, device) / num_ops
 
 
 def measure_update(device: torch.device) -> float:
@@ -140,4 +140,4 @@ def measure_update(device: torch.device) -> float:
     optimizer = torch.optim.AdamW(parameters, fused=True)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    return len(parameters) * edge**2 / median_seconds(optimizer.step, device)
+    return len(parameters) * edge**2 / typical_seconds(optimizer.step, device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.core.cluster import CollectiveTime
 from meshwright.core.collective import CollectiveKind
-from meshwright.measure.stopwatch import median_seconds
+from meshwright.measure.stopwatch import typical_seconds
 from meshwright.runtime.ranks import Rank
 
 CPU_SIZES = (8, 2**10, 2**16, 2**20, 2**22, 2**24)
@@ -24,7 +24,7 @@ def measure_collectives(rank: Rank) -> tuple[CollectiveTime, ...]:
     sizes = CUDA_SIZES if rank.device.type == "cuda" else CPU_SIZES
     kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
     keys = [(kind, size) for kind in kinds for size in sizes if size >= 4 * rank.num_ranks or kind != "reduce_scatter"]
-    seconds = [median_seconds(_collective(kind, size, rank), rank.device, together=True) for kind, size in keys]
+    seconds = [typical_seconds(_collective(kind, size, rank), rank.device, together=True) for kind, size in keys]
     shared = torch.tensor(seconds, dtype=torch.float64, device=rank.device if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return tuple(
@@ -56,17 +56,17 @@ def measure_overlap(rank: Rank) -> float:
     edge = 512 if rank.device.type == "cpu" else 4096
     matrix = torch.randn(edge, edge, device=rank.device)
     message = torch.ones(OVERLAP_BYTES // 4, device=rank.device)
-    communicate = median_seconds(lambda: dist.all_reduce(message), rank.device, together=True)
-    one_product = median_seconds(lambda: matrix @ matrix, rank.device, together=True)
+    communicate = typical_seconds(lambda: dist.all_reduce(message), rank.device, together=True)
+    one_product = typical_seconds(lambda: matrix @ matrix, rank.device, together=True)
     times = _same_everywhere(max(1, round(communicate / one_product)), rank)
-    compute = median_seconds(lambda: _products(matrix, times), rank.device, together=True)
+    compute = typical_seconds(lambda: _products(matrix, times), rank.device, together=True)
 
     def both() -> None:
         work = dist.all_reduce(message, async_op=True)
         _products(matrix, times)
         work.wait()
 
-    together = median_seconds(both, rank.device, together=True)
+    together = typical_seconds(both, rank.device, together=True)
     return (compute + communicate - together) / min(compute, communicate)
 
 

@@ -13,8 +13,11 @@ category is read off its address and life:
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +64,7 @@ class StepRecorder:
     def record(self, program: Program, batch: Batch, run: Callable[[], Any]) -> tuple[Any, Sample]:
         held = _held(program, batch)
         witness = _Witness(program)
-        with witness, _CollectiveWatch() as watch, _quiet_profile(program.device) as profiler:
+        with witness, _CollectiveWatch() as watch, _profiled(program.device) as profiler:
             result = run()
         events = _read(profiler)
         allocations = _allocations(events, program.device)
@@ -69,9 +72,33 @@ class StepRecorder:
         return result, Sample(peak_bytes=parts.total, memory_bytes=parts, collectives=total(watch.found))
 
 
-def _quiet_profile(device: torch.device) -> profile:
+@contextmanager
+def _profiled(device: torch.device) -> Iterator[profile]:
+    """torch's profiler; it announces its start and end on standard error, which nobody asked for."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    return profile(activities=activities, profile_memory=True, record_shapes=True)
+    profiler = profile(activities=activities, profile_memory=True, record_shapes=False)
+    with _no_standard_error():
+        profiler.start()
+    try:
+        yield profiler
+    finally:
+        with _no_standard_error():
+            profiler.stop()
+
+
+@contextmanager
+def _no_standard_error() -> Iterator[None]:
+    """Python and C++ alike write to file 2: for a moment it leads nowhere."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _read(profiler: profile) -> list[dict[str, Any]]:

@@ -1,4 +1,7 @@
-"""Seconds a piece of work takes: median of repeats, all ranks starting together."""
+"""Seconds a piece of work takes: the median of the faster half of the repeats.
+
+The slower half is what other programs on the machine did to us, not what a step will see.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ LEAST_SECONDS = 0.04
 LEAST_REPEATS, MOST_REPEATS = 3, 50
 
 
-def median_seconds(work: Callable[[], Any], device: torch.device, *, together: bool = False) -> float:
+def typical_seconds(work: Callable[[], Any], device: torch.device, *, together: bool = False) -> float:
     """Repeat until enough time has been seen. `together`: every rank repeats equally often, as collectives need."""
     work()
     first = _once(work, device)
     repeats = max(LEAST_REPEATS, min(MOST_REPEATS, int(LEAST_SECONDS / max(first, 1e-9))))
     if together:
         repeats = _agree(repeats, device)
-    return statistics.median(_once(work, device) for _ in range(repeats))
+    seconds = sorted(_once(work, device) for _ in range(repeats))
+    return statistics.median(seconds[: (repeats + 1) // 2])
 
 
 def _once(work: Callable[[], Any], device: torch.device) -> float:

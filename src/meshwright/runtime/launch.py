@@ -36,22 +36,33 @@ def check_num_ranks(num_ranks: int, device: str = "auto") -> None:
         )
 
 
+class Interrupted(KeyboardInterrupt):
+    """The ranks were told to stop. `result` is what rank 0 returned, if it came to its end in good order."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__("interrupted")
+        self.result = result
+
+
 def launch(function: str, payload: dict[str, Any], num_ranks: int) -> Any:
     """Run `package.module:function` with the payload on every rank; returns what rank 0 returned."""
     check_num_ranks(num_ranks)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         payload_file, result_file = Path(folder, "payload.json"), Path(folder, "result.json")
         payload_file.write_text(json.dumps(payload))
-        _run_ranks([function, str(payload_file), str(result_file)], num_ranks, Path(folder, "logs"))
-        return json.loads(result_file.read_text()) if result_file.exists() else None
+        interrupted = _run_ranks([function, str(payload_file), str(result_file)], num_ranks, Path(folder, "logs"))
+        result = json.loads(result_file.read_text()) if result_file.exists() else None
+    if interrupted:
+        raise Interrupted(result)
+    return result
 
 
-def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> None:
+def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> bool:
+    """Wait for all ranks to end; returns whether a signal ended them."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -64,12 +75,21 @@ def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> None:
         monitor_interval=MONITOR_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
     )
+    _quiet_launcher()
     try:
         elastic_launch(config, sys.executable)("-m", "meshwright.runtime.rank", *arguments)
     except ChildFailedError as error:
         raise describe_failure(error.failures, num_ranks) from None
-    except SignalException as error:
-        raise KeyboardInterrupt(f"stopped by {error.sigval.name}") from None
+    except SignalException:
+        return True
+    return False
+
+
+def _quiet_launcher() -> None:
+    """The launcher's own loggers repeat what we say better."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:

@@ -18,7 +18,6 @@ from meshwright.runtime.affinity import pin
 def main() -> None:
     function, payload_file, result_file = sys.argv[1:]
     threads = pin(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler announces itself on standard error otherwise
     import torch
 
     torch.set_num_threads(threads)
@@ -52,12 +51,18 @@ def _report(error: Exception) -> None:
     """Leave the error where the launcher looks for it. Our own errors speak for themselves; others need their lines."""
     message = str(error)
     if not isinstance(error, MeshwrightError):
-        message = f"{type(error).__name__}: {message}\n" + "".join(traceback.format_exception(error)).rstrip()
+        message = f"{type(error).__name__}: {message}\n{_lines(error)}"
     now = time.time()
     details = {"message": message, "seconds": now, "timestamp": str(int(now))}
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+
+
+def _lines(error: Exception) -> str:
+    """Where it came from: our lines and the user's; torch's own, many and always the same, are left out."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    return "\n".join(f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,166 @@
+"""Models as a user would write them: `tests/assets/models.py:frozen` and others, good and bad."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ODD = 7
+CLASSES = 5
+
+
+class Residual(nn.Module):
+    """No size divides by 2 or 4."""
+
+    def __init__(self, width: int = ODD) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    def __init__(self, depth: int = 3, width: int = ODD) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.enter = nn.Linear(3, width)
+        self.layers = nn.ModuleList(Residual(width) for _ in range(depth))
+        self.leave = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x)
+
+
+def example(samples: int = 4) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(samples, 3, generator=random), torch.randint(CLASSES, (samples,), generator=random)
+
+
+def odd() -> tuple[nn.Module, Any]:
+    return Tower(), example(64)
+
+
+def frozen() -> tuple[nn.Module, Any]:
+    """The entrance, one whole layer and the norms of another are not trained."""
+    tower = Tower()
+    for part in (tower.enter, tower.layers[1], tower.layers[2].norm):
+        part.requires_grad_(False)
+    return tower, example(64)
+
+
+class HeadFirst(nn.Module):
+    """Registers its parameters in another order than it uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave = nn.Linear(512, 1024)
+        self.enter = nn.Linear(3, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(torch.tanh(self.enter(x)))
+
+
+def head_first() -> tuple[nn.Module, Any]:
+    return HeadFirst(), example(64)
+
+
+class Unused(Tower):
+    """Holds a layer that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+def unused() -> tuple[nn.Module, Any]:
+    return Unused(), example(64)
+
+
+def own_loss() -> tuple[nn.Module, Any, Any]:
+    """Regression with a loss of the user's own."""
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return (output[:, 0] - batch["target"]).abs().mean()
+
+    random = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(8, 3, generator=random), "target": torch.randn(8, generator=random)}
+
+    class Own(Tower):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return super().forward(x)
+
+    return Own(), batch, loss
+
+
+class Noisy(Tower):
+    """Draws from the operating system in every forward: no two runs agree."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + int.from_bytes(os.urandom(2), "big") / 2**16)
+
+
+def noisy() -> tuple[nn.Module, Any]:
+    return Noisy(), example(64)
+
+
+class Gate(nn.Module):
+    """Reads a value of its input: cannot be followed on fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.sum() > 0 else self.linear(-x)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x)
+
+
+def data_dependent() -> tuple[nn.Module, Any]:
+    return Gated(), example()
+
+
+class FailsLate(Tower):
+    """On rank 1, the fourth training forward raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += x.device.type != "meta" and os.environ.get("RANK") == "1"
+        if self.num_forwards == 4:
+            raise ArithmeticError("the gears slipped")
+        return super().forward(x)
+
+
+def fails_late() -> tuple[nn.Module, Any]:
+    return FailsLate(), example(64)
+
+
+def raises() -> nn.Module:
+    raise RuntimeError("no such weights today")
+
+
+def alone() -> nn.Module:
+    return Tower()
+
+
+def not_a_model() -> str:
+    return "surprise"

@@ -1,0 +1,85 @@
+"""Models, plans and a cluster that several test files use."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from meshwright.capture.capture import capture_source
+from meshwright.core.cluster import BYTE_KINDS, FLOP_KINDS, Cluster, Device, Link, Rate
+from meshwright.core.graph import Graph
+from meshwright.core.plan import Plan
+from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.models.source import ModelSource, resolve
+
+ASSETS = Path(__file__).parent.parent / "assets"
+ROOT = ASSETS.parent.parent
+MODELS = {
+    "gpt": "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=61",
+    "tied": "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=61,tied=true",
+    "resnet": "resnet:depth=26,image=64,classes=10,channels=8",
+    "frozen": f"{ASSETS}/models.py:frozen",
+    "odd": f"{ASSETS}/models.py:odd",
+    "head_first": f"{ASSETS}/models.py:head_first",
+    "unused": f"{ASSETS}/models.py:unused",
+    "llama": f"hf:{ASSETS}/llama-tiny.json",
+    "gpt2": f"hf:{ASSETS}/gpt2-tiny.json",
+}
+ZERO_STAGES = (0, 1, 2, 3)
+RECOMPUTES = ("none", "full")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a table of plans."""
+
+    model: str
+    zero: int = 0
+    recompute: str = "none"
+    num_microbatches: int = 1
+    precision: str = "fp64"
+    samples: int = 4
+    """Per rank and step."""
+
+    def __str__(self) -> str:
+        return f"{self.model}-zero{self.zero}-{self.recompute}-m{self.num_microbatches}-{self.precision}"
+
+
+@cache
+def source_of(model: str) -> ModelSource:
+    """A model of the table above, or by its full name."""
+    return resolve(MODELS.get(model, model))
+
+
+@cache
+def graph_of(model: str) -> Graph:
+    return capture_source(source_of(model))
+
+
+def plan_of(case: Case, num_ranks: int | None = None) -> Plan:
+    """The plan of a case for the ranks that run now, or for a given number."""
+    world = num_ranks or int(os.environ["WORLD_SIZE"])
+    request = PlanRequest(
+        zero=case.zero,  # type: ignore[arg-type]
+        recompute=case.recompute,
+        precision=case.precision,  # type: ignore[arg-type]
+        global_batch=case.samples * world,
+        microbatch=case.samples // case.num_microbatches,
+    )
+    return plain_plan(request, graph_of(case.model), world, "tests")
+
+
+def hand_cluster(num_devices: int) -> Cluster:
+    """A CPU cluster with round figures: for what does not depend on speed."""
+    rates = tuple(
+        Rate(kind=kind, dtype=dtype, size=1.0, per_second=1e9)  # type: ignore[arg-type]
+        for kind in (*FLOP_KINDS, *BYTE_KINDS)
+        for dtype in ("fp64", "fp32", "bf16")
+    )
+    device = Device(
+        name="hand", kind="cpu", memory_bytes=2**34, rates=rates, launch_seconds=1e-6, peak_flops_per_second=1e9
+    )
+    link = Link(bytes_per_second=1e9, latency_seconds=1e-5, origin="assumed")
+    return Cluster(name="hand", origin="assumed", devices_per_host=num_devices, device=device, intra_host=link)
