@@ -31,7 +31,8 @@ from meshwright.cost.estimate import estimate, exposed_seconds
 from meshwright.cost.memory import moments
 from meshwright.cost.state import groups_of, shard_elements, total_elements
 
-ADAM = Recipe(optimizer_slots=2)
+ADAM = Recipe(optimizer_slots=2, optimizer_scalar_bytes=0)
+"""The textbook's Adam: two tensors, its step counts left out."""
 PSI = 4 * 64 * 8
 """Parameters of `chain_graph(4, (64, 8))`, which every power of two up to 64 divides."""
 
@@ -130,8 +131,18 @@ def test_the_known_point_of_the_zero_paper() -> None:
 @pytest.mark.parametrize(("slots", "bytes_per_parameter"), [(0, 0), (1, 4), (2, 8)])
 def test_the_optimizer_decides_its_state(slots: int, bytes_per_parameter: int) -> None:
     graph = chain_graph(4, (64, 8))
-    parts = end_of_backward(graph, flat_plan(graph, 4, zero=1), Recipe(optimizer_slots=slots))
+    parts = end_of_backward(graph, flat_plan(graph, 4, zero=1), Recipe(optimizer_slots=slots, optimizer_scalar_bytes=0))
     assert parts.optimizer_state == bytes_per_parameter * PSI // 4
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_each_rank_keeps_a_scalar_for_each_trained_tensor(num_ranks: int) -> None:
+    graph = frozen(chain_graph(4, (64, 8)))
+    plan = flat_plan(graph, num_ranks, zero=1)
+    with_scalars, without = (
+        end_of_backward(graph, plan, Recipe(optimizer_scalar_bytes=size)).optimizer_state for size in (4, 0)
+    )
+    assert with_scalars - without == 3 * 4
 
 
 def test_fp64_state_is_twice_as_large() -> None:

@@ -52,7 +52,8 @@ class _State:
         trainable = total_elements(own, degree, trainable_only=True)
         self.base = MemoryParts(
             parameters=total_elements(own, degree) * self.item + graph.buffer_bytes,
-            optimizer_state=recipe.optimizer_slots * trainable * self.item,
+            optimizer_state=recipe.optimizer_slots * trainable * self.item
+            + recipe.optimizer_scalar_bytes * sum(parameter.trainable for parameter in own),
             inputs=round(graph.batch_bytes.at(plan.microbatch * plan.num_microbatches)),
         )
         self.sharded_gradients = trainable * self.item

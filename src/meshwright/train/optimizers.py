@@ -16,6 +16,8 @@ from meshwright.train.settings import LearningRateSettings, OptimizerSettings, S
 
 SLOTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Rprop": 2, "Adadelta": 2, "ASGD": 1, "Adafactor": 1}
 """Tensors the size of a parameter an optimizer keeps for it; the Adam family keeps two."""
+STEP_COUNT_BYTES = 4
+"""Every optimizer but SGD counts its steps, tensor by tensor."""
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers torch runs as one kernel over all parameters when asked to."""
 
@@ -60,7 +62,11 @@ def recipe_of(settings: Settings) -> Recipe:
     slots = SLOTS.get(chosen.kind, 2)
     if chosen.kind == "SGD" and chosen.options.get("momentum", 0):
         slots = 1
-    return Recipe(optimizer_slots=slots, clips=chosen.clip_norm is not None)
+    return Recipe(
+        optimizer_slots=slots,
+        optimizer_scalar_bytes=0 if chosen.kind == "SGD" else STEP_COUNT_BYTES,
+        clips=chosen.clip_norm is not None,
+    )
 
 
 def learning_rate(step: int, num_steps: int, settings: LearningRateSettings) -> float:
