@@ -41,7 +41,9 @@ class RankError(Exception):
 
     def __init__(self, answers: dict[int, Answer]) -> None:
         self.errors = {rank: answer.error for rank, answer in answers.items() if answer.error}
-        super().__init__("\n".join(f"rank {rank}: {answer.trace}" for rank, answer in answers.items() if answer.error))
+        (first, trace), *others = [(rank, answer.trace) for rank, answer in answers.items() if answer.error]
+        also = "".join(f"rank {rank}: {self.errors[rank]}\n" for rank, _ in others)
+        super().__init__(f"rank {first}: {trace}{also}")
 
 
 class RankPool:
