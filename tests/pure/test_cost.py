@@ -360,7 +360,6 @@ def test_communication_hides_behind_compute(communication: float, overlap: float
     assert exposed_seconds(communication, 3.0, overlap) == exposed
 
 
-@pytest.mark.xfail(reason="all microbatches hide what runs in one of them: estimate.time_parts", raises=AssertionError)
 @pytest.mark.parametrize(("zero", "part"), [(0, "exposed_reduce"), (1, "exposed_reduce"), (1, "exposed_gather")])
 def test_what_runs_in_one_microbatch_hides_behind_that_one_only(zero: int, part: str) -> None:
     graph, num_microbatches = chain_graph(4, (1000, 1000)), 8
@@ -469,8 +468,14 @@ def test_a_precision_the_device_does_not_have_is_refused() -> None:
 
 
 def test_fp64_takes_twice_the_time_where_it_was_not_measured() -> None:
-    half, full = rate_points(DEVICE, "fp64"), rate_points(DEVICE, "fp32")
+    cpu = msgspec.structs.replace(DEVICE, kind="cpu")
+    half, full = rate_points(cpu, "fp64"), rate_points(cpu, "fp32")
     assert half["matmul"] == [(1.0, 2 * full["matmul"][0][1])]
+
+
+def test_a_gpu_without_an_fp64_rate_is_not_guessed() -> None:
+    with pytest.raises(InputError, match="no fp64 rate"):
+        rate_points(DEVICE, "fp64")
 
 
 @pytest.mark.parametrize("name", ["a100-80g-selene", "h100-80g-mosaic", "rtx4090-24g", "v100-16g-p3"])

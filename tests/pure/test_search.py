@@ -37,7 +37,7 @@ def divisors(number: int) -> list[int]:
 
 def every_plan(graph: Graph, num_devices: int, global_batch: int) -> Iterator[Plan]:
     """All data-parallel plans, written a second time."""
-    for dp in divisors(num_devices):
+    for dp in range(1, num_devices + 1):
         if global_batch % dp == 0:
             share = global_batch // dp
             for microbatch in divisors(share):
@@ -69,7 +69,9 @@ def test_search_equals_brute_force(graph: Graph, cluster: Cluster, global_batch:
         for plan in every_plan(graph, cluster.num_devices, global_batch)
     ]
     fitting = [cost.step_seconds for cost in found if cost.fits]
-    assert best_seconds(graph, cluster, budget_bytes, global_batch=global_batch) == min(fitting, default=math.inf)
+    assert best_seconds(graph, cluster, budget_bytes, global_batch=global_batch) == pytest.approx(
+        min(fitting, default=math.inf), rel=1e-8
+    )
     result = search(graph, cluster, PlanRequest(global_batch=global_batch), budget_bytes=GENEROUS)
     assert result.num_candidates == len(found) == 1 + len(result.runners_up)
     assert sorted([result.estimate.step_seconds, *(other.step_seconds for other in result.runners_up)]) == sorted(
@@ -84,7 +86,7 @@ def test_more_memory_never_makes_the_best_plan_slower(
 ) -> None:
     less, more = sorted((one, other))
     slow, fast = (best_seconds(graph, cluster, budget, global_batch=global_batch) for budget in (less, more))
-    assert fast <= slow
+    assert fast <= slow * (1 + 1e-8)
 
 
 @quick
@@ -101,7 +103,7 @@ def test_a_faster_link_never_makes_the_best_plan_slower(
         )
         for speed in sorted((one, other))
     )
-    assert fast <= slow
+    assert fast <= slow * (1 + 1e-8)
 
 
 @quick
@@ -181,14 +183,12 @@ def test_among_equals_the_plainer_plan_wins() -> None:
     assert {other.reason for other in result.runners_up} == {"equally fast, less plain"}
 
 
-@pytest.mark.xfail(reason="rounding decides between equals: search._preference", raises=AssertionError)
 def test_rounding_does_not_decide_between_equals() -> None:
     graph = msgspec.structs.replace(chain_graph(), parameters=())
     result = search(graph, machine(1), PlanRequest(global_batch=31, recompute="none"))
     assert result.plan.num_microbatches == 1
 
 
-@pytest.mark.xfail(reason="one dp it does not divide ends the search: search._choices", raises=PlanError)
 def test_a_fixed_microbatch_leaves_the_degrees_it_divides() -> None:
     result = search(chain_graph(), machine(4), PlanRequest(global_batch=8, microbatch=4))
     assert result.plan.mesh.dp in (1, 2)
@@ -262,7 +262,11 @@ def test_the_memory_of_the_device_is_the_budget() -> None:
     [
         ({"global_batch": 7}, 4, "global batch 7 does not divide over dp=4 ranks: use 4 or 8"),
         ({"global_batch": 7, "dp": 2}, None, "global batch 7 does not divide over dp=2 ranks: use 6 or 8"),
-        ({"global_batch": 8, "microbatch": 3}, 4, "microbatch 3 does not divide the 2 samples of each of 4 ranks"),
+        (
+            {"global_batch": 8, "microbatch": 3},
+            4,
+            "each of 4 ranks has 2 samples .* do not divide into microbatches of 3: use one of 1, 2",
+        ),
         ({"dp": 8}, None, "dp=8 was asked for, but there are 4 ranks"),
         ({"dp": 2}, 4, "dp=2 was asked for, but there are 4 ranks: make them equal"),
         ({}, 8, "8 ranks were asked for, but 'machine' has 4 devices"),

@@ -47,6 +47,10 @@ def plan(
     result = search(graph, found, flags.request, budget_bytes=budget_of(memory))
     console.print(candidates_table(result))
     console.print(estimate_table(result.plan, result.estimate))
+    if result.plan.world < found.num_devices:
+        console.print(
+            f"uses {result.plan.world} of {found.num_devices} devices: more would be slower, or do not divide the batch"
+        )
     if output is not None:
         console.print(f"saved as {result.plan.save(output)}")
     if as_json:

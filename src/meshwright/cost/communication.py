@@ -12,7 +12,7 @@ N ranks, m microbatches, one row per group of parameters (a block, or all that i
         all-reduce      2 (p-1) alpha + 2 (p-1)/p · n / bandwidth
         reduce-scatter    (p-1) alpha +   (p-1)/p · n / bandwidth
         all-gather        (p-1) alpha +   (p-1)   · n / bandwidth      (n: the shard each rank gives)
-    where bandwidth is the slowest link the ring crosses, an outer link shared by the devices of its host.
+    where bandwidth is the slowest link the ring crosses.
 """
 
 from __future__ import annotations

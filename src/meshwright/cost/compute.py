@@ -60,17 +60,19 @@ class ComputeCost:
 
 
 def rate_points(device: Device, precision: Precision) -> dict[OpKind, list[tuple[float, float]]]:
-    """(size, seconds) by kind, sizes ascending. fp64 runs at half the fp32 rate where it was not measured."""
+    """(size, seconds) by kind, sizes ascending. A CPU runs fp64 at half its fp32 rate where that was not measured."""
     found: dict[OpKind, list[tuple[float, float]]] = {}
     for rate in device.rates:
         if rate.dtype == precision:
             found.setdefault(rate.kind, []).append((rate.size, rate.size / rate.per_second))
-    if not found and precision == "fp64":
+    if not found and precision == "fp64" and device.kind == "cpu":
         return {kind: [(s, 2 * t) for s, t in points] for kind, points in rate_points(device, "fp32").items()}
     missing = {rate.kind for rate in device.rates} - set(found)
-    if missing or not found:
+    if missing:
+        known = ", ".join(sorted({rate.dtype for rate in device.rates}))
         raise InputError(
-            f"device '{device.name}' has no {precision} rate for {', '.join(sorted(missing)) or 'any op'}: probe it"
+            f"device '{device.name}' has no {precision} rate for {', '.join(sorted(missing))}: use one of {known}, or give a "
+            "cluster file that has it"
         )
     return {kind: sorted(points) for kind, points in found.items()}
 

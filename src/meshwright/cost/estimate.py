@@ -6,6 +6,8 @@ Communication runs beside compute. A share `overlap` of the shorter of the two d
 speed side by side, 0 where they queue for the same cores):
 
     exposed = communication - overlap · min(communication, compute)                           -> exposed_seconds
+
+What is communicated once a step hides behind the one microbatch it runs in, not behind all m of them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def estimate(
     found = calls(graph, plan, recipe)
     parts = time_parts(graph, plan, cluster, found)
     memory = peak_memory(graph, plan, recipe, cluster.device)
-    budget = budget_bytes or cluster.device.memory_bytes
+    budget = cluster.device.memory_bytes if budget_bytes is None else budget_bytes
     step_seconds = parts.total
     flops = graph.flops(plan.global_batch)
     return Estimate(
@@ -80,8 +82,8 @@ def time_parts(graph: Graph, plan: Plan, cluster: Cluster, found: tuple[Call, ..
         forward=forward,
         recompute=again,
         backward=backward,
-        exposed_gather=exposed_seconds(gather, forward, overlap),
-        exposed_reduce=exposed_seconds(reduce, backward + again, overlap),
+        exposed_gather=exposed_seconds(gather, forward * gathered_share(plan), overlap),
+        exposed_reduce=exposed_seconds(reduce, (backward + again) * reduced_share(plan), overlap),
         update=update_seconds(elements, cluster.device),
         other=other,
     )
@@ -94,6 +96,16 @@ def phase_seconds(found: tuple[Call, ...], phase: str, plan: Plan, cluster: Clus
         for call in found
         if call.phase == phase
     )
+
+
+def gathered_share(plan: Plan) -> float:
+    """Share of the microbatches whose forward gathers parameters."""
+    return 1.0 if plan.zero == 3 else 1 / plan.num_microbatches
+
+
+def reduced_share(plan: Plan) -> float:
+    """Share of the microbatches whose backward reduces gradients."""
+    return 1.0 if plan.zero >= 2 else 1 / plan.num_microbatches
 
 
 def exposed_seconds(communication: float, compute: float, overlap: float) -> float:

@@ -47,6 +47,9 @@ class _State:
         self.groups = groups_of(graph, plan)
         alone = [name for name in plan.blocks if name in self.groups]
         self._before = dict(zip(alone[1:], alone, strict=False))
+        self._gathered = {
+            name: total_elements(group) * ITEM_BYTES[plan.precision] for name, group in self.groups.items()
+        }
         degree = plan.shard_degree
         own = graph.own_parameters
         trainable = total_elements(own, degree, trainable_only=True)
@@ -79,11 +82,10 @@ class _State:
         """Bytes of whole parameters beside the shards while a block runs; backward already gathers the block before."""
         if self.plan.zero == 0:
             return 0
-        item = ITEM_BYTES[self.plan.precision]
         if self.plan.zero < 3:
-            return total_elements(self.graph.own_parameters) * item
+            return sum(self._gathered.values())
         names = {"", block, self._before.get(block, "")} if phase == "backward" else {"", block}
-        return sum(total_elements(self.groups.get(name, ())) * item for name in names)
+        return sum(self._gathered.get(name, 0) for name in names)
 
     def buffers(self, block: str, phase: str) -> int:
         """Bytes a group's collective holds for a moment: the flat copy, beside the tensors it is copied from or to."""

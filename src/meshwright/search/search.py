@@ -2,7 +2,7 @@
 
 Candidates are all of
 
-    dp ∈ divisors of the devices  ×  {replicate, ZeRO 1, 2, 3}  ×  microbatch ∈ divisors of a rank's samples
+    dp ∈ divisors of the batch, up to the devices  ×  {replicate, ZeRO 1, 2, 3}  ×  microbatch ∈ divisors of a rank's samples
        ×  {no recompute, full recompute}
 
 less what the request fixes. The fastest that fits the budget wins; among equals the simpler one (fewer microbatches, less
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from math import log
 
 import msgspec
 
@@ -22,7 +23,7 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.request import PlanRequest, plain_plan, share_of_batch
+from meshwright.core.request import PlanRequest, count_microbatches, plain_plan, share_of_batch
 from meshwright.core.result import RunnerUp, SearchResult, describe
 from meshwright.core.units import format_bytes
 from meshwright.cost.estimate import estimate
@@ -30,6 +31,8 @@ from meshwright.search.reasons import reason_lost
 
 SAMPLES_PER_DEVICE = 8
 """Global batch per device where nobody gave one."""
+EQUAL_SHARE = 1e-9
+"""Estimates closer than this are taken as equal: rounding must not decide."""
 
 
 def search(
@@ -69,54 +72,64 @@ def search(
 
 def candidates(graph: Graph, cluster: Cluster, request: PlanRequest, world: int | None) -> Iterator[Plan]:
     """Every plan that agrees with the request, legal ones only."""
-    global_batch = request.global_batch or SAMPLES_PER_DEVICE * (world or cluster.num_devices)
-    found = False
-    for dp in _degrees(cluster, request, world):
-        if global_batch % dp:
-            continue
+    devices = _num_devices(cluster, request, world)
+    global_batch = request.global_batch or SAMPLES_PER_DEVICE * devices
+    degrees = _degrees(request, devices, global_batch, world)
+    legal = [dp for dp in degrees if request.microbatch is None or (global_batch // dp) % request.microbatch == 0]
+    if not legal:
+        count_microbatches(global_batch, degrees[-1], request.microbatch or 1)  # raises, with the sizes that divide
+    for dp in legal:
         for part in _choices(request, global_batch // dp, dp, bool(graph.repeated_blocks)):
-            found = True
             wish = msgspec.structs.replace(request, global_batch=global_batch, dp=dp, **part)
             yield plain_plan(wish, graph, dp, cluster.hash)
-    if not found:
-        degrees = _degrees(cluster, request, world)
-        share_of_batch(global_batch, degrees[-1])
-        raise PlanError(f"no plan agrees with the request: global batch {global_batch}, dp one of {degrees}")
 
 
-def _degrees(cluster: Cluster, request: PlanRequest, world: int | None) -> list[int]:
+def _num_devices(cluster: Cluster, request: PlanRequest, world: int | None) -> int:
     for axis in ("tp", "pp", "cp", "ep"):
         if (getattr(request, axis) or 1) > 1:
             raise PlanError(
                 f"{axis}={getattr(request, axis)}: this version searches data-parallel plans; leave {axis} out"
             )
-    devices = world or cluster.num_devices
-    if devices > cluster.num_devices:
+    devices = cluster.num_devices if world is None else world
+    if not 1 <= devices <= cluster.num_devices:
         raise PlanError(f"{devices} ranks were asked for, but '{cluster.name}' has {cluster.num_devices} devices")
-    if request.dp is not None:
-        if request.dp > devices or (world is not None and request.dp != world):
-            raise PlanError(f"dp={request.dp} was asked for, but there are {devices} ranks: make them equal")
-        return [request.dp]
-    return [devices] if world else [degree for degree in range(1, devices + 1) if devices % degree == 0]
+    return devices
+
+
+def _degrees(request: PlanRequest, devices: int, global_batch: int, world: int | None) -> list[int]:
+    """dp degrees that divide the batch; fewer devices than there are only where nobody fixed their number."""
+    fixed = request.dp if request.dp is not None else world
+    if fixed is None:
+        return [degree for degree in range(1, devices + 1) if global_batch % degree == 0]
+    if fixed > devices or (world is not None and fixed != world):
+        raise PlanError(f"dp={fixed} was asked for, but there are {devices} ranks: make them equal")
+    share_of_batch(global_batch, fixed)
+    return [fixed]
 
 
 def _choices(request: PlanRequest, share: int, dp: int, has_blocks: bool) -> Iterator[dict[str, object]]:
     """Values of the open fields, the plainest first."""
-    if request.microbatch is not None and share % request.microbatch:
-        share_of_batch(share * dp, dp)
-        raise PlanError(f"microbatch {request.microbatch} does not divide the {share} samples of each of {dp} ranks")
     microbatches = [request.microbatch] if request.microbatch else [n for n in range(share, 0, -1) if share % n == 0]
-    stages = [request.zero] if request.zero is not None else ([0, 1, 2, 3] if dp > 1 else [0])
     recomputes = [request.recompute] if request.recompute else (["none", "full"] if has_blocks else ["none"])
     for microbatch in microbatches:
-        for zero in stages:
+        for zero in _zero_stages(request, dp):
             for recompute in recomputes:
                 yield {"microbatch": microbatch, "zero": zero, "recompute": recompute}
 
 
-def _preference(pair: tuple[Plan, Estimate]) -> tuple[float, int, int, int]:
+def _zero_stages(request: PlanRequest, dp: int) -> list[int]:
+    if request.zero is not None:
+        return [request.zero]
+    if request.hybrid is not None:
+        return [1, 2, 3]
+    return [0, 1, 2, 3] if dp > 1 else [0]
+
+
+def _preference(pair: tuple[Plan, Estimate]) -> tuple[int, int, int, int, float]:
+    """Fastest first; times equal but for rounding leave it to the simpler plan."""
     plan, found = pair
-    return (found.step_seconds, plan.num_microbatches, plan.zero, len(plan.recompute))
+    speed = round(log(found.step_seconds) / EQUAL_SHARE)
+    return (speed, plan.num_microbatches, plan.zero, len(plan.recompute), found.step_seconds)
 
 
 def _infeasible(missing: list[tuple[Plan, Estimate]], cluster: Cluster) -> InfeasibleError:
