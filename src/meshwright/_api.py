@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from meshwright.capture.capture import capture as capture_module
 from meshwright.core.cluster import Cluster
-from meshwright.core.graph import Graph
+from meshwright.core.graph import Graph, Precision
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
@@ -29,9 +29,16 @@ Loss = Callable[[Any, Batch], Tensor]
 Count = Callable[[Batch], int]
 
 
-def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, count: Count | None = None) -> Graph:
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss: Loss | None = None,
+    count: Count | None = None,
+    precision: Precision = "fp32",
+) -> Graph:
     """Follow forward, loss and backward of a module on fake tensors: needs no memory, takes seconds."""
-    return capture_module(model, batch, _objective(loss, count))
+    return capture_module(model, batch, _objective(loss, count), precision=precision)
 
 
 def search(

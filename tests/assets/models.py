@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import torch
@@ -152,6 +153,19 @@ class FailsLate(Tower):
 
 def fails_late() -> tuple[nn.Module, Any]:
     return FailsLate(), example(64)
+
+
+class Slow(Tower):
+    """Leaves time for a signal between two steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "RANK" in os.environ:
+            time.sleep(0.1)
+        return super().forward(x)
+
+
+def slow() -> tuple[nn.Module, Any]:
+    return Slow(), example(64)
 
 
 def raises() -> nn.Module:

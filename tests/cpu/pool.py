@@ -65,7 +65,8 @@ class RankPool:
         for pipe, own in zip(self._pipes, arguments, strict=True):
             pipe.send((function, own))
         answers = self._collect()
-        if len(answers) < self.num_ranks or len({bool(answer.error) for answer in answers.values()}) > 1:
+        agree = len(answers) == self.num_ranks and len({bool(answer.error) for answer in answers.values()}) == 1
+        if not agree or not all(process.is_alive() for process in self._processes):
             self.close()
         if len(answers) < self.num_ranks and not any(answer.error for answer in answers.values()):
             missing = sorted(set(range(self.num_ranks)) - set(answers))
@@ -149,7 +150,7 @@ def _answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Answer:
     torch.manual_seed(0)
     try:
         answer = Answer(value=function(*arguments))
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         answer = Answer(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
     gc.collect()
     for group in [group for group in _groups() if group not in before]:

@@ -28,7 +28,10 @@ MODEL = "gpt:layers=4,hidden=256,heads=4,seq=256,vocab=512"
 
 def plan_for(model: str, world: int, **fixed: Any) -> Plan:
     return plain_plan(
-        PlanRequest(global_batch=8 * world, microbatch=4, **fixed), capture_source(resolve(model).small()), world, ""
+        PlanRequest(global_batch=8 * world, microbatch=4, **fixed),
+        capture_source(resolve(model).small(), "fp64"),
+        world,
+        "",
     )
 
 
@@ -48,7 +51,7 @@ def test_measured_memory_is_near_the_predicted(zero: int, precision: str) -> Non
     with joined("cuda") as rank:
         cluster = measure_cluster(rank)
         source = resolve(MODEL)
-        graph = capture_source(source)
+        graph = capture_source(source, precision)  # type: ignore[arg-type]
         plan = plain_plan(PlanRequest(global_batch=32, zero=zero, precision=precision), graph, 1, "")  # type: ignore[arg-type]
         program = apply(
             source.build(),
@@ -63,4 +66,5 @@ def test_measured_memory_is_near_the_predicted(zero: int, precision: str) -> Non
     assert losses[-1] < losses[0]
     found = estimate(graph, plan, cluster, Recipe())
     assert trace.peak_bytes is not None
-    assert found.peak_bytes == pytest.approx(trace.peak_bytes, rel=0.35)
+    # ZeRO computes in bf16 throughout, but is costed as the mix that replicas run: an upper bound
+    assert found.peak_bytes == pytest.approx(trace.peak_bytes, rel=0.35 if zero and precision == "bf16" else 0.05)

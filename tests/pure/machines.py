@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from meshwright.core.cluster import Cluster, Device, Link, Rate
-from meshwright.core.graph import Affine, Block, Graph, Kind, Op, OpKind, Parameter, Phase, Segment
+from meshwright.core.graph import Affine, Block, Graph, Kind, Op, OpKind, Parameter, Phase, Precision, Segment
 from meshwright.core.plan import Mesh, Plan, Recompute, Stage
 
 KEPT, OUTPUT, PEAK = 1000.0, 100.0, 50.0
@@ -38,6 +38,15 @@ def chain_graph(num_blocks: int = 4, shape: tuple[int, ...] = (8, 8), outside: t
         batch_bytes=Affine(0.0, 64.0),
         tokens_per_sample=16,
     )
+
+
+def captured_in(precision: Precision, graph: Graph) -> Graph:
+    """The same graph as if every op ran in this precision."""
+    kinds = tuple(
+        msgspec.structs.replace(k, ops=tuple(msgspec.structs.replace(op, dtype=precision) for op in k.ops))
+        for k in graph.kinds
+    )
+    return msgspec.structs.replace(graph, precision=precision, kinds=kinds)
 
 
 def matmul(phase: Phase, flops_per_sample: float) -> Op:

@@ -8,7 +8,19 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import DEVICE, KEPT, OUTPUT, PEAK, bandwidths, chain_graph, flat_plan, graphs, machine, machines
+from machines import (
+    DEVICE,
+    KEPT,
+    OUTPUT,
+    PEAK,
+    bandwidths,
+    captured_in,
+    chain_graph,
+    flat_plan,
+    graphs,
+    machine,
+    machines,
+)
 from strategies import degrees, divisors, quick
 
 from meshwright.core.cluster import Cluster, CollectiveTime
@@ -188,11 +200,10 @@ def test_a_recomputed_block_keeps_its_output_and_rebuilds_the_rest() -> None:
     assert {parts.temporaries for parts in found[4:8]} == {n * (KEPT - OUTPUT + PEAK)}
 
 
-def test_activations_shrink_with_the_precision_and_the_batch_does_not() -> None:
+def test_a_plan_in_another_precision_than_the_capture_is_refused() -> None:
     graph = chain_graph(4)
-    full, half = (end_of_backward(graph, flat_plan(graph, microbatch=2, precision=p)) for p in ("fp32", "bf16"))
-    assert (full.activations, half.activations) == (2 * KEPT, KEPT)
-    assert full.inputs == half.inputs == 2 * 64
+    with pytest.raises(PlanError, match="the plan computes in bf16, but the graph was captured in fp32"):
+        estimate(graph, flat_plan(graph, precision="bf16"), machine(1))
 
 
 def test_the_batch_of_all_microbatches_is_held() -> None:
@@ -400,12 +411,17 @@ def test_sharding_shares_the_update() -> None:
     assert update_seconds(1000, msgspec.structs.replace(DEVICE, update_elements_per_second=500.0)) == 2.0
 
 
-def test_a_kernel_has_a_least_time_and_on_the_cpu_a_start() -> None:
+def test_launches_queue_on_a_gpu_and_add_up_on_a_cpu() -> None:
     graph = chain_graph(1)
-    (forward, _) = graph.kinds[1].ops
     for kind, launch, seconds in (("cuda", 5.0, 5.0), ("cuda", 1e-9, 1e-3), ("cpu", 5.0, 5.001)):
-        cluster = machine(1, kind=kind, launch_seconds=launch)
-        assert ComputeCost(graph, cluster, "fp32", 1).op_seconds(forward) == pytest.approx(seconds)
+        cost = ComputeCost(graph, machine(1, kind=kind, launch_seconds=launch), 1)
+        assert cost.phase_seconds(graph.blocks, "forward") == pytest.approx(seconds)
+
+
+def test_backward_launches_are_cheaper_where_that_was_measured() -> None:
+    graph = chain_graph(1)
+    cost = ComputeCost(graph, machine(1, kind="cpu", launch_seconds=5.0, backward_launch_seconds=2.0), 1)
+    assert cost.phase_seconds(graph.blocks, "backward") == pytest.approx(2.002)
 
 
 @quick
@@ -461,10 +477,15 @@ def test_what_cannot_be_costed_is_refused(changes: dict[str, Any], said: str) ->
 
 
 def test_a_precision_the_device_does_not_have_is_refused() -> None:
-    graph, v100 = chain_graph(), Cluster.named("v100-16g-p3")
-    with pytest.raises(InputError, match="'V100-16GB' has no bf16 rate"):
-        estimate(graph, flat_plan(graph, precision="bf16"), v100)
-    assert estimate(graph, flat_plan(graph, precision="fp16"), v100).fits
+    v100 = Cluster.named("v100-16g-p3")
+    for precision in ("bf16", "fp16"):
+        graph = captured_in(precision, chain_graph())
+        plan = flat_plan(graph, precision=precision)
+        if precision == "fp16":
+            assert estimate(graph, plan, v100).fits
+            continue
+        with pytest.raises(InputError, match="'V100-16GB' has no bf16 rate"):
+            estimate(graph, plan, v100)
 
 
 def test_fp64_takes_twice_the_time_where_it_was_not_measured() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import bandwidths, chain_graph, flat_plan, graphs, machine, machines
+from machines import bandwidths, captured_in, chain_graph, flat_plan, graphs, machine, machines
 from strategies import quick
 
 from meshwright.core.cluster import Cluster
@@ -207,7 +207,7 @@ def test_a_fixed_microbatch_leaves_the_degrees_it_divides() -> None:
     ],
 )
 def test_what_the_request_fixes_is_kept(fixed: dict[str, Any]) -> None:
-    graph = chain_graph()
+    graph = captured_in(fixed.get("precision", "fp32"), chain_graph())
     result = search(graph, machine(4), PlanRequest(global_batch=8, **fixed))
     for plan in (result.plan, *(other.plan for other in result.runners_up)):
         for name, value in fixed.items():
@@ -282,7 +282,7 @@ def test_a_request_that_cannot_be_met_is_refused(request_fields: dict[str, Any],
 
 def test_a_precision_the_device_does_not_have_is_refused() -> None:
     with pytest.raises(InputError, match="no bf16 rate"):
-        search(chain_graph(), Cluster.named("v100-16g-p3"), PlanRequest(precision="bf16"))
+        search(captured_in("bf16", chain_graph()), Cluster.named("v100-16g-p3"))
 
 
 # Reasons

@@ -11,13 +11,14 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import nn
 
 from meshwright.capture.blocks import block_of_parameter, find_blocks
 from meshwright.capture.trace import MemoryEvent, Recording, TracedOp, trace
 from meshwright.core.errors import CaptureError, ModelError
-from meshwright.core.graph import Affine, Block, Graph, Kind, Op, Parameter, Segment
+from meshwright.core.graph import Affine, Block, Graph, Kind, Op, Parameter, Precision, Segment
 from meshwright.models.objective import DEFAULT, Batch, Objective
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import ModelSource, repeat_samples
@@ -27,31 +28,34 @@ FEW, MORE = 2, 3
 T = TypeVar("T")
 
 
-def capture(module: nn.Module, batch: Batch, objective: Objective = DEFAULT, name: str = "") -> Graph:
+def capture(
+    module: nn.Module, batch: Batch, objective: Objective = DEFAULT, name: str = "", precision: Precision = "fp32"
+) -> Graph:
     """Follow a module on fake tensors; its own tensors may be on any device, also `meta`."""
     blocks = find_blocks(module)
     example = repeat_samples(batch)
-    few, more = (trace(module, example(samples), objective, blocks) for samples in (FEW, MORE))
+    few, more = (trace(module, example(samples), objective, blocks, precision) for samples in (FEW, MORE))
     kinds, block_values = _kinds(module, blocks, _paired_ops(few, more))
     return Graph(
         model=name or type(module).__name__,
+        precision=precision,
         parameters=_parameters(module, blocks),
         kinds=kinds,
         blocks=block_values,
         timeline=_timeline(few, more),
-        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
+        buffer_bytes=few.buffer_bytes,
         batch_bytes=affine(few.batch_bytes, more.batch_bytes),
         tokens_per_sample=max(1, objective.count(example(FEW)) // FEW),
     )
 
 
-def capture_source(source: ModelSource) -> Graph:
+def capture_source(source: ModelSource, precision: Precision = "fp32") -> Graph:
     """Capture a named model without giving it memory."""
     if source.example is None:
         raise ModelError(f"{source.name} returned a module alone: return (module, batch) so that it can be followed")
     with torch.device("meta"):
         module = source.build()
-    return capture(module, source.example(FEW), source.objective, source.name)
+    return capture(module, source.example(FEW), source.objective, source.name, precision)
 
 
 def affine(few: float, more: float) -> Affine:
@@ -90,6 +94,7 @@ def _op(one: TracedOp, other: TracedOp) -> Op:
         name=one.name,
         kind=one.kind,
         phase=one.phase,
+        dtype=one.dtype,
         count=1,
         flops=affine(one.flops, other.flops),
         read_bytes=affine(one.read_bytes, other.read_bytes),
@@ -115,10 +120,7 @@ def _kinds(
 
 
 def _counted(op: Op, count: int) -> Op:
-    return Op(
-        name=op.name, kind=op.kind, phase=op.phase, count=count,
-        flops=op.flops, read_bytes=op.read_bytes, written_bytes=op.written_bytes,
-    )  # fmt: skip
+    return msgspec.structs.replace(op, count=count)
 
 
 def _timeline(few: Recording, more: Recording) -> tuple[Segment, ...]:

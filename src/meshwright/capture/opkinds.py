@@ -18,13 +18,25 @@ _COPIES = (
     "slice_backward", "select_backward", "nll_loss_forward", "nll_loss_backward",
 )  # fmt: skip
 _REDUCTIONS = (
-    "sum", "mean", "amax", "var_mean", "native_layer_norm", "native_layer_norm_backward", "native_batch_norm",
-    "native_batch_norm_backward", "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
-    "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d", "topk", "cumsum",
-    "native_group_norm", "native_group_norm_backward", "_fused_rms_norm",
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "any",
+    "all",
+    "prod",
+    "topk",
+    "cumsum",
+    "_adaptive_avg_pool2d",
+)
+_NORMALISATIONS = (
+    "var_mean", "native_layer_norm", "native_layer_norm_backward", "native_batch_norm", "native_batch_norm_backward",
+    "_native_batch_norm_legit", "cudnn_batch_norm", "native_group_norm", "native_group_norm_backward", "_fused_rms_norm",
+    "_fused_rms_norm_backward", "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
+    "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
 )  # fmt: skip
-
-
 _TRANSCENDENTAL = (
     "gelu", "gelu_backward", "tanh", "tanh_backward", "silu", "silu_backward", "sigmoid", "sigmoid_backward", "exp", "log",
     "erf", "pow", "sin", "cos", "rsqrt", "softplus", "softplus_backward", "mish", "mish_backward",
@@ -59,6 +71,8 @@ def kind_of(op: Any) -> OpKind:
         return "copy"
     if name in _TRANSCENDENTAL:
         return "transcendental"
+    if name in _NORMALISATIONS:
+        return "normalisation"
     return "reduction" if name in _REDUCTIONS else "elementwise"
 
 

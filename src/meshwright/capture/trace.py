@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.capture.opkinds import base_name, flops_of, kind_of, moves_data
 from meshwright.core.errors import CaptureError
-from meshwright.core.graph import OpKind, Phase
+from meshwright.core.graph import OpKind, Phase, Precision
 from meshwright.models.objective import Batch, Objective, call, map_batch, tensors_of
 from meshwright.runtime._torch import (
     DataDependentOutputException,
@@ -34,6 +35,7 @@ class TracedOp:
     name: str
     kind: OpKind
     phase: Phase
+    dtype: Precision
     block: str
     flops: float
     read_bytes: float
@@ -59,20 +61,26 @@ class Recording:
     output_bytes: dict[str, int] = field(default_factory=dict)
     gradient_storages: set[int] = field(default_factory=set)
     batch_bytes: int = 0
+    buffer_bytes: int = 0
 
 
-def trace(module: nn.Module, batch: Batch, objective: Objective, blocks: Iterable[str]) -> Recording:
+def trace(
+    module: nn.Module, batch: Batch, objective: Objective, blocks: Iterable[str], precision: Precision = "fp32"
+) -> Recording:
     """One forward, loss and backward. The module's own tensors are neither read nor changed."""
     recording = Recording()
     place = _Place()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        tensors = _fake_tensors(module)
-        inputs = map_batch(fake.from_tensor, batch)
+        stored = STORED[precision]
+        parameters, buffers = (_fake_tensors(found, stored) for found in (_parameters(module), _buffers(module)))
+        tensors = parameters | buffers
+        inputs = map_batch(lambda tensor: fake.from_tensor(_stored(tensor, stored, precision)), batch)
+        recording.buffer_bytes = sum(map(_tensor_bytes, buffers.values()))
         recording.batch_bytes = sum(map(_tensor_bytes, tensors_of(inputs)))
         known = [*tensors.values(), *tensors_of(inputs)]
         handles = _watch_blocks(module, blocks, place, recording)
         try:
-            with _Watcher(recording, place, known) as watcher:
+            with _Watcher(recording, place, known) as watcher, _computing_in(precision):
                 _run(module, tensors, inputs, objective, place)
         finally:
             for handle in handles:
@@ -80,6 +88,15 @@ def trace(module: nn.Module, batch: Batch, objective: Objective, blocks: Iterabl
         gradients = [tensor.grad for tensor in tensors.values() if tensor.grad is not None]
         recording.gradient_storages = {watcher.number_of(gradient) for gradient in gradients}
     return recording
+
+
+STORED = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32}
+"""What parameters are kept in."""
+LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What mixed precision computes in."""
+_NAMES: dict[torch.dtype, Precision] = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+}  # fmt: skip
 
 
 class _Place:
@@ -106,20 +123,35 @@ class _Call(nn.Module):
         return call(self.inner, batch)
 
 
-def _fake_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Stand-ins for all parameters and buffers, tied ones shared. Called inside the fake mode."""
+def _parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {f"inner.{name}": tensor for name, tensor in module.named_parameters(remove_duplicate=False)}
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {f"inner.{name}": tensor for name, tensor in module.named_buffers(remove_duplicate=False)}
+
+
+def _fake_tensors(named: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Stand-ins, tied ones shared, floating ones in the dtype they are stored in. Called inside the fake mode."""
     made: dict[int, Tensor] = {}
-    named: dict[str, Tensor] = {}
-    everything = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in everything:
+    for tensor in named.values():
         if id(tensor) not in made:
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            stored = dtype if tensor.is_floating_point() else tensor.dtype
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=stored, device="cpu")
             made[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
-        named[f"inner.{name}"] = made[id(tensor)]
-    return named
+    return {name: made[id(tensor)] for name, tensor in named.items()}
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:
+    """Floating inputs follow an fp64 model and stay as they are otherwise, as in the runtime."""
+    return tensor.to(dtype) if precision == "fp64" and tensor.is_floating_point() else tensor
+
+
+def _computing_in(precision: Precision) -> AbstractContextManager[Any]:
+    """Mixed precision as the runtime has it: autocast around forward and loss."""
+    if precision in LOWER:
+        return torch.autocast("cpu", dtype=LOWER[precision])
+    return nullcontext()
 
 
 def _run(module: nn.Module, tensors: dict[str, Tensor], batch: Batch, objective: Objective, place: _Place) -> None:
@@ -215,6 +247,7 @@ class _Watcher(TorchDispatchMode):
                     name=base_name(op),
                     kind=kind_of(op),
                     phase=self.place.phase,
+                    dtype=_dtype_of(outputs or _tensors((arguments, options))),
                     block=self.place.block,
                     flops=flops_of(op, arguments, options, result),
                     read_bytes=float(sum(map(_tensor_bytes, _tensors((arguments, options))))),
@@ -243,6 +276,11 @@ class _Watcher(TorchDispatchMode):
 
     def number_of(self, tensor: Tensor) -> int:
         return self.numbers[_key(tensor)]
+
+
+def _dtype_of(tensors: list[Tensor]) -> Precision:
+    """The first floating dtype; ops on integers alone are rare and small, and count as fp32."""
+    return next((_NAMES[tensor.dtype] for tensor in tensors if tensor.dtype in _NAMES), "fp32")
 
 
 def _tensors(nest: Any) -> list[Tensor]:

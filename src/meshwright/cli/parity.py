@@ -88,7 +88,7 @@ def _shrunk_plan(model: str, request: PlanRequest, num_ranks: int) -> Plan:
     share = share_of_batch(global_batch, dp)
     microbatch = request.microbatch or (share // 2 if share % 2 == 0 else share)
     wish = PlanRequest(global_batch=global_batch, microbatch=microbatch, precision="fp64")
-    graph = capture_source(resolve(model).small())
+    graph = capture_source(resolve(model).small(), "fp64")
     plan = plain_plan(request.updated(wish), graph, num_ranks, "parity")
     return msgspec.structs.replace(plan, model=model)
 

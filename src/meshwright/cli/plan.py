@@ -43,7 +43,7 @@ def plan(
         )
     console = make_console(as_json)
     found = find_cluster(console, cluster, hosts, nproc)
-    graph = capture_source(resolve(model))
+    graph = capture_source(resolve(model), flags.request.precision or "fp32")
     result = search(graph, found, flags.request, budget_bytes=budget_of(memory))
     console.print(candidates_table(result))
     console.print(estimate_table(result.plan, result.estimate))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from meshwright.core.cluster import Cluster
     from meshwright.core.estimate import Estimate
-    from meshwright.core.graph import Graph
+    from meshwright.core.graph import Graph, Precision
     from meshwright.core.plan import Plan
     from meshwright.core.result import SearchResult
     from meshwright.train.settings import Settings
@@ -155,7 +155,7 @@ def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json:
     source = resolve(settings.model)
     world = settings.nproc if settings.plan_file is None or settings.nproc else _world_of(settings.plan_file)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
-    decision = decide(settings, capture_source(source), cluster, world)
+    decision = decide(settings, capture_source(source, _precision(settings)), cluster, world)
     folder = _prepare(settings, decision, resume, console)
     payload = {"folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
     try:
@@ -176,6 +176,12 @@ def check_batch(settings: Settings) -> None:
     if settings.plan_file is None and settings.nproc is not None and wish.global_batch is not None:
         dp = plain_mesh(wish, settings.nproc).dp
         count_microbatches(wish.global_batch, dp, wish.microbatch or share_of_batch(wish.global_batch, dp))
+
+
+def _precision(settings: Settings) -> Precision:
+    from meshwright.core.plan import Plan
+
+    return Plan.load(settings.plan_file).precision if settings.plan_file else settings.plan.precision or "fp32"
 
 
 def _world_of(plan_file: str) -> int:
@@ -210,7 +216,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
             from meshwright.cli.wiring import find_cluster
 
             found = cluster or find_cluster(console, settings.cluster, settings.hosts)
-            decision = decide(settings, capture_source(resolve(settings.model)), found, world)
+            decision = decide(settings, capture_source(resolve(settings.model), _precision(settings)), found, world)
             return str(_prepare(settings, decision, resume, console)), decision
 
         folder, decision = first_rank_decides(plan_it, rank)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from meshwright.cli.options import PlanFlags
     from meshwright.core.cluster import Cluster
-    from meshwright.core.graph import Graph
+    from meshwright.core.graph import Graph, Precision
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
 
@@ -61,6 +61,13 @@ def plan_from_flags(flags: PlanFlags, graph: Graph, cluster: Cluster) -> Plan:
             f"(graph {graph.identity}): plan again"
         )
     return plan
+
+
+def precision_of(flags: PlanFlags) -> Precision:
+    """What the plan will compute in, known before the plan: the model is captured in it."""
+    from meshwright.core.plan import Plan
+
+    return Plan.load(flags.file).precision if flags.file else flags.request.precision or "fp32"
 
 
 def _world(request: PlanRequest, cluster: Cluster) -> int:

@@ -24,7 +24,7 @@ RateType = Literal["fp64", "fp32", "bf16", "fp16"]
 Origin = Literal["probe", "vendor sheet", "measured elsewhere", "assumed"]
 
 FLOP_KINDS: tuple[OpKind, ...] = ("matmul", "convolution", "attention")
-BYTE_KINDS: tuple[OpKind, ...] = ("elementwise", "transcendental", "reduction", "copy")
+BYTE_KINDS: tuple[OpKind, ...] = ("elementwise", "transcendental", "normalisation", "reduction", "copy")
 
 MATMUL_SHARE_OF_PEAK = 799 / 989
 """Share of the vendor's peak a large matmul reaches. Origin: bf16 on an H200, 799 measured of 989 TFLOP/s."""
@@ -73,6 +73,9 @@ class Device(Value, kw_only=True):
     memory_bytes: Annotated[int, Meta(gt=0)]
     rates: tuple[Rate, ...]
     launch_seconds: Positive
+    """Least time of an op in forward, Python included."""
+    backward_launch_seconds: Positive | None = None
+    """The same in backward, where no Python runs; without it, as in forward."""
     update_elements_per_second: Positive | None = None
     """How fast AdamW updates parameters held here; without it, memory bandwidth decides."""
     overlap_share: Annotated[float, Meta(ge=0, le=1)] = 1.0

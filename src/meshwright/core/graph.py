@@ -14,7 +14,10 @@ import msgspec
 from meshwright.core.codec import Value, stable_hash
 
 Phase = Literal["forward", "backward"]
-OpKind = Literal["matmul", "convolution", "attention", "elementwise", "transcendental", "reduction", "copy"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+OpKind = Literal[
+    "matmul", "convolution", "attention", "elementwise", "transcendental", "normalisation", "reduction", "copy"
+]
 DType = Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 
 ITEM_BYTES: dict[str, int] = {
@@ -54,6 +57,8 @@ class Op(Value, kw_only=True):
     name: str
     kind: OpKind
     phase: Phase
+    dtype: Precision = "fp32"
+    """What it computes in; under mixed precision ops differ."""
     count: int
     flops: Affine
     read_bytes: Affine
@@ -94,6 +99,8 @@ class Segment(Value, kw_only=True):
 class Graph(Value, kw_only=True):
     format: Literal[1] = 1
     model: str
+    precision: Precision = "fp32"
+    """What it was captured in: a plan in another precision needs another capture."""
     parameters: tuple[Parameter, ...]
     kinds: tuple[Kind, ...]
     blocks: tuple[Block, ...]

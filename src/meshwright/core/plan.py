@@ -14,11 +14,11 @@ from msgspec import Meta
 
 from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import PlanError
+from meshwright.core.graph import Precision
 from meshwright.core.names import expand_names
 
 Degree = Annotated[int, Meta(ge=1)]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 RecomputeMode = Literal["selective", "full"]
 ZeroStage = Literal[0, 1, 2, 3]
 

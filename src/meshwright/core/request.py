@@ -11,9 +11,9 @@ import msgspec
 
 from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import InputError, PlanError
-from meshwright.core.graph import Graph
+from meshwright.core.graph import Graph, Precision
 from meshwright.core.names import compact_names
-from meshwright.core.plan import Degree, Mesh, Offload, Plan, Precision, Recompute, ScheduleKind, Stage, ZeroStage
+from meshwright.core.plan import Degree, Mesh, Offload, Plan, Recompute, ScheduleKind, Stage, ZeroStage
 
 _EVERY = re.compile(r"every:([1-9]\d*)")
 
@@ -90,7 +90,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         microbatch=microbatch,
         num_microbatches=count_microbatches(global_batch, mesh.dp, microbatch),
         global_batch=global_batch,
-        precision=request.precision or "fp32",
+        precision=request.precision or graph.precision,
         compile=bool(request.compile),
     )
 

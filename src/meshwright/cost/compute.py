@@ -1,62 +1,69 @@
 """Seconds of compute.
 
-op:      t = launch + work / rate(kind, size)       where the host starts each op and waits for it (CPU)
-         t = max(launch, work / rate(kind, size))   where ops queue on the device (CUDA)
-         work: flops for matmul, convolution, attention; bytes read and written for the rest       -> op_seconds
+kernel:  work / rate(kind, dtype, size); work is flops for matmul, convolution and attention, bytes read and written for
+         the rest                                                                                  -> kernel_seconds
 rate:    seconds measured at a few sizes, a power law between them; below the smallest the time stays, above the
-         largest the rate stays                                                                     -> kernel_seconds
-update:  elements held by this rank / measured rate, or 7 · 4 bytes each through memory             -> update_seconds
+         largest the rate stays
+phase:   Σ (launch + kernel)          where the host runs each op itself (CPU)
+         max(Σ launch, Σ kernel)      where the host runs ahead and ops queue on the device (CUDA)  -> phase_seconds
+update:  elements held by this rank / measured rate, or 7 · 4 bytes each through memory            -> update_seconds
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from math import exp, log
+from typing import get_args
 
 from meshwright.core.cluster import Cluster, Device
 from meshwright.core.errors import InputError
-from meshwright.core.graph import Graph, Kind, Op, OpKind, Phase
-from meshwright.core.plan import Precision
+from meshwright.core.graph import Block, Graph, Kind, Op, OpKind, Phase, Precision
 
 FLOP_KINDS = ("matmul", "convolution", "attention")
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-CAPTURED_ITEM_BYTES = 4
-"""Graphs are captured in fp32; bytes scale with the precision's item."""
 UPDATE_BYTES_PER_ELEMENT = 28
 """AdamW reads parameter, gradient and two moments, and writes three of them back, in fp32."""
 
 
 class ComputeCost:
-    """Seconds by block kind and phase for one microbatch size; each op's time is looked up once."""
+    """Seconds of whole phases for one microbatch size; each kind of block is looked up once."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, precision: Precision, microbatch: int) -> None:
+    def __init__(self, graph: Graph, cluster: Cluster, microbatch: int) -> None:
         self.device = cluster.device
-        self.precision = precision
         self.microbatch = microbatch
-        self._points = rate_points(cluster.device, precision)
-        self._seconds = {
-            (kind.name, phase): self._phase_seconds(kind, phase)
-            for kind in graph.kinds
-            for phase in ("forward", "backward")
+        dtypes = {op.dtype for kind in graph.kinds for op in kind.ops}
+        self._points = {dtype: rate_points(cluster.device, dtype) for dtype in dtypes}
+        self._sums = {
+            (kind.name, phase): self._add_up(kind, phase) for kind in graph.kinds for phase in get_args(Phase)
         }
 
-    def seconds(self, kind: str, phase: Phase) -> float:
-        return self._seconds[kind, phase]
+    def phase_seconds(self, blocks: Iterable[Block], phase: Phase) -> float:
+        """One microbatch through these blocks, forward or backward."""
+        sums = [self._sums[block.kind, phase] for block in blocks]
+        launches, kernels = (sum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0)
+        return launches + kernels if self.device.kind == "cpu" else max(launches, kernels)
 
-    def _phase_seconds(self, kind: Kind, phase: Phase) -> float:
-        return sum(op.count * self.op_seconds(op) for op in kind.ops if op.phase == phase)
+    def _add_up(self, kind: Kind, phase: Phase) -> tuple[float, float]:
+        """Launches and kernels of one block."""
+        ops = [op for op in kind.ops if op.phase == phase]
+        launch = self.device.launch_seconds
+        if phase == "backward" and self.device.backward_launch_seconds is not None:
+            launch = self.device.backward_launch_seconds
+        return (
+            sum(op.count for op in ops) * launch,
+            sum(op.count * self.op_seconds(op) for op in ops),
+        )
 
     def op_seconds(self, op: Op) -> float:
-        scale = ITEM_BYTES[self.precision] / CAPTURED_ITEM_BYTES
-        num_bytes = scale * (op.read_bytes.at(self.microbatch) + op.written_bytes.at(self.microbatch))
-        flops = op.flops.at(self.microbatch)
-        work = flops if op.kind in FLOP_KINDS else num_bytes
-        kernel = kernel_seconds(work, self._points[op.kind])
-        if op.kind in FLOP_KINDS and len(self._points[op.kind]) == 1:  # a vendor's figure knows no small sizes
-            kernel = max(kernel, kernel_seconds(num_bytes, self._points["copy"]))
-        if self.device.kind == "cpu":
-            return self.device.launch_seconds + kernel
-        return max(self.device.launch_seconds, kernel)
+        """One kernel, once it runs."""
+        points = self._points[op.dtype]
+        num_bytes = op.read_bytes.at(self.microbatch) + op.written_bytes.at(self.microbatch)
+        work = op.flops.at(self.microbatch) if op.kind in FLOP_KINDS else num_bytes
+        kernel = kernel_seconds(work, points[op.kind])
+        if op.kind in FLOP_KINDS and len(points[op.kind]) == 1:  # a vendor's figure knows no small sizes
+            return max(kernel, kernel_seconds(num_bytes, points["copy"]))
+        return kernel
 
 
 def rate_points(device: Device, precision: Precision) -> dict[OpKind, list[tuple[float, float]]]:

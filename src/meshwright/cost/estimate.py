@@ -28,7 +28,7 @@ def estimate(
     graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None = None, budget_bytes: int | None = None
 ) -> Estimate:
     """What one step of the plan takes, in time and memory, on the worst device."""
-    check_costable(plan, cluster)
+    check_costable(graph, plan, cluster)
     recipe = recipe or Recipe()
     found = calls(graph, plan, recipe)
     parts = time_parts(graph, plan, cluster, found)
@@ -50,8 +50,13 @@ def estimate(
     )
 
 
-def check_costable(plan: Plan, cluster: Cluster) -> None:
+def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:
     """What this version cannot cost is refused, never guessed."""
+    if plan.precision != graph.precision:
+        raise PlanError(
+            f"the plan computes in {plan.precision}, but the graph was captured in {graph.precision}: "
+            f"capture the model with precision {plan.precision}"
+        )
     if plan.world > cluster.num_devices:
         raise PlanError(
             f"the plan needs {plan.world} devices, but '{cluster.name}' has {cluster.num_hosts} × {cluster.devices_per_host} = "
@@ -69,12 +74,13 @@ def check_costable(plan: Plan, cluster: Cluster) -> None:
 
 
 def time_parts(graph: Graph, plan: Plan, cluster: Cluster, found: tuple[Call, ...]) -> TimeParts:
-    cost = ComputeCost(graph, cluster, plan.precision, plan.microbatch)
+    cost = ComputeCost(graph, cluster, plan.microbatch)
     microbatches = plan.num_microbatches
     recomputed = plan.recomputed("full")
-    forward = microbatches * sum(cost.seconds(block.kind, "forward") for block in graph.blocks)
-    backward = microbatches * sum(cost.seconds(block.kind, "backward") for block in graph.blocks)
-    again = microbatches * sum(cost.seconds(b.kind, "forward") for b in graph.blocks if b.name in recomputed)
+    forward = microbatches * cost.phase_seconds(graph.blocks, "forward")
+    backward = microbatches * cost.phase_seconds(graph.blocks, "backward")
+    redone = [block for block in graph.blocks if block.name in recomputed]
+    again = microbatches * cost.phase_seconds(redone, "forward")
     gather, reduce, other = (phase_seconds(found, phase, plan, cluster) for phase in ("forward", "backward", "other"))
     overlap = cluster.device.overlap_share
     elements = total_elements(graph.own_parameters, plan.shard_degree, trainable_only=True)

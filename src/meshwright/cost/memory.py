@@ -22,7 +22,7 @@ from meshwright.core.graph import Graph, Parameter, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication import stored_item_bytes
-from meshwright.cost.compute import CAPTURED_ITEM_BYTES, ITEM_BYTES
+from meshwright.cost.compute import ITEM_BYTES
 from meshwright.cost.state import groups_of, total_elements
 
 
@@ -109,7 +109,6 @@ class _State:
 
 
 def _segments(graph: Graph, plan: Plan, state: _State) -> Iterator[MemoryParts]:
-    scale = ITEM_BYTES[plan.precision] / CAPTURED_ITEM_BYTES
     recomputed = plan.recomputed("full")
     kept = {s.block: s.kept_bytes.at(plan.microbatch) for s in graph.timeline if s.phase == "forward"}
     live = 0.0
@@ -121,8 +120,8 @@ def _segments(graph: Graph, plan: Plan, state: _State) -> Iterator[MemoryParts]:
             backward_done.add(segment.block)
         yield msgspec.structs.replace(
             state.base,
-            activations=round(live * scale),
-            temporaries=round(peak * scale),
+            activations=round(live),
+            temporaries=round(peak),
             gradients=state.gradients(backward_done),
             gathered_parameters=state.gathered(segment.block, segment.phase),
             communication_buffers=state.buffers(segment.block, segment.phase),

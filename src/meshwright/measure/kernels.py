@@ -7,7 +7,7 @@ Backward passes are part of the figure for attention, convolution and reductions
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,9 @@ from torch import nn
 
 from meshwright.capture.capture import capture_source
 from meshwright.core.cluster import Rate
-from meshwright.core.graph import OpKind
+from meshwright.core.graph import Graph, OpKind, Phase
 from meshwright.measure.stopwatch import typical_seconds
-from meshwright.models.objective import call
+from meshwright.models.objective import call, map_batch
 from meshwright.models.source import resolve
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -38,7 +38,7 @@ def measure_rates(device: torch.device) -> list[Rate]:
 def _rates(device: torch.device, precision: Precision) -> Iterator[Rate]:
     measures: list[tuple[OpKind, Callable[..., Iterator[tuple[float, float]]]]] = [
         ("matmul", _matmuls), ("attention", _attentions), ("convolution", _convolutions), ("elementwise", _additions),
-        ("transcendental", _gelus), ("reduction", _norms), ("copy", _copies),
+        ("transcendental", _gelus), ("normalisation", _norms), ("reduction", _sums), ("copy", _copies),
     ]  # fmt: skip
     for kind, measure in measures:
         for size, seconds in measure(device, DTYPES[precision]):
@@ -101,11 +101,23 @@ def _elementwise(
         yield float(size), typical_seconds(lambda tensor=tensor: op(tensor), device)  # type: ignore[misc]
 
 
+def _sums(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    """Column sums, as the gradient of a bias needs them."""
+    for rows, width in _row_shapes(device):
+        tensor = torch.randn(rows, width, device=device).to(dtype)
+        seconds = typical_seconds(lambda tensor=tensor: tensor.sum(0), device)  # type: ignore[misc]
+        yield float(tensor.numel() * tensor.element_size()), seconds
+
+
+def _row_shapes(device: torch.device) -> tuple[tuple[int, int], ...]:
+    if device.type == "cpu":
+        return ((8, 64), (512, 128), (2048, 512))
+    return ((64, 256), (2048, 1024), (16384, 4096), (65536, 4096))
+
+
 def _norms(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
     """Layer norm, forward (reads 1, writes 1) and backward (reads 2, writes 1)."""
-    for rows, width in (
-        ((8, 64), (512, 128), (2048, 512)) if device.type == "cpu" else ((64, 256), (2048, 1024), (16384, 4096))
-    ):
+    for rows, width in _row_shapes(device):
         layer = nn.LayerNorm(width, device=device, dtype=dtype)
         tensor = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
         gradient = torch.ones_like(tensor)
@@ -116,21 +128,29 @@ def _norms(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, fl
         yield 5.0 * tensor.numel() * tensor.element_size(), typical_seconds(work, device)
 
 
-def measure_launch(device: torch.device) -> float:
-    """Least seconds one op costs in a real step: Python, autograd and dispatch included."""
+def measure_launches(device: torch.device) -> tuple[float, float]:
+    """Least seconds one op costs in a real step, in forward (Python included) and in backward."""
     source = resolve(TINY_MODEL)
     graph = capture_source(source)
-    per_kind = {kind.name: sum(op.count for op in kind.ops) for kind in graph.kinds}
-    num_ops = sum(per_kind[block.kind] for block in graph.blocks)
+    counts = {phase: _count_ops(graph, phase) for phase in get_args(Phase)}
     module = source.build().to(device)
     assert source.example is not None
-    batch = {name: tensor.to(device) for name, tensor in source.example(2).items()}  # type: ignore[union-attr]
+    batch = map_batch(lambda tensor: tensor.to(device), source.example(2))
 
-    def work() -> None:
-        source.objective.loss(call(module, batch), batch).backward()
+    def forward() -> torch.Tensor:
+        return source.objective.loss(call(module, batch), batch)
+
+    def both() -> None:
+        forward().backward()
         module.zero_grad()
 
-    return typical_seconds(work, device) / num_ops
+    one, two = typical_seconds(forward, device), typical_seconds(both, device)
+    return one / counts["forward"], max(two - one, 0.1 * one) / counts["backward"]
+
+
+def _count_ops(graph: Graph, phase: Phase) -> int:
+    per_kind = {kind.name: sum(op.count for op in kind.ops if op.phase == phase) for kind in graph.kinds}
+    return sum(per_kind[block.kind] for block in graph.blocks)
 
 
 def measure_update(device: torch.device) -> float:

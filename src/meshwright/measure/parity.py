@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.core.codec import Value
 from meshwright.core.errors import ModelError
@@ -29,6 +28,7 @@ from meshwright.core.plan import Plan
 from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
+from meshwright.runtime.gather import whole
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank, joined
 
@@ -147,18 +147,14 @@ def _update(reference: _Reference) -> None:
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
     return {
-        name: _whole(parameter.grad).detach().clone()
+        name: whole(parameter.grad).cpu().clone()
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {name: _whole(parameter).detach() for name, parameter in module.named_parameters()}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+    return {name: whole(parameter).cpu() for name, parameter in module.named_parameters()}
 
 
 class _Tally:

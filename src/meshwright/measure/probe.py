@@ -82,7 +82,8 @@ def measure_cluster(rank: Rank) -> Cluster:
         Rate(kind=rate.kind, dtype=rate.dtype, size=rate.size, per_second=value)
         for rate, value in zip(rates, slowest, strict=True)
     )
-    update, launches = _slowest([kernels.measure_update(rank.device), 1 / kernels.measure_launch(rank.device)], rank)
+    launches = [1 / seconds for seconds in kernels.measure_launches(rank.device)]
+    update, forward_launches, backward_launches = _slowest([kernels.measure_update(rank.device), *launches], rank)
     collectives = links.measure_collectives(rank) if rank.num_ranks > 1 else ()
     (overlap,) = _slowest([links.measure_overlap(rank) if rank.num_ranks > 1 else 1.0], rank)
     return Cluster(
@@ -95,7 +96,8 @@ def measure_cluster(rank: Rank) -> Cluster:
             kind="cuda" if rank.device.type == "cuda" else "cpu",
             memory_bytes=device_memory_bytes(rank),
             rates=shared,
-            launch_seconds=1 / launches,
+            launch_seconds=1 / forward_launches,
+            backward_launch_seconds=1 / backward_launches,
             update_elements_per_second=update,
             overlap_share=max(0.0, min(1.0, overlap)),
             peak_flops_per_second=max(rate.per_second for rate in shared if rate.kind == "matmul"),

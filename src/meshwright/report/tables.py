@@ -148,7 +148,9 @@ def cluster_table(cluster: Cluster) -> Table:
         best = max(rate.per_second for rate in device.rates if (rate.kind, rate.dtype) == (kind, dtype))
         unit = "GFLOP/s" if kind in ("matmul", "convolution", "attention") else "GB/s"
         table.add_row(f"{kind}, {dtype}", f"{best / 1e9:,.1f} {unit}")
-    table.add_row("least time of an op", format_seconds(device.launch_seconds))
+    table.add_row("least time of an op, forward", format_seconds(device.launch_seconds))
+    if device.backward_launch_seconds is not None:
+        table.add_row("least time of an op, backward", format_seconds(device.backward_launch_seconds))
     if device.update_elements_per_second is not None:
         table.add_row("AdamW", f"{device.update_elements_per_second / 1e6:,.0f} M parameters/s")
     table.add_row("compute hides communication", f"{device.overlap_share:.0%}")

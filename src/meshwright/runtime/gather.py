@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -14,6 +17,17 @@ def all_ranks(value: T) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values  # type: ignore[return-value]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor put together, on every rank; others as they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if tensor.device.type == "cuda" and dist.get_backend() == "gloo":
+        # torch 2.11 frees the buffers of this exchange too early and the process dies; shards along dim 0 can go by hand
+        return torch.cat(all_ranks(tensor.to_local().detach().cpu()))
+    gathered: Tensor = tensor.full_tensor()
+    return gathered.detach()
 
 
 def wait_for_all() -> None:

@@ -1,0 +1,364 @@
+"""Capture: flops against hand formulas, blocks and ties of every model, quantities at other batch sizes, refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from cases import ASSETS, MODELS, graph_of, source_of
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import meshwright
+from meshwright.capture.blocks import find_blocks
+from meshwright.capture.capture import _stretches, capture, capture_source
+from meshwright.capture.trace import trace
+from meshwright.core.errors import CaptureError, InputError, ModelError
+from meshwright.core.graph import Graph, identity
+from meshwright.models.objective import Objective, call
+from meshwright.models.parameters import list_parameters
+from meshwright.models.source import resolve
+
+
+def mean(output: Tensor, batch: Any) -> Tensor:
+    return output.mean()
+
+
+def linear(inputs: int, outputs: int, samples: int = 2) -> Graph:
+    return meshwright.capture(nn.Linear(inputs, outputs, bias=False), torch.randn(samples, inputs), loss=mean)
+
+
+# Flops.
+
+
+@pytest.mark.parametrize("samples", [1, 2, 17])
+def test_flops_of_a_linear(samples: int) -> None:
+    """Forward 2BKN and 2BKN for the weight's gradient; nobody asks for the input's."""
+    assert linear(5, 7).flops(samples) == 4 * samples * 5 * 7
+
+
+def test_flops_of_two_linears() -> None:
+    """The second one's input does need its gradient: 6BKN."""
+    module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    graph = meshwright.capture(module, torch.randn(2, 5), loss=mean)
+    assert graph.flops(10) == 10 * (4 * 5 * 7 + 6 * 7 * 3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "seq", "vocab"), [(1, 16, 8, 32), (3, 64, 32, 100), (2, 768, 1024, 50304)]
+)
+def test_flops_of_gpt_by_hand(layers: int, hidden: int, seq: int, vocab: int) -> None:
+    """Six for every weight of a matmul and token; attention is 2 products forward and 5 backward of 2·seq²·hidden."""
+    graph = capture_source(resolve(f"gpt:layers={layers},hidden={hidden},heads=4,seq={seq},vocab={vocab}"))
+    matmul_weights = layers * 12 * hidden**2 + vocab * hidden
+    attention = layers * 7 * 2 * seq**2 * hidden
+    for samples in (1, 3, 8):
+        assert graph.flops(samples) == samples * (6 * matmul_weights * seq + attention)
+
+
+def test_flops_follow_the_rule_of_six() -> None:
+    graph = capture_source(resolve("gpt:layers=4,hidden=512,heads=8,seq=64,vocab=1024,tied=true"))
+    assert graph.flops(3) == pytest.approx(6 * graph.num_parameters * 3 * 64, rel=0.03)
+
+
+def test_flops_of_resnet_are_those_torch_counts() -> None:
+    module = source_of("resnet").build()
+    batch = source_of("resnet").example(5)  # type: ignore[misc]
+    with FlopCounterMode(display=False) as counter:
+        source_of("resnet").objective.loss(call(module, batch), batch).backward()
+    assert graph_of("resnet").flops(5) == counter.get_total_flops()
+
+
+# Blocks and parameters.
+
+
+BLOCKS = {
+    "gpt": (["token_embedding", "position_embedding"], "blocks", 2, ["norm", "head"]),
+    "llama": (["model.embed_tokens"], "model.layers", 2, ["model.norm", "lm_head"]),
+    "gpt2": (["transformer.wte", "transformer.wpe"], "transformer.h", 2, ["transformer.ln_f", "lm_head"]),
+    "odd": (["enter"], "layers", 3, ["leave"]),
+}
+
+
+@pytest.mark.parametrize("model", BLOCKS)
+def test_blocks(model: str) -> None:
+    before, stem, count, after = BLOCKS[model]
+    repeated = [f"{stem}.{index}" for index in range(count)]
+    graph = graph_of(model)
+    assert [block.name for block in graph.blocks] == ["", *before, *repeated, *after]
+    assert list(graph.repeated_blocks) == repeated
+
+
+def test_blocks_of_resnet_are_its_bottlenecks() -> None:
+    graph = graph_of("resnet")
+    assert list(graph.repeated_blocks) == [f"stages.{stage}.{index}" for stage in range(4) for index in range(2)]
+    assert [block.name for block in graph.blocks if not block.repeated] == ["", "stem", "head"]
+
+
+def test_the_innermost_list_inside_a_block_is_not_opened() -> None:
+    inner = [nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))]
+    block = type("Block", (nn.Module,), {})
+    first, second = block(), block()
+    first.parts, second.parts = nn.ModuleList(inner[:1]), nn.ModuleList(inner[1:])
+    assert find_blocks(nn.ModuleList([first, second])) == {"0": True, "1": True}
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "gpt2", "odd"])
+def test_blocks_that_do_the_same_share_a_kind(model: str) -> None:
+    graph = graph_of(model)
+    assert len({block.kind for block in graph.blocks if block.repeated}) == 1
+    assert {block.kind for block in graph.blocks} == {kind.name for kind in graph.kinds}
+
+
+@pytest.mark.parametrize(
+    ("model", "tied", "to"),
+    [("tied", "head.weight", "token_embedding.weight"), ("gpt2", "lm_head.weight", "transformer.wte.weight")],
+)
+def test_tied_parameters(model: str, tied: str, to: str) -> None:
+    graph = graph_of(model)
+    assert {p.name: p.tied_to for p in graph.parameters if p.tied_to} == {tied: to}
+    assert graph.num_parameters == sum(p.numel() for p in source_of(model).build().parameters())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters(model: str) -> None:
+    module = source_of(model).build()
+    graph = graph_of(model)
+    assert {p.name: (p.shape, p.trainable) for p in graph.parameters} == {
+        name: (tuple(p.shape), p.requires_grad) for name, p in module.named_parameters(remove_duplicate=False)
+    }
+    assert graph.identity == identity(list_parameters(module)), "a plan for the graph would not fit the module"
+    for parameter in graph.parameters:
+        assert parameter.block == "" or parameter.name.startswith(f"{parameter.block}.")
+
+
+def test_the_parameter_outside_all_blocks_belongs_to_the_rest() -> None:
+    assert [p.name for p in graph_of("odd").parameters if p.block == ""] == ["scale"]
+
+
+def test_bytes_of_batch_and_buffers() -> None:
+    gpt, resnet = graph_of("gpt"), graph_of("resnet")
+    assert gpt.batch_bytes.at(3) == 3 * 2 * 16 * 8
+    assert gpt.tokens_per_sample == 16
+    assert gpt.buffer_bytes == 0
+    assert resnet.batch_bytes.at(3) == 3 * (3 * 64 * 64 * 4 + 8)
+    assert resnet.buffer_bytes == sum(b.numel() * b.element_size() for b in source_of("resnet").build().buffers())
+
+
+# Quantities at another batch size.
+
+
+@pytest.mark.parametrize("model", [*MODELS, "gpt:layers=3,hidden=64,heads=4,seq=32,vocab=128"])
+def test_five_samples_are_as_if_traced_with_five(model: str) -> None:
+    """Quantities were learned at 2 and 3 samples; at 5 they equal a trace with 5, op by op and moment by moment."""
+    source, graph = source_of(model), graph_of(model)
+    assert source.example is not None
+    with torch.device("meta"):
+        module = source.build()
+    direct = trace(module, source.example(5), source.objective, find_blocks(module))
+    assert ops_at(graph, 5) == Counter(
+        (op.block, op.phase, op.name, op.kind, op.flops, op.read_bytes, op.written_bytes) for op in direct.ops
+    )
+    assert [(s.phase, s.block, s.kept_bytes.at(5), s.peak_bytes.at(5)) for s in graph.timeline] == [
+        (phase, block, kept, peak) for (phase, block), kept, peak in _stretches(direct)
+    ]
+    assert {s.block: s.output_bytes.at(5) for s in graph.timeline if s.block} == {
+        s.block: direct.output_bytes[s.block] for s in graph.timeline if s.block
+    }
+    assert graph.batch_bytes.at(5) == direct.batch_bytes
+
+
+def ops_at(graph: Graph, samples: int) -> Counter[tuple[Any, ...]]:
+    found: Counter[tuple[Any, ...]] = Counter()
+    for block in graph.blocks:
+        for op in graph.kind_of(block).ops:
+            figures = (op.flops.at(samples), op.read_bytes.at(samples), op.written_bytes.at(samples))
+            found[block.name, op.phase, op.name, op.kind, *figures] += op.count
+    return found
+
+
+class Masked(nn.Module):
+    """A large table of fixed size, then work that grows with the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.ones(256, 256).tril().mean()
+        with torch.no_grad():
+            norm = x.repeat(1, 256).exp().mean(dim=1, keepdim=True)
+        return self.linear(x) * scale / norm
+
+
+def test_a_peak_of_fixed_size_does_not_hide_one_that_grows() -> None:
+    """With 2 and 3 samples the table is the peak of its segment; with 4096 it is not."""
+    module = nn.Sequential(Masked())
+    graph = meshwright.capture(module, torch.randn(2, 3), loss=mean)
+    direct = trace(module, torch.randn(4096, 3), Objective(mean, len), find_blocks(module))
+    assert peak_of((s.kept_bytes.at(4096), s.peak_bytes.at(4096)) for s in graph.timeline) == pytest.approx(
+        peak_of((kept, peak) for _, kept, peak in _stretches(direct)), rel=0.01
+    )
+
+
+def peak_of(stretches: Iterable[tuple[float, float]]) -> float:
+    live = most = 0.0
+    for kept, peak in stretches:
+        most = max(most, live + peak)
+        live += kept
+    return most
+
+
+def test_everything_kept_in_forward_is_given_back() -> None:
+    """What the timeline keeps beyond the step is the loss, nothing more."""
+    for model in ("gpt", "odd", "resnet"):
+        left = sum(segment.kept_bytes.at(8) for segment in graph_of(model).timeline)
+        assert abs(left) <= 64, model
+
+
+def test_the_example_batch_may_have_any_size() -> None:
+    """One sample or many: the graph is the same."""
+    source = source_of("gpt")
+    assert source.example is not None
+    graphs = {capture(source.build(), source.example(n), source.objective, "gpt").hash for n in (1, 2, 7)}
+    assert len(graphs) == 1
+
+
+def test_parameters_may_lie_anywhere() -> None:
+    """A module with memory and one on `meta` give the same graph."""
+    source = source_of("odd")
+    assert source.example is not None
+    real = capture(source.build(), source.example(2), source.objective, source.name)
+    assert real == capture_source(source)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pair", "dict"])
+def test_kinds_of_batches(kind: str) -> None:
+    x, labels = torch.randn(4, 5), torch.randint(7, (4,))
+    batches = {"tensor": x, "pair": (x, labels), "dict": {"input": x, "labels": labels}}
+    graph = meshwright.capture(nn.Linear(5, 7, bias=False), batches[kind])
+    assert graph.flops(4) == 4 * 4 * 5 * 7
+    assert graph.batch_bytes.at(1) == 5 * 4 + (0 if kind == "tensor" else 8)
+
+
+def test_a_loss_of_the_users_own() -> None:
+    graph = capture_source(resolve(f"{ASSETS}/models.py:own_loss"))
+    assert graph.num_parameters == graph_of("odd").num_parameters
+    assert graph.tokens_per_sample == 1
+
+
+# What capture leaves alone.
+
+
+@pytest.mark.parametrize("model", ["resnet", "gpt2", "frozen"])
+def test_the_module_is_unchanged(model: str) -> None:
+    source = source_of(model)
+    assert source.example is not None
+    module = source.build()
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    identities = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    trained = {name: p.requires_grad for name, p in module.named_parameters()}
+    random = torch.get_rng_state()
+    capture(module, source.example(2), source.objective)
+    assert {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)} == identities
+    assert {name: p.requires_grad for name, p in module.named_parameters()} == trained
+    assert all(p.grad is None for p in module.parameters())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert module.training
+    for part in module.modules():
+        assert not part._forward_hooks
+        assert not part._forward_pre_hooks
+    source.objective.loss(call(module, source.example(2)), source.example(2)).backward()
+
+
+def test_a_failed_capture_leaves_no_hook() -> None:
+    module = resolve(f"{ASSETS}/models.py:data_dependent").build()
+    with pytest.raises(CaptureError):
+        meshwright.capture(module, (torch.randn(2, 3), torch.zeros(2, dtype=torch.long)))
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
+# Refusals.
+
+
+def test_a_module_that_reads_values_is_named() -> None:
+    with pytest.raises(CaptureError, match=r"module 'gate' reads a tensor's value \(.*\) while it is followed"):
+        capture_source(resolve(f"{ASSETS}/models.py:data_dependent"))
+
+
+def test_a_batch_the_module_does_not_take_is_refused() -> None:
+    said = (
+        r"module '1' failed in forward on fake tensors: RuntimeError: .*Check that the module takes the example batch"
+    )
+    with pytest.raises(CaptureError, match=said):
+        meshwright.capture(nn.Sequential(nn.ReLU(), nn.Linear(5, 7)), torch.randn(2, 6))
+
+
+class Branches(nn.Module):
+    """Works one way for two samples and another way for three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if len(x) % 2 else self.linear(self.linear(x))
+
+
+def test_work_that_depends_on_the_batch_size_is_refused() -> None:
+    with pytest.raises(CaptureError, match="the module does other work for other batch sizes"):
+        meshwright.capture(Branches(), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("gbt:", ModelError, "no model is called 'gbt': did you mean 'gpt'?"),
+        ("gpt:layer=2", ModelError, "has no option 'layer': did you mean 'layers'?"),
+        ("gpt:layers=two", ModelError, "option layers='two' is not a whole number"),
+        ("gpt:layers=0", ModelError, "option layers=0 must be at least 1"),
+        ("gpt:layers", ModelError, "option 'layers' needs a value, like layers=12"),
+        ("gpt:tied=maybe", ModelError, "option tied='maybe' is not true or false"),
+        ("gpt:hidden=10,heads=3", ModelError, "hidden=10 does not divide into heads=3"),
+        ("resnet:depth=20", ModelError, "depth=20 is not one of 26, 50, 101"),
+        ("hf:nowhere.json", InputError, "nowhere.json: no such file"),
+        (f"hf:{ASSETS}/models.py", InputError, "not valid JSON"),
+        ("nowhere.py:model", InputError, "nowhere.py: no such file"),
+        (f"{ASSETS}/models.py", InputError, "names no function: write path/to/file.py:function"),
+        (f"{ASSETS}/models.py:frozn", InputError, "has no function 'frozn': did you mean 'frozen'?"),
+        (f"{ASSETS}/models.py:raises", ModelError, "raised RuntimeError: no such weights today (line"),
+        (f"{ASSETS}/models.py:not_a_model", ModelError, "returned str: return a module, (module, batch)"),
+    ],
+)
+def test_wrong_model_names(name: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error) as caught:
+        resolve(name)
+    assert said in str(caught.value)
+
+
+def test_a_module_without_a_batch_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"returned a module alone: return \(module, batch\)"):
+        capture_source(resolve(f"{ASSETS}/models.py:alone"))
+
+
+@pytest.mark.parametrize("model", ["gpt", "resnet", "llama", "gpt2"])
+def test_examples_repeat(model: str) -> None:
+    """The same samples at every call, whatever their number."""
+    example: Callable[[int], Any] | None = source_of(model).example
+    assert example is not None
+    first, again = example(4), example(4)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(len(tensor) == 4 for tensor in first.values())
+
+
+def test_shrunk_models_keep_their_architecture() -> None:
+    large = resolve("gpt:layers=96,hidden=12288,heads=96,seq=2048,tied=true")
+    small = capture_source(large.small())
+    assert small.num_parameters < 1e5
+    assert len(small.repeated_blocks) == 3
+    assert any(parameter.tied_to for parameter in small.parameters)
+    assert len(capture_source(resolve("resnet:depth=101,width=2").small()).repeated_blocks) == 8

@@ -1,0 +1,94 @@
+"""Private torch names live in one file, and all of them exist in the torch that is installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cases import ROOT
+
+from meshwright.runtime import _torch
+
+SOURCES = sorted((ROOT / "src" / "meshwright").rglob("*.py"))
+HOME = ROOT / "src" / "meshwright" / "runtime" / "_torch.py"
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """`import a.b` and `from a.b import c` → a.b, a.b.c, wherever in the file they stand."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.a._b` as text, '' for anything that is not a plain chain of names."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (inner := dotted(node.value)):
+        return f"{inner}.{node.attr}"
+    return ""
+
+
+def is_private_torch(name: str) -> bool:
+    first, *rest = name.split(".")
+    return first == "torch" and any(part.startswith("_") and not part.startswith("__") for part in rest)
+
+
+def private_names(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    used = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return sorted(name for name in {*imported_names(tree), *used} if is_private_torch(name))
+
+
+def test_the_sources_are_found() -> None:
+    assert len(SOURCES) > 50
+    assert HOME in SOURCES
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p != HOME], ids=lambda p: str(p.relative_to(ROOT / "src")))
+def test_private_torch_names_have_one_home(path: Path) -> None:
+    assert private_names(path) == []
+
+
+@pytest.mark.parametrize("name", _torch.__all__)
+def test_a_private_name_exists(name: str) -> None:
+    assert getattr(_torch, name) is not None
+
+
+def test_all_private_imports_are_listed() -> None:
+    """Every name of the home is in `__all__`, and every private import of it names a module that is there."""
+    tree = ast.parse(HOME.read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "__future__"]
+    assert sorted(alias.name for node in imports for alias in node.names) == sorted(_torch.__all__)
+    for node in imports:
+        assert node.module is not None
+        assert importlib.import_module(node.module) is not None
+        assert is_private_torch(node.module) or any(alias.name.startswith("_") for alias in node.names), (
+            f"{node.module} is public: import it where it is used"
+        )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "src/meshwright/capture").glob("*.py")), ids=lambda p: p.name)
+def test_capture_does_not_know_torch_distributed(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    used = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert [name for name in {*imported_names(tree), *used} if name.startswith("torch.distributed")] == []
+
+
+def test_the_home_of_private_names_does_not_know_torch_distributed() -> None:
+    """Capture imports it, and capture must not depend on torch.distributed."""
+    names = imported_names(ast.parse(HOME.read_text(encoding="utf-8")))
+    assert [name for name in names if name.startswith("torch.distributed")] == []
+
+
+def test_the_check_itself() -> None:
+    assert is_private_torch("torch._subclasses.fake_tensor.FakeTensorMode")
+    assert is_private_torch("torch.utils._pytree")
+    assert not is_private_torch("torch.__version__")
+    assert not is_private_torch("torch.nn.Module")
+    assert not is_private_torch("meshwright._api")
