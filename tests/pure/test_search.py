@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -148,7 +149,7 @@ def test_runners_up_come_best_first_and_those_that_do_not_fit_last(
     missing = [other for other in result.runners_up if other.peak_bytes > budget_bytes]
     assert (*fitting, *missing) == result.runners_up
     times = [result.estimate.step_seconds, *(other.step_seconds for other in fitting)]
-    assert times == sorted(times)
+    assert all(one <= other * (1 + 1e-8) for one, other in pairwise(times))
     for other in missing:
         over = format_bytes(other.peak_bytes - budget_bytes)
         assert other.reason == f"{over} over the budget of {format_bytes(budget_bytes)}"
