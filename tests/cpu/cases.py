@@ -6,10 +6,11 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 from meshwright.capture.capture import capture_source
-from meshwright.core.cluster import BYTE_KINDS, FLOP_KINDS, Cluster, Device, Link, Rate
-from meshwright.core.graph import Graph
+from meshwright.core.cluster import Cluster, Device, Link, Rate
+from meshwright.core.graph import Graph, OpKind, Precision
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest, plain_plan
 from meshwright.models.source import ModelSource, resolve
@@ -39,7 +40,7 @@ class Case:
     zero: int = 0
     recompute: str = "none"
     num_microbatches: int = 1
-    precision: str = "fp64"
+    precision: Precision = "fp64"
     samples: int = 4
     """Per rank and step."""
 
@@ -54,8 +55,8 @@ def source_of(model: str) -> ModelSource:
 
 
 @cache
-def graph_of(model: str) -> Graph:
-    return capture_source(source_of(model))
+def graph_of(model: str, precision: Precision = "fp32") -> Graph:
+    return capture_source(source_of(model), precision)
 
 
 def plan_of(case: Case, num_ranks: int | None = None) -> Plan:
@@ -64,7 +65,7 @@ def plan_of(case: Case, num_ranks: int | None = None) -> Plan:
     request = PlanRequest(
         zero=case.zero,  # type: ignore[arg-type]
         recompute=case.recompute,
-        precision=case.precision,  # type: ignore[arg-type]
+        precision=case.precision,
         global_batch=case.samples * world,
         microbatch=case.samples // case.num_microbatches,
     )
@@ -74,8 +75,8 @@ def plan_of(case: Case, num_ranks: int | None = None) -> Plan:
 def hand_cluster(num_devices: int) -> Cluster:
     """A CPU cluster with round figures: for what does not depend on speed."""
     rates = tuple(
-        Rate(kind=kind, dtype=dtype, size=1.0, per_second=1e9)  # type: ignore[arg-type]
-        for kind in (*FLOP_KINDS, *BYTE_KINDS)
+        Rate(kind=kind, dtype=dtype, size=1.0, per_second=1e9)
+        for kind in get_args(OpKind)
         for dtype in ("fp64", "fp32", "bf16")
     )
     device = Device(

@@ -53,6 +53,7 @@ class RankPool:
         self.num_ranks = num_ranks
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a module-level function on every rank; what each returned, in the order of ranks."""
@@ -81,11 +82,14 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = Path(tempfile.mkdtemp(prefix="meshwright-pool-"), "store")
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-pool-")
+        store = Path(self._folder.name, "store")
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.num_ranks, str(store), theirs), daemon=True)

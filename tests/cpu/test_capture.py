@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from meshwright.capture.blocks import find_blocks
 from meshwright.capture.capture import _stretches, capture, capture_source
 from meshwright.capture.trace import trace
 from meshwright.core.errors import CaptureError, InputError, ModelError
-from meshwright.core.graph import Graph, identity
+from meshwright.core.graph import Graph, Precision, identity
 from meshwright.models.objective import Objective, call
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import resolve
@@ -151,16 +152,18 @@ def test_bytes_of_batch_and_buffers() -> None:
 # Quantities at another batch size.
 
 
-@pytest.mark.parametrize("model", [*MODELS, "gpt:layers=3,hidden=64,heads=4,seq=32,vocab=128"])
-def test_five_samples_are_as_if_traced_with_five(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "precision"), [*((model, "fp32") for model in MODELS), *product(("gpt", "resnet"), ("bf16", "fp64"))]
+)
+def test_five_samples_are_as_if_traced_with_five(model: str, precision: Precision) -> None:
     """Quantities were learned at 2 and 3 samples; at 5 they equal a trace with 5, op by op and moment by moment."""
-    source, graph = source_of(model), graph_of(model)
+    source, graph = source_of(model), graph_of(model, precision)
     assert source.example is not None
     with torch.device("meta"):
         module = source.build()
-    direct = trace(module, source.example(5), source.objective, find_blocks(module))
+    direct = trace(module, source.example(5), source.objective, find_blocks(module), precision)
     assert ops_at(graph, 5) == Counter(
-        (op.block, op.phase, op.name, op.kind, op.flops, op.read_bytes, op.written_bytes) for op in direct.ops
+        (op.block, op.phase, op.name, op.kind, op.dtype, op.flops, op.read_bytes, op.written_bytes) for op in direct.ops
     )
     assert [(s.phase, s.block, s.kept_bytes.at(5), s.peak_bytes.at(5)) for s in graph.timeline] == [
         (phase, block, kept, peak) for (phase, block), kept, peak in _stretches(direct)
@@ -176,7 +179,7 @@ def ops_at(graph: Graph, samples: int) -> Counter[tuple[Any, ...]]:
     for block in graph.blocks:
         for op in graph.kind_of(block).ops:
             figures = (op.flops.at(samples), op.read_bytes.at(samples), op.written_bytes.at(samples))
-            found[block.name, op.phase, op.name, op.kind, *figures] += op.count
+            found[block.name, op.phase, op.name, op.kind, op.dtype, *figures] += op.count
     return found
 
 

@@ -18,6 +18,7 @@ import torch
 from cases import ZERO_STAGES, Case, plan_of, source_of
 from pool import RankError, RankPool, this_rank
 
+from meshwright.core.graph import Precision
 from meshwright.runtime.apply import apply
 from meshwright.runtime.program import Program
 from meshwright.train import checkpoint
@@ -32,7 +33,7 @@ ADAM = partial(torch.optim.AdamW, lr=1e-2)
 SGD = partial(torch.optim.SGD, lr=1e-2)
 
 
-def case_of(model: str = "gpt", zero: int = 0, num_ranks: int = 2, precision: str = "fp64") -> Case:
+def case_of(model: str = "gpt", zero: int = 0, num_ranks: int = 2, precision: Precision = "fp64") -> Case:
     return Case(model, zero, "none", 1, precision, samples=GLOBAL_BATCH // num_ranks)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cases import ASSETS, MODELS, ROOT, Case, hand_cluster, plan_of
 
@@ -230,24 +230,27 @@ def test_train_under_torchrun(cli: Cli, tmp_path: Path) -> None:
     check_run_folder(tmp_path / "runs/gpt-small", ended.json)
 
 
-def test_every_effective_setting_is_written_down(cli: Cli, settings: Callable[..., Path], tmp_path: Path) -> None:
-    """The run folder's settings file starts the same run again; the first run is moved aside, not overwritten."""
+def test_a_finished_run(cli: Cli, settings: Callable[..., Path], tmp_path: Path) -> None:
+    """Every effective setting is written down; to resume it changes nothing, and above all loses nothing."""
     file = settings(optimizer={"kind": "Adam", "options": {"betas": [0.8, 0.9]}}, plan={"global_batch": 8, "zero": 2})
     first = cli("train", file, "--seed", 7, "--steps", 3)
     assert first.code == 0, first.err
     written = tomllib.loads((tmp_path / "run/settings.toml").read_text())
     assert (written["seed"], written["steps"], written["plan"]["zero"]) == (7, 3, 2)
     assert written["optimizer"]["options"] == {"betas": [0.8, 0.9]}
-    before = losses(tmp_path / "run")
-    again = cli("train", shutil.copy(tmp_path / "run/settings.toml", tmp_path / "again.toml"))
-    assert again.code == 0, again.err
-    assert losses(tmp_path / "run") == before == losses(tmp_path / "run.1")
+    assert [step for step, _ in losses(tmp_path / "run")] == [0, 1, 2]
+    trace, metrics = (tmp_path / "run" / name for name in ("trace.json", "metrics.jsonl"))
+    before = (Trace.load(trace), metrics.read_text())
+    resumed = cli("train", tmp_path / "run/settings.toml", "--resume", "--json")
+    assert resumed.code == 0, resumed.err
+    assert (Trace.load(trace), metrics.read_text()) == before
+    assert resumed.json["loss"] == losses(tmp_path / "run")[-1][1]
 
 
 # Interruption and death.
 
 
-SLOW = {"model": f"{ASSETS}/models.py:slow", "steps": 24}
+SLOW = {"model": f"{ASSETS}/models.py:slow", "steps": 14}
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_resume_goes_on(
@@ -265,12 +268,12 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_goes_on(
     assert ended.code == 130, ended.err
     assert (ended.json["stopped"], ended.json["run_folder"]) == ("interrupted", str(tmp_path / "run"))
     done = ended.json["num_steps"]
-    assert 3 <= done < 24
+    assert 3 <= done < 14
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"step-{done:08d}"]
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(done))
     resumed = cli("train", file, "--resume", "--json")
     assert resumed.code == 0, resumed.err
-    assert resumed.json["num_steps"] == 24
+    assert resumed.json["num_steps"] == 14
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
@@ -367,18 +370,10 @@ def test_wrong_settings(here: Cli, settings: Callable[..., Path], tmp_path: Path
     assert not (tmp_path / "run").exists(), "a refused run left a folder"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"optimizer": {"kind": "AdamWW"}}, "torch.optim has no 'AdamWW' that trains here: did you mean 'AdamW'?"),
-        ({"data": {"source": "text:/nowhere"}, "model": MODELS["gpt"]}, "no such file or folder: /nowhere"),
-    ],
-    ids=["optimizer", "data"],
-)
-def test_wrong_settings_that_ranks_find(cli: Cli, settings: Callable[..., Path], changes: Any, said: str) -> None:
-    ended = cli("train", settings(**changes))
+def test_a_data_path_that_is_missing(cli: Cli, settings: Callable[..., Path]) -> None:
+    ended = cli("train", settings(data={"source": "text:/nowhere"}, model=MODELS["gpt"]))
     assert ended.code in (1, 2)
-    assert said in ended.err
+    assert "no such file or folder: /nowhere" in ended.err
     assert "Traceback" not in ended.err
 
 
@@ -392,7 +387,6 @@ def test_wrong_settings_that_ranks_find(cli: Cli, settings: Callable[..., Path],
         (["estimate", MODELS["gpt"], "--cluster", "h100-80g-mosaic", "--zero", "5"], "zero"),
         (["plan", MODELS["gpt"], "--cluster", "nowhere"], "no cluster is called 'nowhere'"),
         (["plan", MODELS["gpt"], "--plan", "plan.json"], "--plan gives a whole plan, and this verb searches one"),
-        (["parity", MODELS["gpt"], "--nproc", "2", "--tp", "2"], "this version cannot run tp=2 yet"),
         (
             ["parity", MODELS["gpt"], "--nproc", "2", "--global-batch", "5"],
             "does not divide over dp=2 ranks: use 4 or 6",
@@ -491,6 +485,16 @@ def test_estimate_as_json(here: Cli, tmp_path: Path) -> None:
     }  # fmt: skip
     assert sum(ended.json["time_seconds"].values()) == pytest.approx(ended.json["step_seconds"])
     assert sum(ended.json["memory_bytes"].values()) == ended.json["peak_bytes"]
+
+
+def test_a_cluster_that_lacks_a_rate_is_refused(here: Cli, tmp_path: Path) -> None:
+    """A file written by hand, or by an older version: said in words, not as a KeyError."""
+    whole = hand_cluster(2)
+    rates = tuple(rate for rate in whole.device.rates if rate.kind != "reduction")
+    partial = msgspec.structs.replace(whole, device=msgspec.structs.replace(whole.device, rates=rates))
+    ended = here("estimate", MODELS["gpt"], "--cluster", partial.save(tmp_path / "old.json"))
+    assert ended.code == 2
+    assert "reduction" in ended.err
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much(here: Cli) -> None:

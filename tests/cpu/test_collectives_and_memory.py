@@ -14,6 +14,7 @@ from pool import RankPool, this_rank
 
 from meshwright.core.collective import Collective
 from meshwright.core.estimate import Estimate
+from meshwright.core.graph import Precision
 from meshwright.core.recipe import Recipe
 from meshwright.core.trace import Trace
 from meshwright.cost.estimate import estimate
@@ -36,12 +37,18 @@ class Seen:
     trace: Trace
 
 
-MOMENTUM = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
-ADAM = partial(torch.optim.AdamW, fused=True)
+RECIPES: dict[str, tuple[OptimizerFactory, Recipe]] = {
+    "momentum": (
+        partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+        Recipe(optimizer_slots=1, optimizer_scalar_bytes=0, clips=True),
+    ),
+    "adam": (partial(torch.optim.AdamW, fused=True), Recipe(clips=True)),
+}
 
 
-def train_on_rank(case: Case, optimizer: OptimizerFactory = MOMENTUM, slots: int = 1) -> Seen:
+def train_on_rank(case: Case, kind: str = "momentum") -> Seen:
     """Four clipped steps under the recorder."""
+    optimizer, recipe = RECIPES[kind]
     rank, source, plan = this_rank(), source_of(case.model), plan_of(case)
     program = apply(
         source.build(), plan, optimizer=optimizer, objective=source.objective, max_norm=1.0, recorder=StepRecorder(),
@@ -50,8 +57,7 @@ def train_on_rank(case: Case, optimizer: OptimizerFactory = MOMENTUM, slots: int
     assert source.example is not None
     for _ in range(NUM_STEPS):
         program.step(source.example(plan.global_batch))
-    recipe = Recipe(optimizer_slots=slots, clips=True)
-    predicted = estimate(graph_of(case.model), plan, hand_cluster(rank.num_ranks), recipe)
+    predicted = estimate(graph_of(case.model, case.precision), plan, hand_cluster(rank.num_ranks), recipe)
     return Seen(predicted, program.trace())
 
 
@@ -70,7 +76,7 @@ def test_collectives_and_state_of_other_models(pool: Pools, model: str, zero: in
 
 @pytest.mark.parametrize("zero", ZERO_STAGES)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
-def test_collectives_and_state_in_other_precisions(pool: Pools, precision: str, zero: int) -> None:
+def test_collectives_and_state_in_other_precisions(pool: Pools, precision: Precision, zero: int) -> None:
     check_collectives_and_state(pool(2), Case("gpt", zero, "none", 2, precision))
 
 
@@ -124,7 +130,7 @@ def check_collectives_and_state(ranks: RankPool, case: Case) -> None:
 @pytest.mark.parametrize("zero", ZERO_STAGES)
 def test_state_of_adam(pool: Pools, zero: int) -> None:
     """Two slots a parameter, and the step count that Adam keeps beside them."""
-    (seen, _) = pool(2).run(train_on_rank, Case("odd", zero, "none", 1, "fp32"), ADAM, 2)
+    (seen, _) = pool(2).run(train_on_rank, Case("odd", zero, "none", 1, "fp32"), "adam")
     assert seen.trace.collectives == seen.predicted.collectives
     assert seen.trace.memory_bytes is not None
     assert seen.trace.memory_bytes.optimizer_state == seen.predicted.memory_bytes.optimizer_state
@@ -157,7 +163,7 @@ BROAD = "gpt:layers=4,hidden=64,heads=4,seq=128,vocab=256"
 @pytest.mark.parametrize(("zero", "num_microbatches", "recompute"), PLANS)
 def test_peak_where_activations_dominate(pool: Pools, zero: int, num_microbatches: int, recompute: str) -> None:
     case = Case(BROAD, zero, recompute, num_microbatches, "fp32", samples=16)
-    for seen in pool(2).run(train_on_rank, case, ADAM, 2):
+    for seen in pool(2).run(train_on_rank, case, "adam"):
         measured, predicted = seen.trace.peak_bytes, seen.predicted.peak_bytes
         assert measured is not None
         assert seen.predicted.memory_bytes.activations > 0.5 * predicted or recompute == "full"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshwright
+from meshwright.core.graph import Precision
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, Stage
 from meshwright.models.objective import DEFAULT, call, default_loss
 from meshwright.runtime.apply import apply, wrap
@@ -357,6 +358,29 @@ def test_bf16_trains_close_to_fp32(pool: Pools, zero: int) -> None:
     assert half[2] == {"torch.float32"}
 
 
+def wrapped_loss_on_rank(zero: int, precision: Precision) -> tuple[float, bool]:
+    """The loss of an own loop's first step, and whether every parameter got a finite fp32 gradient."""
+    case = Case("gpt", zero, "full", 1, precision)
+    torch.manual_seed(SEED)
+    module = source_of("gpt").build()
+    model, optimizer = wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), plan_of(case), this_rank().device)
+    batch = example(case, 4)
+    loss = default_loss(model(batch["input_ids"]), batch)
+    loss.backward()
+    optimizer.step()
+    fine = all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    return loss.item(), fine and all(bool(tensor.isfinite().all()) for tensor in whole(model).values())
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_an_own_loop_in_bf16(pool: Pools, zero: int) -> None:
+    (full, _), _ = pool(2).run(wrapped_loss_on_rank, zero, "fp32")
+    for half, fine in pool(2).run(wrapped_loss_on_rank, zero, "bf16"):
+        assert half != full
+        assert half == pytest.approx(full, rel=1e-2)
+        assert fine
+
+
 # Evaluation.
 
 
@@ -421,7 +445,7 @@ def test_a_step_takes_the_global_batch_or_the_share(pool: Pools) -> None:
         assert signal == 1 + 2
 
 
-def empty_share_on_rank() -> tuple[float, float]:
+def empty_share_on_rank() -> tuple[float, float, int]:
     """All labels of rank 1 are masked: its mean is of nothing, and must weigh nothing."""
     reference = build(GPT)
     program = apply(build(GPT), plan_of(GPT), optimizer=sgd, device=this_rank().device)
@@ -429,14 +453,20 @@ def empty_share_on_rank() -> tuple[float, float]:
     expected = default_loss(call(reference, batch), batch)
     expected.backward()
     sgd(reference.parameters()).step()
-    found = program.step(batch).loss
-    return abs(found - float(expected)), largest_difference(whole(program.module), whole(reference))
+    output = program.step(batch)
+    differences = largest_difference(whole(program.module), whole(reference))
+    return abs(output.loss - expected.item()), differences, output.tokens
 
 
 def test_a_rank_without_labels_weighs_nothing(pool: Pools) -> None:
-    for loss, parameters in pool(2).run(empty_share_on_rank):
+    for loss, parameters, _ in pool(2).run(empty_share_on_rank):
         assert loss < 1e-14
         assert parameters < 1e-14
+
+
+def test_tokens_are_those_of_the_global_batch(pool: Pools) -> None:
+    """The same on every rank, however unevenly labels are masked: 4 samples of 16 count, the others do not."""
+    assert [tokens for _, _, tokens in pool(2).run(empty_share_on_rank)] == [4 * 16, 4 * 16]
 
 
 def public_apply_on_rank() -> tuple[float, float]:

@@ -19,7 +19,7 @@ from meshwright.core.request import PlanRequest
 from meshwright.runtime.apply import apply
 from meshwright.train.folder import RunFolder
 from meshwright.train.metrics import Metrics, read_metrics
-from meshwright.train.optimizers import learning_rate, make_optimizer, recipe_of, set_learning_rate
+from meshwright.train.optimizers import FUSED, learning_rate, make_optimizer, recipe_of, set_learning_rate
 from meshwright.train.settings import LearningRateSettings, OptimizerSettings, Settings
 
 Pools = Callable[[int], RankPool]
@@ -52,14 +52,18 @@ def settings_of(kind: str, **changes: Any) -> Settings:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_recipe_says_what_an_optimizer_keeps(kind: str) -> None:
-    """Tensors the size of a parameter, counted after a step."""
+    """Tensors the size of a parameter, and scalars beside them, counted after a step."""
     module = nn.Linear(8, 8)
     optimizer = make_optimizer(module, settings_of(kind))
     module(torch.randn(2, 8)).sum().backward()
     optimizer.step()
     kept = [tensor for tensor in optimizer.state[module.weight].values() if torch.is_tensor(tensor)]
     full = sum(tensor.shape == module.weight.shape for tensor in kept)
-    assert recipe_of(settings_of(kind)).optimizer_slots == full
+    recipe = recipe_of(settings_of(kind))
+    assert recipe.optimizer_slots == full
+    if kind.split()[0] in FUSED:
+        scalars = [tensor for tensor in kept if tensor.shape != module.weight.shape]
+        assert recipe.optimizer_scalar_bytes == sum(tensor.nbytes for tensor in scalars)
 
 
 def test_the_recipe_says_whether_gradients_are_clipped() -> None:

@@ -48,10 +48,9 @@ class Call:
 
 def calls(graph: Graph, plan: Plan, recipe: Recipe) -> tuple[Call, ...]:
     """Every collective of one rank in one step."""
-    if plan.mesh.dp == 1 and plan.zero == 0:
-        return ()
-    found = list(_sharded(graph, plan) if plan.zero else _replicated(graph, plan))
+    found: list[Call] = []
     if plan.mesh.dp > 1:
+        found += _sharded(graph, plan) if plan.zero else _replicated(graph, plan)
         found += [Call("all_reduce", COUNT_BYTES, 1, "other"), Call("all_reduce", LOSS_BYTES, 1, "other")]
     if recipe.clips and plan.zero:
         found.append(Call("all_reduce", NORM_BYTES, 1, "other"))

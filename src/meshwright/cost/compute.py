@@ -1,12 +1,12 @@
 """Seconds of compute.
 
-kernel:  work / rate(kind, dtype, size); work is flops for matmul, convolution and attention, bytes read and written for
-         the rest                                                                                  -> kernel_seconds
-rate:    seconds measured at a few sizes, a power law between them; below the smallest the time stays, above the
-         largest the rate stays
-phase:   Σ (launch + kernel)          where the host runs each op itself (CPU)
-         max(Σ launch, Σ kernel)      where the host runs ahead and ops queue on the device (CUDA)  -> phase_seconds
-update:  elements held by this rank / measured rate, or 7 · 4 bytes each through memory            -> update_seconds
+kernel:  work / rate(kind, dtype, size); work is flops for matmul, convolution and attention, bytes read and written
+         for the rest                                                                          -> kernel_seconds
+rate:    seconds measured at a few sizes, a power law between them; above the largest the rate stays, below the
+         smallest the time stays (CPU) or the rate does (CUDA, where launches are counted apart)
+phase:   Σ (launch + kernel)       where the host runs each op itself (CPU)
+         max(Σ launch, Σ kernel)   where the host runs ahead and ops queue on the device (CUDA)  -> phase_seconds
+update:  elements held by this rank / measured rate, or 7 · 4 bytes each through memory        -> update_seconds
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ComputeCost:
         points = self._points[op.dtype]
         num_bytes = op.read_bytes.at(self.microbatch) + op.written_bytes.at(self.microbatch)
         work = op.flops.at(self.microbatch) if op.kind in FLOP_KINDS else num_bytes
-        kernel = kernel_seconds(work, points[op.kind])
+        kernel = kernel_seconds(work, points[op.kind], has_least=self.device.kind == "cpu")
         if op.kind in FLOP_KINDS and len(points[op.kind]) == 1:  # a vendor's figure knows no small sizes
             return max(kernel, kernel_seconds(num_bytes, points["copy"]))
         return kernel
@@ -84,8 +84,11 @@ def rate_points(device: Device, precision: Precision) -> dict[OpKind, list[tuple
     return {kind: sorted(points) for kind, points in found.items()}
 
 
-def kernel_seconds(work: float, points: list[tuple[float, float]]) -> float:
-    """Interpolate between measured sizes; a power law between two points."""
+def kernel_seconds(work: float, points: list[tuple[float, float]], *, has_least: bool = True) -> float:
+    """Interpolate between measured sizes; a power law between two points.
+
+    has_least: whether the smallest measured time is the least there is; else the rate goes on below it.
+    """
     if work <= 0:
         return 0.0
     first_size, first_seconds = points[0]
@@ -93,7 +96,7 @@ def kernel_seconds(work: float, points: list[tuple[float, float]]) -> float:
     if work >= last_size:
         return last_seconds * work / last_size
     if work <= first_size:
-        return first_seconds if len(points) > 1 else first_seconds * work / first_size
+        return first_seconds if has_least and len(points) > 1 else first_seconds * work / first_size
     for (size, seconds), (next_size, next_seconds) in pairwise(points):
         if work <= next_size:
             share = log(work / size) / log(next_size / size)

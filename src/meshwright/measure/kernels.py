@@ -1,6 +1,7 @@
 """How fast a device runs each kind of op, at sizes from tiny to large.
 
 Sizes are in the unit of the kind: flops for matmul, convolution and attention; bytes read plus written for the others.
+On a GPU the sizes are large enough that the kernel, not its launch, is timed: launches are a figure of their own.
 Backward passes are part of the figure for attention, convolution and reductions, since training runs both.
 """
 
@@ -24,9 +25,9 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 CPU_MATMUL_EDGES = (32, 96, 256, 512, 1024)
-CUDA_MATMUL_EDGES = (64, 256, 1024, 2048, 4096, 8192)
+CUDA_MATMUL_EDGES = (1536, 2048, 4096, 8192)
 CPU_ELEMENTS = (2**8, 2**13, 2**16, 2**19, 2**22)
-CUDA_ELEMENTS = (2**10, 2**16, 2**20, 2**24, 2**27)
+CUDA_ELEMENTS = (2**23, 2**25, 2**27)
 TINY_MODEL = "gpt:layers=2,hidden=16,heads=2,seq=8,vocab=32"
 
 
@@ -55,7 +56,7 @@ def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[floa
     """Forward: two products of 2 · b · h · s² · d flops; backward: five."""
     shapes = ((2, 4, 32, 32), (4, 8, 128, 32), (4, 8, 512, 64))
     if device.type == "cuda":
-        shapes = ((2, 8, 128, 64), (4, 16, 1024, 64), (4, 16, 2048, 128))
+        shapes = ((4, 16, 1024, 64), (16, 16, 1024, 64), (4, 16, 2048, 128))
     for batch, heads, seq, width in shapes:
         tensors = [torch.randn(batch, heads, seq, width, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
         flops = 7 * 2.0 * batch * heads * seq * seq * width
@@ -112,7 +113,7 @@ def _sums(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, flo
 def _row_shapes(device: torch.device) -> tuple[tuple[int, int], ...]:
     if device.type == "cpu":
         return ((8, 64), (512, 128), (2048, 512))
-    return ((64, 256), (2048, 1024), (16384, 4096), (65536, 4096))
+    return ((16384, 1024), (16384, 4096), (65536, 4096))
 
 
 def _norms(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
