@@ -32,8 +32,11 @@ class ComputeCost:
     def __init__(self, graph: Graph, cluster: Cluster, microbatch: int) -> None:
         self.device = cluster.device
         self.microbatch = microbatch
-        dtypes = {op.dtype for kind in graph.kinds for op in kind.ops}
-        self._points = {dtype: rate_points(cluster.device, dtype) for dtype in dtypes}
+        needed = {(op.dtype, op.kind) for kind in graph.kinds for op in kind.ops}
+        self._points = {dtype: rate_points(cluster.device, dtype) for dtype, _ in needed}
+        for dtype, op_kind in sorted(needed):
+            if op_kind not in self._points[dtype]:
+                raise _no_rate(cluster.device, dtype, op_kind)
         self._sums = {
             (kind.name, phase): self._add_up(kind, phase) for kind in graph.kinds for phase in get_args(Phase)
         }
@@ -74,14 +77,17 @@ def rate_points(device: Device, precision: Precision) -> dict[OpKind, list[tuple
             found.setdefault(rate.kind, []).append((rate.size, rate.size / rate.per_second))
     if not found and precision == "fp64" and device.kind == "cpu":
         return {kind: [(s, 2 * t) for s, t in points] for kind, points in rate_points(device, "fp32").items()}
-    missing = {rate.kind for rate in device.rates} - set(found)
-    if missing:
-        known = ", ".join(sorted({rate.dtype for rate in device.rates}))
-        raise InputError(
-            f"device '{device.name}' has no {precision} rate for {', '.join(sorted(missing))}: use one of {known}, or give a "
-            "cluster file that has it"
-        )
+    if not found:
+        raise _no_rate(device, precision, "any op")
     return {kind: sorted(points) for kind, points in found.items()}
+
+
+def _no_rate(device: Device, precision: str, kind: str) -> InputError:
+    known = ", ".join(sorted({rate.dtype for rate in device.rates}))
+    return InputError(
+        f"device '{device.name}' has no {precision} rate for {kind} (it has {known}): "
+        "use another precision, or a cluster file that has it, such as one saved by `meshwright probe --fresh -o FILE`"
+    )
 
 
 def kernel_seconds(work: float, points: list[tuple[float, float]], *, has_least: bool = True) -> float:

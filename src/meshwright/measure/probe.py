@@ -26,6 +26,9 @@ from meshwright.measure import kernels, links
 from meshwright.runtime.launch import launch
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
+PROBE_VERSION = 2
+"""Raised when a probe measures other things than before: older measurements are then not used."""
+
 
 def probe(
     nproc: int | None = None, *, device: DeviceChoice = "auto", backend: BackendChoice = "auto", fresh: bool = False
@@ -56,6 +59,7 @@ def cache_file(num_ranks: int, device: str, backend: str) -> Path:
     """One file per machine, torch version and number of ranks."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     facts = (
+        PROBE_VERSION,
         platform.node(),
         cpu_name(),
         os.cpu_count(),
