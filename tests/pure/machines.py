@@ -67,7 +67,7 @@ def segment(phase: Phase, block: str, kept: float) -> Segment:
         phase=phase,
         block=block,
         kept_bytes=Affine(0.0, kept),
-        peak_bytes=Affine(0.0, PEAK),
+        peak_bytes=(Affine(0.0, PEAK),),
         output_bytes=Affine(0.0, OUTPUT),
     )
 

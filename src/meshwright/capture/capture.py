@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TypeVar
 
 import msgspec
@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from meshwright.capture.blocks import block_of_parameter, find_blocks
-from meshwright.capture.trace import MemoryEvent, Recording, TracedOp, trace
+from meshwright.capture.trace import Recording, TracedOp, trace
 from meshwright.core.errors import CaptureError, ModelError
-from meshwright.core.graph import Affine, Block, Graph, Kind, Op, Parameter, Precision, Segment
+from meshwright.core.graph import Affine, Block, Graph, Kind, Op, Parameter, Phase, Precision, Segment
 from meshwright.models.objective import DEFAULT, Batch, Objective
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import ModelSource, repeat_samples
@@ -46,6 +46,7 @@ def capture(
         buffer_bytes=few.buffer_bytes,
         batch_bytes=affine(few.batch_bytes, more.batch_bytes),
         tokens_per_sample=max(1, objective.count(example(FEW)) // FEW),
+        gradient_order=tuple(few.gradient_order),
     )
 
 
@@ -125,38 +126,35 @@ def _counted(op: Op, count: int) -> Op:
 
 def _timeline(few: Recording, more: Recording) -> tuple[Segment, ...]:
     segments = []
-    for one, other in _pair(_stretches(few), _stretches(more), "memory events"):
-        (phase, block), kept, peak = one
-        _, other_kept, other_peak = other
-        output = affine(few.output_bytes.get(block, 0), more.output_bytes.get(block, 0))
+    for one, other in _pair(_stretches(few), _stretches(more), "stretches of memory"):
+        (phase, block), levels = one
+        moments = [affine(*pair) for pair in _pair(levels, other[1], "memory events")]
         segments.append(
             Segment(
-                phase=phase,  # type: ignore[arg-type]
+                phase=phase,
                 block=block,
-                kept_bytes=affine(kept, other_kept),
-                peak_bytes=affine(peak, other_peak),
-                output_bytes=output,
+                kept_bytes=moments[-1],
+                peak_bytes=fullest(moments),
+                output_bytes=affine(few.output_bytes.get(block, 0), more.output_bytes.get(block, 0)),
             )
         )
     return tuple(segments)
 
 
-def _stretches(recording: Recording) -> list[tuple[tuple[str, str], int, int]]:
-    """Runs of events in one phase and block → (place, bytes kept, peak above the start); gradients left out."""
+def _stretches(recording: Recording) -> list[tuple[tuple[Phase, str], list[int]]]:
+    """Runs of events in one phase and block → (place, bytes in use after each event); gradients left out."""
     events = [event for event in recording.memory if event.storage not in recording.gradient_storages]
-    found = []
-    for place, run in groupby(events, key=lambda event: (event.phase, event.block)):
-        kept, peak = _walk(run)
-        found.append(((str(place[0]), place[1]), kept, peak))
-    return found
+    runs = groupby(events, key=lambda event: (event.phase, event.block))
+    return [(place, list(accumulate(event.num_bytes for event in run))) for place, run in runs]
 
 
-def _walk(events: Iterable[MemoryEvent]) -> tuple[int, int]:
-    live = peak = 0
-    for event in events:
-        live += event.num_bytes
-        peak = max(peak, live)
-    return live, peak
+def fullest(moments: Iterable[Affine]) -> tuple[Affine, ...]:
+    """The moments that are the fullest for some number of samples: none is at most another in both its parts."""
+    kept: list[Affine] = []
+    for moment in sorted(set(moments), key=lambda m: (-m.per_sample, -m.fixed)):
+        if not kept or moment.fixed > kept[-1].fixed:
+            kept.append(moment)
+    return tuple(kept)
 
 
 def _pair(few: list[T], more: list[T], what: str) -> Iterable[tuple[T, T]]:

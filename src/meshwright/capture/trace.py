@@ -62,6 +62,8 @@ class Recording:
     gradient_storages: set[int] = field(default_factory=set)
     batch_bytes: int = 0
     buffer_bytes: int = 0
+    gradient_order: list[str] = field(default_factory=list)
+    """Parameters in the order their gradients become ready."""
 
 
 def trace(
@@ -78,7 +80,7 @@ def trace(
         recording.buffer_bytes = sum(map(_tensor_bytes, buffers.values()))
         recording.batch_bytes = sum(map(_tensor_bytes, tensors_of(inputs)))
         known = [*tensors.values(), *tensors_of(inputs)]
-        handles = _watch_blocks(module, blocks, place, recording)
+        handles = _watch_blocks(module, blocks, place, recording) + _watch_gradients(parameters, recording)
         try:
             with _Watcher(recording, place, known) as watcher, _computing_in(precision):
                 _run(module, tensors, inputs, objective, place)
@@ -185,6 +187,16 @@ def _watch_blocks(module: nn.Module, blocks: Iterable[str], place: _Place, recor
         handles.append(part.register_forward_pre_hook(_entered(place, name), prepend=True, with_kwargs=True))
         handles.append(part.register_forward_hook(_left(place, name, recording)))
     return handles
+
+
+def _watch_gradients(parameters: dict[str, Tensor], recording: Recording) -> list[Any]:
+    first_names = {id(tensor): name for name, tensor in reversed(parameters.items())}
+
+    def ready(tensor: Tensor) -> None:
+        recording.gradient_order.append(first_names[id(tensor)].removeprefix("inner."))
+
+    trained = {id(tensor): tensor for tensor in parameters.values() if tensor.requires_grad}
+    return [tensor.register_post_accumulate_grad_hook(ready) for tensor in trained.values()]
 
 
 def _entered_module(place: _Place, name: str) -> Callable[..., None]:

@@ -150,9 +150,15 @@ def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json:
     from meshwright.cli.wiring import find_cluster
     from meshwright.models.source import resolve
     from meshwright.runtime.launch import Interrupted, launch
+    from meshwright.train.data import check_data
+    from meshwright.train.optimizers import check_optimizer
 
+    if resume and _already_done(settings, console, as_json):
+        return
     check_batch(settings)
     source = resolve(settings.model)
+    check_data(settings.data, source)
+    check_optimizer(settings.optimizer)
     world = settings.nproc if settings.plan_file is None or settings.nproc else _world_of(settings.plan_file)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
     decision = decide(settings, capture_source(source, _precision(settings)), cluster, world)
@@ -210,6 +216,8 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
             f"nproc is {settings.nproc}, but the launcher started {world} ranks: leave nproc out under torchrun"
         )
     with joined(settings.device, settings.backend) as rank:
+        if resume and first_rank_decides(lambda: _already_done(settings, console, as_json), rank):
+            leave(0)
         cluster = measure_cluster(rank) if settings.cluster == "local" else None
 
         def plan_it() -> tuple[str, Decision]:
@@ -226,6 +234,31 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
             _finish(settings, decision, msgspec.to_builtins(summary), console, as_json)
         wait_for_all()  # no rank leaves before the first has printed: the launcher would end it
     leave(0)
+
+
+def _already_done(settings: Settings, console: Console, as_json: bool) -> bool:
+    """A run that has all its steps is shown again, not run again."""
+    from meshwright.core.estimate import Estimate
+    from meshwright.core.plan import Plan
+    from meshwright.train.checkpoint import Progress, latest
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.metrics import last_values
+
+    folder = RunFolder(settings.folder)
+    newest = latest(folder.checkpoints)
+    if newest is None or not folder.trace.exists() or Progress.load(newest / "progress.json").step < settings.steps:
+        return False
+    console.print(f"{folder.path} has all its {settings.steps} steps already: give more with --steps", highlight=False)
+    values = last_values(folder.metrics)
+    summary = {
+        "loss": values.get("loss"),
+        "validation_loss": values.get("validation_loss"),
+        "num_steps": Progress.load(newest / "progress.json").step,
+        "stopped": None,
+        "checkpoint": str(newest),
+    }
+    _finish(settings, Decision(Plan.load(folder.plan), Estimate.load(folder.estimate), None), summary, console, as_json)
+    return True
 
 
 def _prepare(settings: Settings, decision: Decision, resume: bool, console: Console) -> Any:

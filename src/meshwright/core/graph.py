@@ -84,7 +84,8 @@ class Segment(Value, kw_only=True):
     """A stretch of the step inside one block and phase.
 
     kept_bytes: how much more memory is in use when it ends than when it began (negative in backward).
-    peak_bytes: the most in use inside it, above its beginning.
+    peak_bytes: what is in use at its fullest moments, above its beginning; which of them is fullest depends on the number
+        of samples, so all that can be are kept.
     output_bytes: what the block hands on; all that a recomputed block keeps.
     Parameters, their gradients and the batch are not counted here.
     """
@@ -92,8 +93,11 @@ class Segment(Value, kw_only=True):
     phase: Phase
     block: str
     kept_bytes: Affine
-    peak_bytes: Affine
+    peak_bytes: tuple[Affine, ...]
     output_bytes: Affine
+
+    def peak_at(self, num_samples: int) -> float:
+        return max((moment.at(num_samples) for moment in self.peak_bytes), default=0.0)
 
 
 class Graph(Value, kw_only=True):
@@ -108,6 +112,8 @@ class Graph(Value, kw_only=True):
     buffer_bytes: int
     batch_bytes: Affine
     tokens_per_sample: int
+    gradient_order: tuple[str, ...] = ()
+    """Parameters in the order their gradients become ready; without it, the reverse of their own order."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -127,6 +133,13 @@ class Graph(Value, kw_only=True):
     @property
     def repeated_blocks(self) -> tuple[str, ...]:
         return tuple(block.name for block in self.blocks if block.repeated)
+
+    @property
+    def trained(self) -> tuple[Parameter, ...]:
+        """Trainable parameters in the order their gradients become ready; one that gets none comes last."""
+        found = {parameter.name: parameter for parameter in self.own_parameters if parameter.trainable}
+        ready = [found[name] for name in self.gradient_order if name in found]
+        return (*ready, *(found[name] for name in reversed(found) if name not in self.gradient_order))
 
     def kind_of(self, block: Block) -> Kind:
         return next(kind for kind in self.kinds if kind.name == block.kind)

@@ -17,7 +17,7 @@ N ranks, m microbatches, one row per group of parameters (a block, or all that i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwright.core.cluster import Cluster
@@ -66,15 +66,14 @@ def as_collectives(found: tuple[Call, ...]) -> tuple[Collective, ...]:
 
 def _replicated(graph: Graph, plan: Plan) -> Iterator[Call]:
     item = stored_item_bytes(plan)
-    trainable = [parameter for parameter in graph.own_parameters if parameter.trainable]
-    yield from (Call("all_reduce", size, 1, "backward") for size in bucket_bytes(trainable, item))
+    yield from (Call("all_reduce", size, 1, "backward") for size in bucket_bytes(graph.trained, item))
 
 
-def bucket_bytes(parameters: list[Parameter], item_bytes: int) -> list[int]:
-    """Buckets fill in reverse order of the parameters, as their gradients become ready; a full one is closed."""
+def bucket_bytes(parameters: Iterable[Parameter], item_bytes: int) -> list[int]:
+    """Buckets fill as gradients become ready; a full one is closed."""
     sizes: list[int] = []
     filled = 0
-    for parameter in reversed(parameters):
+    for parameter in parameters:
         filled += parameter.num_elements * item_bytes
         if filled >= (BUCKET_BYTES if sizes else FIRST_BUCKET_BYTES):
             sizes.append(filled)

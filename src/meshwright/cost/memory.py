@@ -130,7 +130,7 @@ def _segments(graph: Graph, plan: Plan, state: _State) -> Iterator[MemoryParts]:
 
 
 def _plain(segment: Segment, samples: int) -> tuple[float, float]:
-    return segment.peak_bytes.at(samples), segment.kept_bytes.at(samples)
+    return segment.peak_at(samples), segment.kept_bytes.at(samples)
 
 
 def _redone(segment: Segment, kept: dict[str, float], samples: int) -> tuple[float, float]:
@@ -138,5 +138,5 @@ def _redone(segment: Segment, kept: dict[str, float], samples: int) -> tuple[flo
     output = segment.output_bytes.at(samples)
     dropped = kept[segment.block] - output
     if segment.phase == "forward":
-        return segment.peak_bytes.at(samples), output
-    return dropped + segment.peak_bytes.at(samples), dropped + segment.kept_bytes.at(samples)
+        return segment.peak_at(samples), output
+    return dropped + segment.peak_at(samples), dropped + segment.kept_bytes.at(samples)

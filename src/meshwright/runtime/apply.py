@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
-from meshwright.runtime.data_parallel import prepare_microbatch, spread
+from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatch, spread, without_gradient
 from meshwright.runtime.mesh import build_mesh, check_model, check_runnable, check_same_plan
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.precision import compute_context, store
@@ -92,6 +93,16 @@ class _MicrobatchCounter:
                 "reduced yet; run all of them first, or set num_microbatches in the plan"
             )
         self.done = 0
+        self._check_used()
+        give_up_gathered(self.module)  # a forward without training in between may have left them
+
+    def _check_used(self) -> None:
+        unused = without_gradient(self.module) if isinstance(self.module, DistributedDataParallel) else []
+        if unused:
+            raise PlanError(
+                f"parameter '{unused[0]}' got no gradient: replicas would wait for it; freeze it with requires_grad_(False), "
+                "or use ZeRO 1, 2 or 3"
+            )
 
 
 def _inside(context: Callable[[], Any], forward: Callable[..., Any]) -> Callable[..., Any]:

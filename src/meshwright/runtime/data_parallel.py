@@ -50,6 +50,30 @@ def _forward_buffer_option() -> str:
     return "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
 
 
+def without_gradient(module: nn.Module) -> list[str]:
+    """Trainable parameters that a backward has left without a gradient: nothing in forward used them."""
+    return [name for name, p in inner(module).named_parameters() if p.requires_grad and p.grad is None]
+
+
+def replicate_again(module: nn.Module, unused: list[str], mesh: DeviceMesh) -> nn.Module:
+    """New replicas that do not wait for gradients that never come: the unused parameters are no longer trained.
+
+    One process would skip them too: an optimizer does nothing for a parameter without a gradient.
+    """
+    own = inner(module)
+    for name in unused:
+        own.get_parameter(name).requires_grad_(False)
+    own.zero_grad()
+    return replicate(own, mesh)
+
+
+def give_up_gathered(module: nn.Module) -> None:
+    """Forget gathered parameters: after an update, or when only an evaluation needed them."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """Each rank holds 1/dp of every parameter, gradient and optimizer state."""
     copy_from_first_rank(module, mesh)

@@ -76,12 +76,16 @@ def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> bool:
         logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
     )
     _quiet_launcher()
+    environment = dict(os.environ)
     try:
         elastic_launch(config, sys.executable)("-m", "meshwright.runtime.rank", *arguments)
     except ChildFailedError as error:
         raise describe_failure(error.failures, num_ranks) from None
     except SignalException:
         return True
+    finally:
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]  # the launcher leaves notes to itself
     return False
 
 

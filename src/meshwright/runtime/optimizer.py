@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,12 +33,30 @@ def make_optimizer(
 
 def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> Optimizer:
     """Replace each old parameter in the optimizer's groups by the new one of the same name."""
-    if optimizer.state and any(before[name] is not after[name] for name in before):
-        raise PlanError("the optimizer has already stepped: apply or wrap the plan before the first optimizer.step()")
     replacement = {id(old): after[name] for name, old in before.items()}
+    if any(before[name] is not after[name] for name in before):
+        _move_fresh_state(optimizer, replacement)
     for group in optimizer.param_groups:
         group["params"] = [_replaced(parameter, replacement) for parameter in group["params"]]
     return optimizer
+
+
+def _move_fresh_state(optimizer: Optimizer, replacement: dict[int, nn.Parameter]) -> None:
+    """Some optimizers (Adagrad) make their state when they are made: constants, that the new parameters get too."""
+    for old, state in list(optimizer.state.items()):
+        new = _replaced(old, replacement)
+        for name, item in state.items():
+            if isinstance(item, Tensor) and item.shape == old.shape and item.numel():
+                if item.min() != item.max():
+                    raise _stepped()
+                state[name] = torch.full_like(new, item.flatten()[0].item())
+            elif name == "step" and float(item) != 0:
+                raise _stepped()
+        optimizer.state[new] = optimizer.state.pop(old)
+
+
+def _stepped() -> PlanError:
+    return PlanError("the optimizer has already stepped: apply or wrap the plan before the first optimizer.step()")
 
 
 def _replaced(parameter: Tensor, replacement: dict[int, nn.Parameter]) -> nn.Parameter:

@@ -32,7 +32,13 @@ from meshwright.core.trace import Trace
 from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
 from meshwright.runtime.clip import clip
 from meshwright.runtime.clock import Mark, mark
-from meshwright.runtime.data_parallel import inner, prepare_microbatch
+from meshwright.runtime.data_parallel import (
+    give_up_gathered,
+    inner,
+    prepare_microbatch,
+    replicate_again,
+    without_gradient,
+)
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.step import StepOutput, median_parts, steps_that_count
@@ -54,6 +60,14 @@ class Recorder(Protocol):
     """Runs one step and says what it saw."""
 
     def record(self, program: Program, batch: Batch, run: Callable[[], Any]) -> tuple[Any, Sample]: ...
+
+
+class _UnusedError(Exception):
+    """Nothing in forward uses these parameters. Raised before anything is updated."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(f"no gradient for {', '.join(names)}")
+        self.names = names
 
 
 class Program:
@@ -100,7 +114,9 @@ class Program:
     def step(self, batch: Batch, signal: float = 0.0) -> StepOutput:
         """Train on one global batch: this rank's share of it, or all of it (then the share is taken here)."""
         share = self.share_of(batch)
-        if self._recorder is None or self.num_steps != SAMPLED_STEP:
+        if self.num_steps == 0:
+            output = self._first_step(share, signal)
+        elif self._recorder is None or self.num_steps != SAMPLED_STEP:
             output = self._step(share, signal)
         else:
             output, self.sample = self._record(share, signal)
@@ -133,6 +149,7 @@ class Program:
                     loss = self.objective.loss(call(self.spread_module, moved), moved)
                 sums += torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
         dist.all_reduce(sums, group=self._dp)
+        give_up_gathered(self.module)
         self.spread_module.train()
         total, count = sums.tolist()
         return float(total / max(count, 1.0))
@@ -163,6 +180,14 @@ class Program:
             steps=records,
             environment=describe_environment(self.device),
         )
+
+    def _first_step(self, batch: Batch, signal: float) -> StepOutput:
+        """Replicas reduce only buckets that are full: a parameter that no forward uses would spoil its bucket."""
+        try:
+            return self._step(batch, signal)
+        except _UnusedError as error:
+            self.spread_module = replicate_again(self.spread_module, error.names, self.mesh)
+            return self._step(batch, signal)
 
     def _record(self, batch: Batch, signal: float) -> tuple[StepOutput, Sample]:
         assert self._recorder is not None
@@ -197,8 +222,7 @@ class Program:
                 norm = self._update()
             marks.append((action.kind, mark(self.device)))
         work = dist.all_reduce(sums, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
-        tokens = sum(counts) * self.plan.mesh.dp
-        return StepOutput(tokens, sums, total_count, work, marks, norm)
+        return StepOutput(sums, total_count, work, marks, norm)
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
         size = self.plan.microbatch
@@ -220,6 +244,10 @@ class Program:
             (loss * scale.to(loss.dtype)).backward()
 
     def _update(self) -> Tensor | None:
+        if self.num_steps == 0 and isinstance(self.spread_module, DistributedDataParallel):
+            unused = without_gradient(self.spread_module)
+            if unused:
+                raise _UnusedError(unused)
         with self._region("update"):
             norm = None
             if self.max_norm is not None:

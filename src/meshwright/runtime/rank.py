@@ -23,7 +23,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     try:
         result = _resolve(function)(json.loads(Path(payload_file).read_text()))
-    except Exception as error:
+    except BaseException as error:  # torch has errors that are no Exceptions
         _report(error)
         leave(1)
     if os.environ["RANK"] == "0" and result is not None:
@@ -47,7 +47,7 @@ def _resolve(name: str):  # type: ignore[no-untyped-def]
     return getattr(importlib.import_module(module), function)
 
 
-def _report(error: Exception) -> None:
+def _report(error: BaseException) -> None:
     """Leave the error where the launcher looks for it. Our own errors speak for themselves; others need their lines."""
     message = str(error)
     if not isinstance(error, MeshwrightError):
@@ -59,7 +59,7 @@ def _report(error: Exception) -> None:
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
-def _lines(error: Exception) -> str:
+def _lines(error: BaseException) -> str:
     """Where it came from: our lines and the user's; torch's own, many and always the same, are left out."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
     return "\n".join(f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames)

@@ -21,16 +21,21 @@ WARMUP_STEPS = 3
 class StepOutput:
     """What a step gave. Reading `loss` waits for the ranks' sum; until then nothing does."""
 
-    tokens: int
     _sums: Tensor
     """Loss times tokens, and signals, summed over ranks when `_work` is done."""
     _count: Tensor
+    """Tokens of the global batch."""
     _work: Any
     _marks: list[tuple[str, Mark]]
     """A mark after each action, with the action's name; the first is the start."""
     _norm: Tensor | None = None
     sampled: bool = False
     _resolved: tuple[float, float] | None = field(default=None, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """Of the global batch: label tokens that count, or samples."""
+        return int(self._count)
 
     @property
     def loss(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,16 +46,16 @@ def save(program: Program, progress: Progress, folder: Path, rank: Rank, keep: i
     target = folder / f"step-{progress.step:08d}"
     draft = folder / f".{target.name}.draft"
     program.sync_buffers()
-    problem = _attempt(lambda: _write(program, progress, draft, rank))
-    problems = [f"rank {number}: {text}" for number, text in enumerate(all_ranks(problem)) if text]
-    if problems:
+    needed = sum(all_ranks(_local_bytes(program)))
+    problem = _first_problem(_attempt(lambda: _make_room(draft, needed)) if rank.is_first else "")
+    if not problem:
+        problem = _first_problem(_attempt(lambda: _write(program, progress, draft, rank)))
+    if problem:
         if rank.is_first:
             shutil.rmtree(draft, ignore_errors=True)
         previous = latest(folder)
         kept = f"the previous checkpoint, {previous.name}, is whole" if previous else "there is no earlier checkpoint"
-        raise CheckpointError(
-            f"checkpoint of step {progress.step} could not be written to {folder}: {problems[0]}; {kept}"
-        )
+        raise CheckpointError(f"checkpoint of step {progress.step} could not be written to {folder}: {problem}; {kept}")
     if rank.is_first:
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
@@ -63,37 +64,45 @@ def save(program: Program, progress: Progress, folder: Path, rank: Rank, keep: i
     return target
 
 
-def _attempt(work: Any) -> str:
-    """Empty when it went well, else what went wrong: every rank must learn of it, none may hang."""
+def _attempt(work: Callable[[], None]) -> str:
+    """Empty when it went well, else what went wrong: every rank must learn of it, none may hang.
+
+    torch's CheckpointException is not an Exception.
+    """
     try:
         work()
-    except Exception as error:
+    except (Exception, dcp.CheckpointException) as error:
         return _words(error)
     return ""
 
 
+def _first_problem(own: str) -> str:
+    """What went wrong on some rank, the same words on all; torch tells every rank of a failure, with its rank."""
+    problems = all_ranks(own)
+    named = [text for text in problems if text.startswith("rank ")]
+    others = [f"rank {number}: {text}" for number, text in enumerate(problems) if text]
+    return next(iter(named or others), "")
+
+
 def _words(error: BaseException) -> str:
-    """The innermost cause: torch wraps what the disk said in several layers."""
+    """The innermost cause, with the rank it happened on: torch wraps what the disk said in several layers."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
-        failure = next(iter(error.failures.values()))
-        return _words(failure[0] if isinstance(failure, tuple) else failure)
+        number, failure = next(iter(error.failures.items()))
+        return f"rank {number}: {_words(failure[0] if isinstance(failure, tuple) else failure)}"
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"
 
 
+def _make_room(draft: Path, needed: int) -> None:
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    free = shutil.disk_usage(draft).free
+    if needed > free:
+        raise OSError(f"the disk is full: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
+
+
 def _write(program: Program, progress: Progress, draft: Path, rank: Rank) -> None:
-    needed = sum(all_ranks(_local_bytes(program)))
-    problem = ""
-    if rank.is_first:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        free = shutil.disk_usage(draft).free
-        if needed > free:
-            problem = f"the disk is full: {format_bytes(needed)} are needed, {format_bytes(free)} are free"
-    problem = all_ranks(problem)[0]
-    if problem:
-        raise CheckpointError(problem)
     dcp.save(_state(program, rank), checkpoint_id=str(draft))
     if rank.is_first:
         progress.save(draft / "progress.json")
@@ -132,7 +141,7 @@ def restore(program: Program, folder: Path, rank: Rank) -> Progress:
         del state["random"]  # random states belong to ranks: another number of ranks draws anew
     try:
         dcp.load(state, checkpoint_id=str(newest))
-    except Exception as error:
+    except (Exception, dcp.CheckpointException) as error:
         raise CheckpointError(f"{newest} cannot be read: {_words(error)}") from error
     set_state_dict(
         program.spread_module, program.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]

@@ -1,7 +1,8 @@
 """Text that every machine has: the source files of the running Python's standard library, as bytes. Or any text files.
 
 One token is one byte. A file belongs to the validation split when the hash of its name says so (one in twenty), so that
-the split does not depend on which other files there are.
+the split does not depend on which other files there are. Where that leaves one side empty, the last twentieth of all text
+is for validation.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ TEXT_SUFFIXES = {
 def read_corpus(name: str, split: Split) -> Tensor:
     """All bytes of one split, in the order of file names."""
     folder, files = _files(name)
-    if len(files) == 1:
-        return _part_of_file(files[0], split)
-    chosen = [path for path in files if _is_validation(path.relative_to(folder)) == (split == "validation")]
-    chosen = chosen or files  # a handful of files may leave one side empty: then both see all
-    return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in chosen)), dtype=torch.uint8)
+    apart = [path for path in files if _is_validation(path.relative_to(folder))]
+    if 0 < len(apart) < len(files):
+        chosen = apart if split == "validation" else [path for path in files if path not in set(apart)]
+        return _as_tensor(_join(chosen))
+    text = _join(files)  # a handful of files may leave one side empty: then their text is cut, not their list
+    cut = len(text) - len(text) // VALIDATION_SHARE
+    return _as_tensor(text[:cut] if split == "train" else text[cut:])
 
 
 def _files(name: str) -> tuple[Path, list[Path]]:
@@ -80,8 +83,9 @@ def _is_validation(name: Path) -> bool:
     return int(hashlib.sha256(name.as_posix().encode()).hexdigest(), 16) % VALIDATION_SHARE == 0
 
 
-def _part_of_file(path: Path, split: Split) -> Tensor:
-    """A single file is cut: its last twentieth is for validation."""
-    text = path.read_bytes()
-    cut = len(text) - len(text) // VALIDATION_SHARE
-    return torch.frombuffer(bytearray(text[:cut] if split == "train" else text[cut:]), dtype=torch.uint8)
+def _join(files: list[Path]) -> bytes:
+    return b"\n".join(path.read_bytes() for path in files)
+
+
+def _as_tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler
 
 from meshwright.core.errors import InputError
+from meshwright.models.objective import Batch, map_batch
 from meshwright.models.source import ImageShape, ModelSource, TextShape
-from meshwright.models.userfile import call_function
+from meshwright.models.userfile import call_function, split_name
 from meshwright.train.corpus import Split
 from meshwright.train.samples import DatasetSamples, Samples, SyntheticImages, make_text
 from meshwright.train.settings import DataSettings
 from meshwright.train.stream import IndexedStream, IterableStream, Slice, Stream
+
+EXAMPLE_SAMPLES = 64
 
 
 def open_streams(
@@ -27,6 +31,23 @@ def open_streams(
     return (
         IndexedStream(train, global_batch, part, seed, settings.shuffle),
         IndexedStream(validation, global_batch, part, seed, shuffle=False),
+    )
+
+
+def check_data(settings: DataSettings, source: ModelSource) -> None:
+    """A source that is not there is refused before any rank starts; nothing is read yet."""
+    name = settings.source if settings.source != "auto" else default_source(source)
+    if ".py:" in name:
+        split_name(name)
+    elif name.startswith("text:") and not Path(name.removeprefix("text:")).exists():
+        raise InputError(f"data source '{name}': no such file or folder")
+    elif name not in ("stdlib", "images", "example") and not name.startswith("text:"):
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> InputError:
+    return InputError(
+        f"unknown data source '{name}': use stdlib, text:PATH, images, example, or path/to/file.py:function"
     )
 
 
@@ -51,9 +72,7 @@ def _samples(name: str, source: ModelSource, split: Split) -> Samples:
         return SyntheticImages(source.shape, split)
     if name == "example" and source.example is not None:
         return _Example(source)
-    raise InputError(
-        f"unknown data source '{name}': use stdlib, text:PATH, images, example, or path/to/file.py:function"
-    )
+    raise _unknown(name)
 
 
 class _Example:
@@ -61,13 +80,13 @@ class _Example:
 
     def __init__(self, source: ModelSource) -> None:
         assert source.example is not None
-        self.example = source.example
+        self.samples = source.example(EXAMPLE_SAMPLES)
 
     def __len__(self) -> int:
-        return 2**20
+        return EXAMPLE_SAMPLES
 
-    def batch(self, numbers: Any) -> Any:
-        return self.example(len(numbers))
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        return map_batch(lambda tensor: tensor[list(numbers)], self.samples)
 
 
 def _from_function(

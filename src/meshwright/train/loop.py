@@ -77,12 +77,13 @@ def run(job: Job, rank: Rank, recorder: Recorder | None, console: Console) -> Ou
 
 def build_program(job: Job, source: ModelSource, rank: Rank, recorder: Recorder | None) -> Program:
     module = source.build()
+    clip_norm = job.settings.optimizer.clip_norm
     return apply(
         module,
         job.plan,
         optimizer=make_optimizer(module, job.settings),
         objective=source.objective,
-        max_norm=job.settings.optimizer.clip_norm,
+        max_norm=None if clip_norm == "none" else clip_norm,
         recorder=recorder,
         device=rank.device,
     )

@@ -35,6 +35,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def last_values(path: Path) -> dict[str, Any]:
+    """The newest value of every metric."""
+    return {name: value for line in read_metrics(path) for name, value in line.items()}
+
+
 def _cut(path: Path, first_step: int) -> None:
     if path.exists():
         kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) < first_step]

@@ -18,8 +18,8 @@ SLOTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Rprop": 2, "Adadelta": 2, "ASGD"
 """Tensors the size of a parameter an optimizer keeps for it; the Adam family keeps two."""
 STEP_COUNT_BYTES = 4
 """Every optimizer but SGD counts its steps, tensor by tensor."""
-FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
-"""Optimizers torch runs as one kernel over all parameters when asked to."""
+FUSED = ("Adam", "AdamW")
+"""Optimizers torch runs as one kernel over all parameters when asked to, sharded ones too."""
 
 
 def make_optimizer(module: nn.Module, settings: Settings) -> Optimizer:
@@ -37,6 +37,11 @@ def make_optimizer(module: nn.Module, settings: Settings) -> Optimizer:
     if not groups:
         raise InputError("the model has no trainable parameter: nothing to train")
     return kind(groups, lr=settings.learning_rate.peak, **_options(kind, chosen))  # type: ignore[no-any-return]
+
+
+def check_optimizer(chosen: OptimizerSettings) -> None:
+    """A wrong kind or option is refused before any rank starts."""
+    _options(_class(chosen.kind), chosen)
 
 
 def _class(name: str) -> Any:
@@ -59,13 +64,12 @@ def _options(kind: Any, chosen: OptimizerSettings) -> dict[str, Any]:
 def recipe_of(settings: Settings) -> Recipe:
     """What the cost model must know about the optimizer."""
     chosen = settings.optimizer
-    slots = SLOTS.get(chosen.kind, 2)
-    if chosen.kind == "SGD" and chosen.options.get("momentum", 0):
-        slots = 1
+    switches = ("momentum", "amsgrad", "centered") if chosen.kind in ("SGD", "RMSprop", "Adam", "AdamW") else ()
+    slots = SLOTS.get(chosen.kind, 2) + sum(bool(chosen.options.get(name)) for name in switches)
     return Recipe(
         optimizer_slots=slots,
         optimizer_scalar_bytes=0 if chosen.kind == "SGD" else STEP_COUNT_BYTES,
-        clips=chosen.clip_norm is not None,
+        clips=chosen.clip_norm != "none",
     )
 
 

@@ -33,8 +33,8 @@ class OptimizerSettings(Value, kw_only=True):
     """Whether biases and norm weights decay too."""
     options: dict[str, Any] = field(default_factory=dict)
     """Passed to the class as they are, such as betas = [0.9, 0.95]."""
-    clip_norm: Positive | None = 1.0
-    """Largest global gradient norm; leave out for none."""
+    clip_norm: Positive | Literal["none"] = 1.0
+    """Largest global gradient norm, or "none"."""
 
 
 class LearningRateSettings(Value, kw_only=True):

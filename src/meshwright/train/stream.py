@@ -7,6 +7,7 @@ right when the batch size changes. A rank takes its slice of each global batch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,7 +68,8 @@ class IndexedStream:
     def permutation(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(len(self.samples)))
-        random = torch.Generator().manual_seed((self.seed << 32) + epoch)
+        digest = hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()  # generators look at 32 bits only
+        random = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
         return torch.randperm(len(self.samples), generator=random).tolist()
 
 
