@@ -327,10 +327,15 @@ def test_buckets_hold_every_gradient_and_close_when_full(sizes: list[int]) -> No
         assert size >= (BUCKET_BYTES if place else FIRST_BUCKET_BYTES)
 
 
-def test_buckets_fill_from_the_last_parameter() -> None:
+@pytest.mark.parametrize("order", [(), ("w2", "w1", "w0")])
+def test_buckets_fill_as_gradients_become_ready(order: tuple[str, ...]) -> None:
+    """From the last parameter to the first, where the capture does not say otherwise."""
     sizes = [3, 2**21, 2**18]  # 12 B, 8 MiB, 1 MiB
-    parameters = [Parameter(name=f"w{i}", shape=(size,), dtype="float32") for i, size in enumerate(sizes)]
-    assert bucket_bytes(parameters, item_bytes=4) == [2**20, 2**23 + 12]
+    parameters = tuple(Parameter(name=f"w{i}", shape=(size,), dtype="float32") for i, size in enumerate(sizes))
+    graph = msgspec.structs.replace(chain_graph(), parameters=parameters, gradient_order=order)
+    assert bucket_bytes(graph.trained, item_bytes=4) == [2**20, 2**23 + 12]
+    other = msgspec.structs.replace(graph, gradient_order=("w1", "w0", "w2"))
+    assert bucket_bytes(other.trained, item_bytes=4) == [2**23, 2**20 + 12]
 
 
 def test_measured_collectives_win_over_the_ring() -> None:

@@ -134,7 +134,7 @@ def _timeline(few: Recording, more: Recording) -> tuple[Segment, ...]:
                 phase=phase,
                 block=block,
                 kept_bytes=moments[-1],
-                peak_bytes=fullest(moments),
+                peak_bytes=fullest([Affine(0.0, 0.0), *moments]),
                 output_bytes=affine(few.output_bytes.get(block, 0), more.output_bytes.get(block, 0)),
             )
         )

@@ -40,7 +40,7 @@ def check_data(settings: DataSettings, source: ModelSource) -> None:
     if ".py:" in name:
         split_name(name)
     elif name.startswith("text:") and not Path(name.removeprefix("text:")).exists():
-        raise InputError(f"data source '{name}': no such file or folder")
+        raise InputError(f"data source '{name}': no such file or folder: {name.removeprefix('text:')}")
     elif name not in ("stdlib", "images", "example") and not name.startswith("text:"):
         raise _unknown(name)
 
