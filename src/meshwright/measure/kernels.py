@@ -8,6 +8,7 @@ Backward passes are part of the figure for attention, convolution and reductions
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,6 +29,7 @@ CPU_MATMUL_EDGES = (32, 96, 256, 512, 1024)
 CUDA_MATMUL_EDGES = (1536, 2048, 4096, 8192)
 CPU_ELEMENTS = (2**8, 2**13, 2**16, 2**19, 2**22)
 CUDA_ELEMENTS = (2**23, 2**25, 2**27)
+COLD_BYTES = 64 * 2**20
 TINY_MODEL = "gpt:layers=2,hidden=16,heads=2,seq=8,vocab=32"
 
 
@@ -97,9 +99,15 @@ def _elementwise(
     device: torch.device, dtype: torch.dtype, op: Callable[[Any], Any], tensors_touched: int
 ) -> Iterator[tuple[float, float]]:
     for num_elements in CUDA_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS:
-        tensor = torch.randn(num_elements, device=device).to(dtype)
-        size = tensors_touched * tensor.numel() * tensor.element_size()
-        yield float(size), typical_seconds(lambda tensor=tensor: op(tensor), device)  # type: ignore[misc]
+        inputs = _cold_inputs(num_elements, device, dtype)
+        size = tensors_touched * num_elements * dtype.itemsize
+        yield float(size), typical_seconds(lambda inputs=inputs: op(next(inputs)), device)  # type: ignore[misc]
+
+
+def _cold_inputs(num_elements: int, device: torch.device, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Tensors in turn, more than a CPU's caches hold: a training step comes back to a tensor long after it made it."""
+    copies = 1 if device.type == "cuda" else max(1, min(256, COLD_BYTES // (num_elements * dtype.itemsize)))
+    return cycle([torch.randn(num_elements, device=device).to(dtype) for _ in range(copies)])
 
 
 def _sums(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:

@@ -26,7 +26,7 @@ from meshwright.measure import kernels, links
 from meshwright.runtime.launch import launch
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
-PROBE_VERSION = 2
+PROBE_VERSION = 3
 """Raised when a probe measures other things than before: older measurements are then not used."""
 
 
