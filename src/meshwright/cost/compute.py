@@ -7,6 +7,7 @@ rate:    seconds measured at a few sizes, a power law between them; above the la
 phase:   Σ (launch + kernel)       where the host runs each op itself (CPU)
          max(Σ launch, Σ kernel)   where the host runs ahead and ops queue on the device (CUDA)  -> phase_seconds
 update:  elements held by this rank / measured rate, or 7 · 4 bytes each through memory        -> update_seconds
+clip:    three passes over the gradients, two ops a tensor                                     -> clip_seconds
 """
 
 from __future__ import annotations
@@ -116,3 +117,11 @@ def update_seconds(num_elements: int, device: Device) -> float:
         return num_elements / device.update_elements_per_second
     points = rate_points(device, "fp32" if any(rate.dtype == "fp32" for rate in device.rates) else "bf16")
     return kernel_seconds(num_elements * UPDATE_BYTES_PER_ELEMENT, points["elementwise"])
+
+
+def clip_seconds(num_elements: int, num_tensors: int, device: Device) -> float:
+    """The norm reads every gradient, the scaling reads and writes it, two ops a tensor."""
+    points = rate_points(device, "fp32" if any(rate.dtype == "fp32" for rate in device.rates) else "bf16")
+    moved = kernel_seconds(3 * ITEM_BYTES["fp32"] * num_elements, points["elementwise"])
+    launches = 2 * num_tensors * device.launch_seconds
+    return moved + launches if device.kind == "cpu" else max(moved, launches)

@@ -19,7 +19,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication import Call, as_collectives, calls, collective_seconds
-from meshwright.cost.compute import ComputeCost, update_seconds
+from meshwright.cost.compute import ComputeCost, clip_seconds, update_seconds
 from meshwright.cost.memory import peak_memory
 from meshwright.cost.state import total_elements
 
@@ -31,7 +31,7 @@ def estimate(
     check_costable(graph, plan, cluster)
     recipe = recipe or Recipe()
     found = calls(graph, plan, recipe)
-    parts = time_parts(graph, plan, cluster, found)
+    parts = time_parts(graph, plan, cluster, recipe, found)
     memory = peak_memory(graph, plan, recipe, cluster.device)
     budget = cluster.device.memory_bytes if budget_bytes is None else budget_bytes
     step_seconds = parts.total
@@ -73,7 +73,7 @@ def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:
         )
 
 
-def time_parts(graph: Graph, plan: Plan, cluster: Cluster, found: tuple[Call, ...]) -> TimeParts:
+def time_parts(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, found: tuple[Call, ...]) -> TimeParts:
     cost = ComputeCost(graph, cluster, plan.microbatch)
     microbatches = plan.num_microbatches
     recomputed = plan.recomputed("full")
@@ -84,13 +84,16 @@ def time_parts(graph: Graph, plan: Plan, cluster: Cluster, found: tuple[Call, ..
     gather, reduce, other = (phase_seconds(found, phase, plan, cluster) for phase in ("forward", "backward", "other"))
     overlap = cluster.device.overlap_share
     elements = total_elements(graph.own_parameters, plan.shard_degree, trainable_only=True)
+    update = update_seconds(elements, cluster.device)
+    if recipe.clips:
+        update += clip_seconds(elements, len(graph.trained), cluster.device)
     return TimeParts(
         forward=forward,
         recompute=again,
         backward=backward,
         exposed_gather=exposed_seconds(gather, forward * gathered_share(plan), overlap),
         exposed_reduce=exposed_seconds(reduce, (backward + again) * reduced_share(plan), overlap),
-        update=update_seconds(elements, cluster.device),
+        update=update,
         other=other,
     )
 
