@@ -57,8 +57,19 @@ def iterable() -> Batches:
     return Batches()
 
 
-def nothing() -> list[dict[str, Tensor]]:
-    return iter([])  # type: ignore[return-value]
+class Nothing:
+    """Can be iterated again and again, and never yields."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(())
+
+
+def nothing() -> Nothing:
+    return Nothing()
+
+
+def read_once() -> Iterator[dict[str, Tensor]]:
+    return iter([{"x": torch.ones(8, 2)}])
 
 
 def number() -> int:

@@ -78,7 +78,7 @@ def run_and_save(case: Case, folder: Path, optimizer: Any = ADAM) -> list[float]
 def resume(case: Case, folder: Path, optimizer: Any = ADAM) -> tuple[Progress, list[float]]:
     """Other weights, then what the checkpoint holds."""
     program = start(case, seed=99, optimizer=optimizer)
-    progress = restore(program, folder, this_rank())
+    progress = restore(program, program.plan.graph, folder, this_rank())
     return progress, steps(program, case, progress.step, AFTER)
 
 
@@ -143,7 +143,7 @@ def buffers_after_save(zero: int, folder: Path) -> tuple[float, int]:
 
 def buffers_after_restore(zero: int, folder: Path) -> tuple[float, int]:
     program = start(case_of("resnet", zero), seed=99)
-    restore(program, folder, this_rank())
+    restore(program, program.plan.graph, folder, this_rank())
     return buffer_facts(program)
 
 

@@ -320,6 +320,12 @@ def test_an_iterable_without_a_batch_is_refused() -> None:
         opened(f"{ASSETS}/datasets.py:nothing", text_model()).next()
 
 
+def test_an_iterator_is_refused() -> None:
+    """It could not be read again for the next epoch, nor after a resume."""
+    with pytest.raises(InputError, match="an iterator, which can be read only once"):
+        opened(f"{ASSETS}/datasets.py:read_once", text_model())
+
+
 def test_an_iterable_of_other_batches_is_refused() -> None:
     settings_ = DataSettings(source=f"{ASSETS}/datasets.py:iterable")
     stream, _ = open_streams(settings_, text_model(), 8, Slice(0, 2), seed=0)

@@ -466,7 +466,7 @@ def test_a_faster_link_never_makes_a_plan_slower(case: tuple[Graph, Plan], one: 
     ("changes", "said"),
     [
         ({"mesh": Mesh(tp=2)}, "cannot cost tp=2 yet"),
-        ({"mesh": Mesh(dp=2), "zero": 1, "hybrid": 2}, "cannot cost hybrid sharding yet"),
+        ({"mesh": Mesh(dp=2), "zero": 1, "hybrid": 2}, "cannot cost hybrid=2 yet"),
         ({"offload": Offload(what="optimizer")}, "cannot cost offload of optimizer yet"),
         ({"recompute": (Recompute(mode="selective", blocks=("blocks.0",)),)}, "cannot cost selective recompute yet"),
         ({"mesh": Mesh(dp=8)}, "needs 8 devices, but 'machine' has 1 × 4 = 4: lower a degree, or add hosts"),

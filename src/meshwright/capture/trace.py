@@ -7,9 +7,10 @@ memory of the step is followed too.
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +83,8 @@ def trace(
         known = [*tensors.values(), *tensors_of(inputs)]
         handles = _watch_blocks(module, blocks, place, recording) + _watch_gradients(parameters, recording)
         try:
-            with _Watcher(recording, place, known) as watcher, _computing_in(precision):
-                _run(module, tensors, inputs, objective, place)
+            with _no_collection(), _Watcher(recording, place, known) as watcher:
+                _run(module, tensors, inputs, objective, place, precision)
         finally:
             for handle in handles:
                 handle.remove()
@@ -112,6 +113,19 @@ class _Place:
     @property
     def block(self) -> str:
         return self.stack[-1]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector comes at random moments: what it frees would make two traces of one module differ."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Call(nn.Module):
@@ -156,10 +170,18 @@ def _computing_in(precision: Precision) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _run(module: nn.Module, tensors: dict[str, Tensor], batch: Batch, objective: Objective, place: _Place) -> None:
+def _run(
+    module: nn.Module,
+    tensors: dict[str, Tensor],
+    batch: Batch,
+    objective: Objective,
+    place: _Place,
+    precision: Precision,
+) -> None:
     try:
-        output = torch.func.functional_call(_Call(module), tensors, (batch,))
-        loss = objective.loss(output, batch)
+        with _computing_in(precision):
+            output = torch.func.functional_call(_Call(module), tensors, (batch,))
+            loss = objective.loss(output, batch)
         place.phase = "backward"
         place.stack = [""]
         del output

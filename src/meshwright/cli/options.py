@@ -68,11 +68,14 @@ def plan_flags(verb: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(verb)
     def run(**given: Any) -> Any:
         from meshwright.core.codec import decode
+        from meshwright.core.errors import InputError
         from meshwright.core.request import PlanRequest
 
         file = given.pop("plan_file")
         fixed = {p.name: value for p in added[1:] if (value := given.pop(p.name)) is not None}
         request = decode(fixed, PlanRequest, "plan flags")
+        if file is not None and fixed:
+            raise InputError("--plan gives a whole plan: leave the other plan flags out, or edit the file")
         return verb(**given, flags=PlanFlags(request, file))
 
     run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]

@@ -32,6 +32,8 @@ def parity(
     Exits with 1 and the first tensor that differs. A microbatch that is not given is half of a rank's samples, so that
     accumulation is compared too.
     """
+    import os
+
     import msgspec
 
     from meshwright.cli.output import make_console, print_json
@@ -40,6 +42,8 @@ def parity(
     from meshwright.runtime.ranks import started_by_launcher
 
     console = make_console(as_json)
+    if started_by_launcher():
+        nproc = int(os.environ["WORLD_SIZE"])
     model, request, num_ranks = _read(target, flags, nproc)
     plan = _shrunk_plan(model, request, num_ranks)
     payload = {"model": model, "plan": msgspec.to_builtins(plan), "steps": steps, "device": device, "backend": backend}
@@ -47,6 +51,8 @@ def parity(
         from meshwright.measure.parity import parity_rank
 
         result = parity_rank(payload)
+        if os.environ["RANK"] != "0":
+            raise typer.Exit(0 if result["ok"] else 1)
     else:
         console.print(f"{model}, shrunk: {describe(plan)}, against one process, {steps} steps", highlight=False)
         result = launch("meshwright.measure.parity:parity_rank", payload, num_ranks)

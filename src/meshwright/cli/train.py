@@ -51,7 +51,7 @@ def train(
     """Train as FILE.toml says, on local ranks started here, or as one rank under torchrun.
 
     Measures this machine (cached), decides the plan, trains with a progress bar, and ends with predicted against measured.
-    Ctrl-C stops after the step in progress, with a checkpoint; --resume goes on from it, on any number of ranks.
+    Ctrl-C stops within two steps, with a checkpoint; --resume goes on from it, on any number of ranks.
     """
     from meshwright.cli.output import make_console
     from meshwright.runtime.ranks import started_by_launcher
@@ -66,6 +66,8 @@ def train(
         "backend": backend,
     }
     settings = read_settings(file, flags, given)
+    if resume:
+        settings = as_before(settings)
     console = make_console(as_json)
     if started_by_launcher():
         _under_launcher(settings, resume, console, as_json)
@@ -79,6 +81,7 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Setting
 
     from meshwright.cli.choices import check_choice
     from meshwright.core.errors import InputError
+    from meshwright.core.request import PlanRequest
     from meshwright.core.units import parse_bytes
     from meshwright.train.settings import Settings
 
@@ -93,7 +96,30 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Setting
         changes["memory_bytes"] = parse_bytes(given["memory"])
     if flags.file is not None:
         changes["plan_file"] = flags.file
+    elif settings.plan_file is not None and flags.request != PlanRequest():
+        raise InputError(
+            f"{file} names a whole plan, {settings.plan_file}: leave the plan flags out, or edit that plan"
+        )
     return msgspec.structs.replace(settings, plan=settings.plan.updated(flags.request), **changes)
+
+
+def as_before(settings: Settings) -> Settings:
+    """What a resumed run must not change by itself: a global batch that nobody fixed would follow the number of ranks."""
+    import msgspec
+
+    from meshwright.core.errors import InputError
+    from meshwright.core.plan import Plan
+    from meshwright.core.request import PlanRequest
+    from meshwright.train.checkpoint import latest
+    from meshwright.train.folder import RunFolder
+
+    folder = RunFolder(settings.folder)
+    if not folder.settings.exists() or latest(folder.checkpoints) is None:
+        raise InputError(f"{folder.path} holds no checkpoint to resume from: start it without --resume")
+    if settings.plan_file is not None or settings.plan.global_batch is not None or not folder.plan.exists():
+        return settings
+    before = PlanRequest(global_batch=Plan.load(folder.plan).global_batch)
+    return msgspec.structs.replace(settings, plan=settings.plan.updated(before))
 
 
 @dataclass(frozen=True)
@@ -265,6 +291,7 @@ def _prepare(settings: Settings, decision: Decision, resume: bool, console: Cons
     """Show the plan and lay out the run folder."""
     from meshwright.core.result import describe
     from meshwright.report.tables import candidates_table
+    from meshwright.train.checkpoint import check_same_model
     from meshwright.train.folder import RunFolder
 
     if decision.result is not None:
@@ -274,6 +301,7 @@ def _prepare(settings: Settings, decision: Decision, resume: bool, console: Cons
     folder = RunFolder(settings.folder)
     if resume:
         folder.reopen()
+        check_same_model(folder.checkpoints, decision.plan.graph)
     elif moved := folder.start_fresh():
         console.print(f"{folder.path} held an earlier run: it is now {moved}", highlight=False)
     settings.save(folder.settings)

@@ -48,12 +48,10 @@ def plan_from_flags(flags: PlanFlags, graph: Graph, cluster: Cluster) -> Plan:
     """A plan file as it is, or plan flags with plain defaults for the rest, on all devices of the cluster."""
     from meshwright.core.errors import InputError
     from meshwright.core.plan import Plan
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.core.request import plain_plan
 
     if flags.file is None:
         return plain_plan(flags.request, graph, _world(flags.request, cluster), cluster.hash)
-    if flags.request != PlanRequest():
-        raise InputError("--plan gives a whole plan: leave the other plan flags out, or edit the file")
     plan = Plan.load(flags.file)
     if plan.graph and plan.graph != graph.identity:
         raise InputError(

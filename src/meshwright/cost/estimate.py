@@ -16,6 +16,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate, TimeParts
 from meshwright.core.graph import Graph
+from meshwright.core.limits import CAN, not_yet
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication import Call, as_collectives, calls, collective_seconds
@@ -62,15 +63,9 @@ def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:
             f"the plan needs {plan.world} devices, but '{cluster.name}' has {cluster.num_hosts} × {cluster.devices_per_host} = "
             f"{cluster.num_devices}: lower a degree, or add hosts with --hosts"
         )
-    axes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "cp", "tp", "ep")}
-    open_points = [f"{axis}={degree}" for axis, degree in axes.items() if degree > 1]
-    open_points += ["hybrid sharding"] if plan.hybrid else []
-    open_points += [f"offload of {plan.offload.what}"] if plan.offload.what != "none" else []
-    open_points += ["selective recompute"] if plan.recomputed("selective") else []
+    open_points = [part for part in not_yet(plan) if part != "fp16"]  # costed like bf16, though not run yet
     if open_points:
-        raise PlanError(
-            f"this version cannot cost {', '.join(open_points)} yet: it costs dp with ZeRO 0 to 3 and full recompute"
-        )
+        raise PlanError(f"this version cannot cost {', '.join(open_points)} yet: it costs {CAN}")
 
 
 def time_parts(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, found: tuple[Call, ...]) -> TimeParts:

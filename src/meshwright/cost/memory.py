@@ -75,8 +75,11 @@ class _State:
         return self._of(backward_done, self.plan.shard_degree)
 
     def _of(self, blocks: set[str], degree: int) -> int:
-        done = [p for p in self.graph.own_parameters if p.block in blocks]
-        return total_elements(done, degree, trainable_only=True) * self.item
+        """Gradients of these blocks. What is in no group of its own is reduced at the end, and whole until then."""
+        alone = [p for p in self.graph.own_parameters if p.block in blocks and p.block in self.groups]
+        rest = [p for p in self.graph.own_parameters if p.block in blocks and p.block not in self.groups]
+        elements = total_elements(alone, degree, trainable_only=True) + total_elements(rest, trainable_only=True)
+        return elements * self.item
 
     def gathered(self, block: str, phase: str) -> int:
         """Bytes of whole parameters beside the shards while a block runs; backward already gathers the block before."""

@@ -125,7 +125,7 @@ def device_memory_bytes(rank: Rank) -> int:
     """A GPU's own memory, or an equal share of the host's."""
     if rank.device.type == "cuda":
         return int(torch.cuda.get_device_properties(rank.device).total_memory)
-    return host_memory_bytes() // rank.num_ranks
+    return host_memory_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", rank.num_ranks))
 
 
 def host_memory_bytes() -> int:

@@ -1,7 +1,8 @@
 """How a batch goes into a model and what its loss is.
 
-A batch is a tensor, a pair `(inputs, labels)`, or a dict in the Hugging Face manner: every entry except `labels` is passed
-to the model by name. The first dim of every tensor counts samples.
+A batch is a tensor, a pair `(inputs, labels)`, or a dict: every entry except `labels` is passed to the model by name. The
+first dim of every tensor counts samples. Labels stand where the model answers them: for a language model they are already
+shifted by one (the model itself never sees them, so it cannot shift them).
 
 A loss is an ordinary mean. `count` says over how many things the mean runs (label tokens, or samples), so that microbatches
 and ranks that hold different numbers of them are weighted exactly:
@@ -65,11 +66,11 @@ def logits_of(output: Any) -> Tensor:
 
 
 def default_loss(output: Any, batch: Batch) -> Tensor:
-    """Cross-entropy for integer labels, mean square error for others, the output itself without labels."""
+    """Cross-entropy for integer labels, mean square error for others, the mean of the output without labels."""
     labels = labels_of(batch)
     logits = logits_of(output)
     if labels is None:
-        return logits.float().mean() if logits.dim() else logits
+        return widened(logits).mean()
     if labels.is_floating_point():
         return F.mse_loss(logits, labels)
     return cross_entropy(logits, labels)
@@ -77,9 +78,15 @@ def default_loss(output: Any, batch: Batch) -> Tensor:
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean over the labels that count; zero, not NaN, where none does."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    total = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    total = F.cross_entropy(
+        widened(logits).flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
     return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Losses are computed in fp32 at least."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def default_count(batch: Batch) -> int:

@@ -17,7 +17,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatch, spread, without_gradient
-from meshwright.runtime.mesh import build_mesh, check_model, check_runnable, check_same_plan
+from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_runnable, check_same_plan
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.precision import compute_context, store
 from meshwright.runtime.program import Program, Recorder
@@ -61,11 +61,12 @@ def wrap(
 def _spread(
     module: nn.Module, plan: Plan, optimizer: Optimizer | OptimizerFactory, device: torch.device | None
 ) -> tuple[nn.Module, Optimizer, DeviceMesh]:
-    check_runnable(plan)
     device = device or join().device
-    mesh = build_mesh(plan, device)
     check_same_plan(plan)
+    check_runnable(plan)
+    mesh = build_mesh(plan, device)
     check_model(module, plan)
+    check_precision(module, plan)
     before = named_parameters(module)
     store(module, plan, device)
     mark_recompute(module, plan)

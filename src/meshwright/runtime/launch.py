@@ -6,6 +6,7 @@ rank 0's function returns comes back here.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ from meshwright.runtime.affinity import local_cores
 RANKS_PER_CORE = 16
 """More ranks than this on one core are taken for a slip of the hand."""
 MONITOR_SECONDS = 0.1
+SHUTDOWN_SECONDS = 600
+"""A last step and a checkpoint must fit in it."""
 
 
 def check_num_ranks(num_ranks: int, device: str = "auto") -> None:
@@ -74,6 +77,7 @@ def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> bool:
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
+        **_patience(LaunchConfig),
     )
     _quiet_launcher()
     environment = dict(os.environ)
@@ -87,6 +91,12 @@ def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> bool:
         for name in set(os.environ) - set(environment):
             del os.environ[name]  # the launcher leaves notes to itself
     return False
+
+
+def _patience(kind: Any) -> dict[str, Any]:
+    """How long ranks may take to end in good order; torch 2.11 has no such option and waits 30 s."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    return {"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
 
 
 def _quiet_launcher() -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import identity
+from meshwright.core.limits import CAN, not_yet
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
 
@@ -59,17 +60,15 @@ def check_model(module: nn.Module, plan: Plan) -> None:
 
 
 def check_runnable(plan: Plan) -> None:
-    """What the Plan value can say but this version cannot run yet is refused before anything is allocated."""
-    axes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "cp", "tp", "ep")}
-    reasons = [f"{axis}={degree}" for axis, degree in axes.items() if degree > 1]
-    reasons += [f"hybrid={plan.hybrid}"] if plan.hybrid else []
-    reasons += ["selective recompute"] if plan.recomputed("selective") else []
-    reasons += [f"offload of {plan.offload.what}"] if plan.offload.what != "none" else []
-    reasons += ["compile"] if plan.compile else []
-    reasons += ["fp16"] if plan.precision == "fp16" else []
-    reasons += [f"schedule {plan.schedule} without stages"] if plan.schedule != "1f1b" else []
-    if reasons:
+    """What this version cannot run yet is refused before anything is allocated."""
+    if reasons := not_yet(plan):
+        raise PlanError(f"this version cannot run {', '.join(reasons)} yet: it runs {CAN}")
+
+
+def check_precision(module: nn.Module, plan: Plan) -> None:
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    if plan.zero and plan.precision == "bf16" and any(isinstance(part, norms) for part in module.modules()):
         raise PlanError(
-            f"this version cannot run {', '.join(reasons)} yet: it runs dp with ZeRO 0 to 3, full recompute, "
-            "fp64, fp32 and bf16, schedule 1f1b"
+            f"ZeRO {plan.zero} gathers parameters in bf16, and batch norm cannot mix them with its fp32 statistics: "
+            "use zero 0, or fp32"
         )

@@ -18,7 +18,16 @@ STORED = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
 
 def store(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
     """The module's tensors on the device, floating ones in the dtype the plan stores."""
-    return module.to(device=device, dtype=STORED[plan.precision])
+    kept = [
+        (part, name, buffer)
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if buffer.is_complex()
+    ]
+    module.to(device=device, dtype=STORED[plan.precision])
+    for part, name, buffer in kept:  # `to` would have dropped the imaginary half
+        setattr(part, name, buffer.to(device))
+    return module
 
 
 def compute_context(plan: Plan, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

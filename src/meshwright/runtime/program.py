@@ -137,22 +137,27 @@ class Program:
         return slice_batch(batch, start, start + own)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over batches, each a share or a global batch, without training."""
+        """Mean loss over batches, each a share or a global batch, without training; in microbatches, as training runs."""
+        modes = {part: part.training for part in self.spread_module.modules()}
         self.spread_module.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for batch in batches:
-                share = self.share_of(batch)
-                count = self.objective.count(share)
-                moved = to_device(share, self.plan, self.device)
-                with self._compute():
-                    loss = self.objective.loss(call(self.spread_module, moved), moved)
-                sums += torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
+                for microbatch in self._microbatches(self.share_of(batch)):
+                    sums += self._loss_and_count(microbatch)
         dist.all_reduce(sums, group=self._dp)
         give_up_gathered(self.module)
-        self.spread_module.train()
+        for part, mode in modes.items():
+            part.training = mode  # parts the user keeps in eval mode stay there
         total, count = sums.tolist()
         return float(total / max(count, 1.0))
+
+    def _loss_and_count(self, microbatch: Batch) -> Tensor:
+        count = self.objective.count(microbatch)
+        moved = to_device(microbatch, self.plan, self.device)
+        with self._compute():
+            loss = self.objective.loss(call(self.spread_module, moved), moved)
+        return torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
 
     def sync_buffers(self) -> None:
         """Buffers follow each rank's own samples (batch norm): before they are used or saved, the first rank's count."""

@@ -57,13 +57,11 @@ def choose_device(choice: DeviceChoice, local_number: int, num_local: int, backe
 
 @contextmanager
 def joined(device: DeviceChoice = "auto", backend: BackendChoice = "auto") -> Iterator[Rank]:
-    """Join the job's process group, and leave it in the end, whatever happens."""
-    rank = join(device, backend)
-    try:
-        yield rank
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    """Join the job's process group, and leave it in the end. After an error it is left as it is: a group with a broken
+    peer may hang while it is taken down, and the process is about to end."""
+    yield join(device, backend)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def join(device: DeviceChoice = "auto", backend: BackendChoice = "auto") -> Rank:

@@ -15,13 +15,15 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from meshwright.core.codec import Value, load
 from meshwright.core.errors import CheckpointError, InputError
 from meshwright.core.units import format_bytes
 from meshwright.runtime.clip import local
-from meshwright.runtime.gather import all_ranks, wait_for_all
+from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.optimizer import state_tensors
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
@@ -50,17 +52,14 @@ def save(program: Program, progress: Progress, folder: Path, rank: Rank, keep: i
     problem = _first_problem(_attempt(lambda: _make_room(draft, needed)) if rank.is_first else "")
     if not problem:
         problem = _first_problem(_attempt(lambda: _write(program, progress, draft, rank)))
+    if not problem:
+        problem = _first_problem(_attempt(lambda: _publish(draft, target, keep)) if rank.is_first else "")
     if problem:
         if rank.is_first:
             shutil.rmtree(draft, ignore_errors=True)
         previous = latest(folder)
         kept = f"the previous checkpoint, {previous.name}, is whole" if previous else "there is no earlier checkpoint"
         raise CheckpointError(f"checkpoint of step {progress.step} could not be written to {folder}: {problem}; {kept}")
-    if rank.is_first:
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
-        _remove_old(folder, keep)
-    wait_for_all()
     return target
 
 
@@ -109,6 +108,17 @@ def _write(program: Program, progress: Progress, draft: Path, rank: Rank) -> Non
         _flush(draft)
 
 
+def _publish(draft: Path, target: Path, keep: int) -> None:
+    """The draft becomes the checkpoint; one of the same step gives way only then."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    draft.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+    _remove_old(target.parent, keep)
+
+
 def _local_bytes(program: Program) -> int:
     tensors = (*program.module.parameters(), *program.module.buffers(), *state_tensors(program.optimizer))
     whole = program.plan.zero == 0
@@ -118,7 +128,18 @@ def _local_bytes(program: Program) -> int:
 
 def _state(program: Program, rank: Rank) -> dict[str, Any]:
     model, optimizer = get_state_dict(program.spread_module, program.optimizer)
-    return {"model": model, "optimizer": optimizer, "random": {str(rank.number): torch.get_rng_state()}}
+    return {"model": model, "optimizer": optimizer, "random": {str(rank.number): _random_state(rank)}}
+
+
+def _random_state(rank: Rank) -> dict[str, Tensor]:
+    found = {"cpu": torch.get_rng_state()}
+    return found | {"cuda": torch.cuda.get_rng_state(rank.device)} if rank.device.type == "cuda" else found
+
+
+def _set_random_state(state: dict[str, Tensor], rank: Rank) -> None:
+    torch.set_rng_state(state["cpu"])
+    if rank.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], rank.device)
 
 
 def _flush(folder: Path) -> None:
@@ -128,27 +149,46 @@ def _flush(folder: Path) -> None:
             os.fsync(file.fileno())
 
 
-def restore(program: Program, folder: Path, rank: Rank) -> Progress:
+def restore(program: Program, graph: str, folder: Path, rank: Rank) -> Progress:
     """Load the newest checkpoint, resharded to the ranks that run now."""
     newest = latest(folder)
     if newest is None:
         raise InputError(f"{folder} holds no checkpoint to resume from: start without --resume")
-    progress = load(newest / "progress.json", Progress)
-    if progress.graph != program.plan.graph:
-        raise CheckpointError(f"{newest} is of another model (graph {progress.graph}, not {program.plan.graph})")
+    progress = check_same_model(folder, graph)
     state = _state(program, rank)
     if progress.num_ranks != rank.num_ranks:
         del state["random"]  # random states belong to ranks: another number of ranks draws anew
     try:
-        dcp.load(state, checkpoint_id=str(newest))
+        _check_whole(newest, state["model"])
+        # a parameter that never got a gradient has optimizer state here, but had none when it was saved
+        dcp.load(state, checkpoint_id=str(newest), planner=DefaultLoadPlanner(allow_partial_load=True))
     except (Exception, dcp.CheckpointException) as error:
         raise CheckpointError(f"{newest} cannot be read: {_words(error)}") from error
     set_state_dict(
         program.spread_module, program.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     if "random" in state:
-        torch.set_rng_state(state["random"][str(rank.number)])
+        _set_random_state(state["random"][str(rank.number)], rank)
     return progress
+
+
+def check_same_model(folder: Path, graph: str) -> Progress:
+    """Where the newest checkpoint stands; one of another model is refused."""
+    newest = latest(folder)
+    if newest is None:
+        raise InputError(f"{folder} holds no checkpoint to resume from: start without --resume")
+    progress = load(newest / "progress.json", Progress)
+    if graph and progress.graph != graph:
+        raise CheckpointError(f"{newest} is of another model (graph {progress.graph}, not {graph})")
+    return progress
+
+
+def _check_whole(newest: Path, model: dict[str, Any]) -> None:
+    """Every parameter and buffer must be there."""
+    saved = dcp.FileSystemReader(str(newest)).read_metadata().state_dict_metadata
+    missing = [name for name in model if f"model.{name}" not in saved]
+    if missing:
+        raise CheckpointError(f"it lacks '{missing[0]}'")
 
 
 def latest(folder: Path) -> Path | None:

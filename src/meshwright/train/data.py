@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from meshwright.core.errors import InputError
 from meshwright.models.objective import Batch, map_batch
@@ -99,14 +99,25 @@ def _from_function(
     return opened, None if validation is None else _stream(name, validation, False, global_batch, part, seed)
 
 
+def _draws_plainly(loader: DataLoader[Any]) -> bool:
+    """Whether a loader draws all samples of a dataset in order or shuffled; other samplers are left to themselves."""
+    is_map = hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")
+    plain = (RandomSampler, SequentialSampler)
+    return is_map and loader.batch_size is not None and type(loader.sampler) in plain
+
+
 def _stream(name: str, data: Any, shuffle: bool, global_batch: int, part: Slice, seed: int) -> Stream:
-    if isinstance(data, DataLoader) and hasattr(data.dataset, "__getitem__") and hasattr(data.dataset, "__len__"):
+    if isinstance(data, DataLoader):
+        if not _draws_plainly(data):
+            return IterableStream(data, global_batch, part)
         shuffles = isinstance(data.sampler, RandomSampler)
         return IndexedStream(DatasetSamples(data.dataset, data.collate_fn), global_batch, part, seed, shuffles)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return IndexedStream(DatasetSamples(data), global_batch, part, seed, shuffle)
-    if isinstance(data, Iterable):
+    if isinstance(data, Iterable) and not isinstance(data, Iterator):
         return IterableStream(data, global_batch, part)
+    if isinstance(data, Iterator):
+        raise InputError(f"{name} returned an iterator, which can be read only once: return what it was made from")
     raise InputError(
         f"{name} returned {type(data).__name__}: return a DataLoader, a dataset or an iterable of global batches"
     )

@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from meshwright.core.errors import CheckpointError, RunError
+from meshwright.core.graph import identity
 from meshwright.core.plan import Plan
 from meshwright.core.trace import Trace
+from meshwright.models.parameters import list_parameters
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.environment import device_bytes
@@ -64,19 +67,21 @@ def run(job: Job, rank: Rank, recorder: Recorder | None, console: Console) -> Ou
     """Train, and leave metrics, trace and a checkpoint in the run folder. Every rank calls it."""
     torch.manual_seed(job.settings.seed)
     source = resolve(job.settings.model)
-    program = build_program(job, source, rank, recorder)
+    module = source.build()
+    graph = identity(list_parameters(module))
+    program = build_program(job, module, source, rank, recorder)
+    torch.manual_seed(job.settings.seed + program.mesh.get_local_rank("dp"))  # replicas draw their own dropout
     part = Slice(program.mesh.get_local_rank("dp"), job.plan.mesh.dp)
     train, validation = open_streams(job.settings.data, source, job.plan.global_batch, part, job.settings.seed)
     first_step = 0
     if job.resume:
-        progress = checkpoint.restore(program, job.folder.checkpoints, rank)
+        progress = checkpoint.restore(program, graph, job.folder.checkpoints, rank)
         train.seek(progress.cursor)
         first_step = progress.step
-    return _Loop(job, rank, program, train, validation, first_step, console).run()
+    return _Loop(job, rank, program, graph, train, validation, first_step, console).run()
 
 
-def build_program(job: Job, source: ModelSource, rank: Rank, recorder: Recorder | None) -> Program:
-    module = source.build()
+def build_program(job: Job, module: nn.Module, source: ModelSource, rank: Rank, recorder: Recorder | None) -> Program:
     clip_norm = job.settings.optimizer.clip_norm
     return apply(
         module,
@@ -97,12 +102,13 @@ class _Loop:
         job: Job,
         rank: Rank,
         program: Program,
+        graph: str,
         train: Stream,
         validation: Stream | None,
         first_step: int,
         console: Console,
     ) -> None:
-        self.job, self.rank, self.program = job, rank, program
+        self.job, self.rank, self.program, self.graph = job, rank, program, graph
         self.settings = job.settings
         self.train, self.validation = train, validation
         self.first_step = first_step
@@ -133,14 +139,27 @@ class _Loop:
         for step in range(self.first_step, self.settings.steps):
             set_learning_rate(self.program.optimizer, self._rate(step))
             output = self.program.step(self.train.next(), signal=float(self._wants_stop()))
-            if previous is not None and self._finish(*previous):
-                self._finish(step, output)
-                return step + 1, "interrupted" if self.interrupted else "its time is up (max_seconds)"
+            stop = previous is not None and self._finish(*previous)
             previous = (step, output)
+            if stop or self._is_pause(step):  # nothing is saved before its loss is known to be a number
+                stop = self._finish(*previous) or stop
+                previous = None
+            if stop:
+                return step + 1, "interrupted" if self.interrupted else "its time is up (max_seconds)"
             self._between(step)
         if previous is not None:
             self._finish(*previous)
         return max(self.settings.steps, self.first_step), None
+
+    def _is_pause(self, step: int) -> bool:
+        """Whether a validation or a checkpoint follows this step."""
+        return any(
+            every and (step + 1) % every == 0 for every in (self._validation_every, self.settings.checkpoint.every)
+        )
+
+    @property
+    def _validation_every(self) -> int:
+        return self.settings.data.validation_every if self.validation is not None else 0
 
     def _finish(self, step: int, output: StepOutput) -> bool:
         """Read a step's figures, write them down; returns whether the ranks want to stop."""
@@ -171,8 +190,8 @@ class _Loop:
     def _between(self, step: int) -> None:
         """What happens every so many steps, after step number `step`."""
         done = step + 1
-        data, every = self.settings.data, self.settings.checkpoint.every
-        if self.validation is not None and data.validation_every and done % data.validation_every == 0:
+        every = self.settings.checkpoint.every
+        if self._validation_every and done % self._validation_every == 0:
             self._validate(step)
         if every and done % every == 0 and done < self.settings.steps:
             self._save(done, final=False)
@@ -193,7 +212,7 @@ class _Loop:
             step=next_step,
             cursor=self.train.cursor,
             plan=self.job.plan.hash,
-            graph=self.job.plan.graph,
+            graph=self.graph,
             num_ranks=self.rank.num_ranks,
         )
         try:
@@ -215,7 +234,7 @@ class _Loop:
 
     @contextmanager
     def _heed_signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the run after the step in progress, with a checkpoint."""
+        """Ctrl-C and SIGTERM end the run within two steps, once all ranks know, with a checkpoint."""
 
         def interrupt(*_: Any) -> None:
             self.interrupted = True

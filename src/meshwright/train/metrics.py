@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ class Metrics:
         self.board = _board(folder.tensorboard, first_step) if tensorboard else None
 
     def write(self, step: int, values: dict[str, Any]) -> None:
+        """A disk that is full loses lines, not the run."""
         known = {name: value for name, value in values.items() if value is not None}
-        self.file.write(json.dumps({"step": step, **known}) + "\n")
-        self.file.flush()
-        if self.board is not None:
-            for name, value in known.items():
-                self.board.add_scalar(name, value, step)
+        with suppress(OSError):
+            self.file.write(json.dumps({"step": step, **known}) + "\n")
+            self.file.flush()
+            if self.board is not None:
+                for name, value in known.items():
+                    self.board.add_scalar(name, value, step)
 
     def close(self) -> None:
         self.file.close()

@@ -27,7 +27,7 @@ class DataSettings(Value, kw_only=True):
 
 class OptimizerSettings(Value, kw_only=True):
     kind: str = "AdamW"
-    """Any class of torch.optim."""
+    """Any class of torch.optim but LBFGS and SparseAdam."""
     weight_decay: float = 0.1
     decay_vectors: bool = False
     """Whether biases and norm weights decay too."""
@@ -74,7 +74,6 @@ class Settings(Value, kw_only=True):
     seed: int = 0
     out: str | None = None
     """Run folder; without it, runs/NAME."""
-    log_every: Count = 10
     tensorboard: bool = True
     data: DataSettings = DataSettings()
     optimizer: OptimizerSettings = OptimizerSettings()

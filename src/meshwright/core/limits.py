@@ -1,0 +1,24 @@
+"""What the Plan value can say but this version can neither cost nor run. The cost model and the runtime ask here."""
+
+from __future__ import annotations
+
+from meshwright.core.plan import Plan
+
+CAN = "dp with ZeRO 0 to 3, full recompute, fp64, fp32 and bf16, schedule 1f1b"
+
+
+def not_yet(plan: Plan) -> list[str]:
+    """The parts of a plan that are not built yet, in words."""
+    axes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "cp", "tp", "ep")}
+    parts = {
+        **{f"{axis}={degree}": degree > 1 for axis, degree in axes.items()},
+        f"hybrid={plan.hybrid}": plan.hybrid is not None,
+        "sequence parallel": plan.sequence_parallel,
+        "sharding of tensors": bool(plan.sharding),
+        "selective recompute": bool(plan.recomputed("selective")),
+        f"offload of {plan.offload.what}": plan.offload.what != "none",
+        "compile": plan.compile,
+        "fp16": plan.precision == "fp16",
+        f"schedule {plan.schedule}": plan.schedule != "1f1b",
+    }
+    return [words for words, asked in parts.items() if asked]
