@@ -86,7 +86,7 @@ def resume(case: Case, folder: Path, optimizer: Any = ADAM) -> tuple[Progress, l
 
 
 @pytest.mark.parametrize("zero", ZERO_STAGES)
-@pytest.mark.parametrize("model", ["gpt", "frozen"])
+@pytest.mark.parametrize("model", ["gpt", "frozen", "unused"])
 def test_the_same_ranks_go_on_exactly(pool: Pools, tmp_path: Path, model: str, zero: int) -> None:
     case = case_of(model, zero)
     expected, _ = pool(2).run(run_and_save, case, tmp_path)

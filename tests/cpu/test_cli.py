@@ -422,7 +422,7 @@ def test_a_plan_of_another_model(here: Cli, settings: Callable[..., Path], tmp_p
 def test_nothing_to_resume(here: Cli, settings: Callable[..., Path], tmp_path: Path) -> None:
     ended = here("train", settings(), "--resume")
     assert ended.code == 2
-    assert f"error: {tmp_path}/run holds no run to resume: start it without --resume\n" == ended.err
+    assert f"error: {tmp_path}/run holds no checkpoint to resume from: start it without --resume\n" == ended.err
 
 
 def test_a_folder_that_is_not_a_run_is_left_alone(here: Cli, settings: Callable[..., Path], tmp_path: Path) -> None:

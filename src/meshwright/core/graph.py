@@ -114,7 +114,6 @@ class Graph(Value, kw_only=True):
     tokens_per_sample: int
     gradient_order: tuple[str, ...] = ()
     """Parameters in the order their gradients become ready; without it, the reverse of their own order."""
-    warnings: tuple[str, ...] = ()
 
     @property
     def identity(self) -> str:

@@ -28,7 +28,7 @@ SHUTDOWN_SECONDS = 600
 """A last step and a checkpoint must fit in it."""
 
 
-def check_num_ranks(num_ranks: int, device: str = "auto") -> None:
+def check_num_ranks(num_ranks: int) -> None:
     """More ranks than this machine can hold are refused before anything starts."""
     most = RANKS_PER_CORE * len(local_cores())
     if num_ranks < 1:

@@ -10,6 +10,7 @@ of ranks and microbatches:
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -191,8 +192,10 @@ class Program:
         try:
             return self._step(batch, signal)
         except _UnusedError as error:
-            self.spread_module = replicate_again(self.spread_module, error.names, self.mesh)
-            return self._step(batch, signal)
+            unused = error.names
+        self.spread_module = replicate_again(self.spread_module, unused, self.mesh)
+        gc.collect()  # the old replicas must be gone: as long as they live, their hooks see every backward
+        return self._step(batch, signal)
 
     def _record(self, batch: Batch, signal: float) -> tuple[StepOutput, Sample]:
         assert self._recorder is not None
