@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,11 +19,7 @@ from meshwright.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meshwright.core.cluster import Cluster
-    from meshwright.core.estimate import Estimate
-    from meshwright.core.graph import Graph, Precision
-    from meshwright.core.plan import Plan
-    from meshwright.core.result import SearchResult
+    from meshwright.cli.decision import Decision
     from meshwright.train.settings import Settings
 
 INTERRUPTED = 130
@@ -122,57 +116,10 @@ def as_before(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, plan=settings.plan.updated(before))
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A plan, what it promises, and how it was chosen."""
-
-    plan: Plan
-    estimate: Estimate
-    result: SearchResult | None
-
-
-def decide(settings: Settings, graph: Graph, cluster: Cluster, world: int | None) -> Decision:
-    """The plan of a run: read, searched, or plain."""
-    from meshwright.core.errors import InfeasibleError, PlanError
-    from meshwright.core.plan import Plan
-    from meshwright.core.request import plain_plan
-    from meshwright.core.units import format_bytes
-    from meshwright.cost.estimate import estimate
-    from meshwright.search.search import search
-    from meshwright.train.optimizers import recipe_of
-
-    recipe = recipe_of(settings)
-    if settings.plan_file is None and settings.planner == "search":
-        result = search(graph, cluster, settings.plan, recipe=recipe, budget_bytes=settings.memory_bytes, world=world)
-        return Decision(result.plan, result.estimate, result)
-    plan = (
-        Plan.load(settings.plan_file)
-        if settings.plan_file
-        else plain_plan(settings.plan, graph, world or cluster.num_devices, cluster.hash)
-    )
-    if plan.graph and plan.graph != graph.identity:
-        raise PlanError(
-            f"{settings.plan_file} was made for another model ({plan.model or 'unnamed'}, graph {plan.graph}), not for "
-            f"{graph.model} (graph {graph.identity}): plan again"
-        )
-    if world is not None and plan.world != world:
-        raise PlanError(
-            f"{settings.plan_file} is for {plan.world} ranks, but {world} were asked for: use --nproc {plan.world}"
-        )
-    found = estimate(graph, plan, cluster, recipe, settings.memory_bytes)
-    if not found.fits:
-        over = found.peak_bytes - found.budget_bytes
-        raise InfeasibleError(
-            f"the plan needs {format_bytes(found.peak_bytes)} per device, {format_bytes(over)} more "
-            f'than the budget of {format_bytes(found.budget_bytes)}: use planner = "search", --zero, --recompute full or a '
-            "smaller --microbatch"
-        )
-    return Decision(plan, found, None)
-
-
 def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
     """Plan here, then start the ranks and wait for them."""
     from meshwright.capture.capture import capture_source
+    from meshwright.cli.decision import check_batch, decide, precision_of_run, world_of_run
     from meshwright.cli.wiring import find_cluster
     from meshwright.models.source import resolve
     from meshwright.runtime.launch import Interrupted, launch
@@ -185,41 +132,19 @@ def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json:
     source = resolve(settings.model)
     check_data(settings.data, source)
     check_optimizer(settings.optimizer)
-    world = settings.nproc if settings.plan_file is None or settings.nproc else _world_of(settings.plan_file)
+    world = world_of_run(settings)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
-    decision = decide(settings, capture_source(source, _precision(settings)), cluster, world)
+    decision = decide(settings, capture_source(source, precision_of_run(settings)), cluster, world)
     folder = _prepare(settings, decision, resume, console)
     payload = {"folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
     try:
-        summary = launch("meshwright.cli.train:train_rank", payload, decision.plan.world)
+        summary = launch("meshwright.cli.train_rank:train_rank", payload, decision.plan.world)
     except Interrupted as stop:
         if stop.result is None:
             raise
         _finish(settings, decision, stop.result, console, as_json)
         raise typer.Exit(INTERRUPTED) from None
     _finish(settings, decision, summary, console, as_json)
-
-
-def check_batch(settings: Settings) -> None:
-    """A batch that cannot be divided is refused before anything is measured."""
-    from meshwright.core.request import count_microbatches, plain_mesh, share_of_batch
-
-    wish = settings.plan
-    if settings.plan_file is None and settings.nproc is not None and wish.global_batch is not None:
-        dp = plain_mesh(wish, settings.nproc).dp
-        count_microbatches(wish.global_batch, dp, wish.microbatch or share_of_batch(wish.global_batch, dp))
-
-
-def _precision(settings: Settings) -> Precision:
-    from meshwright.core.plan import Plan
-
-    return Plan.load(settings.plan_file).precision if settings.plan_file else settings.plan.precision or "fp32"
-
-
-def _world_of(plan_file: str) -> int:
-    from meshwright.core.plan import Plan
-
-    return Plan.load(plan_file).world
 
 
 def _under_launcher(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
@@ -229,6 +154,8 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
     import msgspec
 
     from meshwright.capture.capture import capture_source
+    from meshwright.cli.decision import decide, precision_of_run
+    from meshwright.cli.train_rank import run_rank
     from meshwright.core.errors import InputError
     from meshwright.measure.probe import measure_cluster
     from meshwright.models.source import resolve
@@ -250,7 +177,9 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
             from meshwright.cli.wiring import find_cluster
 
             found = cluster or find_cluster(console, settings.cluster, settings.hosts)
-            decision = decide(settings, capture_source(resolve(settings.model), _precision(settings)), found, world)
+            decision = decide(
+                settings, capture_source(resolve(settings.model), precision_of_run(settings)), found, world
+            )
             return str(_prepare(settings, decision, resume, console)), decision
 
         folder, decision = first_rank_decides(plan_it, rank)
@@ -264,6 +193,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
 
 def _already_done(settings: Settings, console: Console, as_json: bool) -> bool:
     """A run that has all its steps is shown again, not run again."""
+    from meshwright.cli.decision import Decision
     from meshwright.core.estimate import Estimate
     from meshwright.core.plan import Plan
     from meshwright.train.checkpoint import Progress, latest
@@ -308,39 +238,6 @@ def _prepare(settings: Settings, decision: Decision, resume: bool, console: Cons
     decision.plan.save(folder.plan)
     decision.estimate.save(folder.estimate)
     return folder.path
-
-
-def train_rank(payload: dict[str, Any]) -> dict[str, Any]:
-    """What each rank that we started runs."""
-    from meshwright.runtime.ranks import joined
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.settings import Settings
-
-    settings = Settings.load(RunFolder(payload["folder"]).settings)
-    with joined(settings.device, settings.backend) as rank:
-        return run_rank(payload, rank)
-
-
-def run_rank(payload: dict[str, Any], rank: Any) -> dict[str, Any]:
-    from rich.console import Console
-
-    from meshwright.core.plan import Plan
-    from meshwright.measure.record import StepRecorder
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.loop import Job, run
-    from meshwright.train.settings import Settings
-
-    folder = RunFolder(payload["folder"])
-    job = Job(Settings.load(folder.settings), Plan.load(folder.plan), folder, payload["resume"])
-    console = Console(file=sys.stderr if payload["as_json"] else sys.stdout, force_terminal=payload["terminal"] or None)
-    outcome = run(job, rank, StepRecorder(), console)
-    return {
-        "loss": outcome.loss,
-        "validation_loss": outcome.validation_loss,
-        "num_steps": outcome.num_steps,
-        "stopped": outcome.stopped,
-        "checkpoint": str(outcome.checkpoint),
-    }
 
 
 def _finish(settings: Settings, decision: Decision, summary: dict[str, Any], console: Console, as_json: bool) -> None:

@@ -46,18 +46,14 @@ def probe_with_notice(console: Console, nproc: int | None, device: str, backend:
 
 def plan_from_flags(flags: PlanFlags, graph: Graph, cluster: Cluster) -> Plan:
     """A plan file as it is, or plan flags with plain defaults for the rest, on all devices of the cluster."""
-    from meshwright.core.errors import InputError
+    from meshwright.cli.decision import check_made_for
     from meshwright.core.plan import Plan
     from meshwright.core.request import plain_plan
 
     if flags.file is None:
         return plain_plan(flags.request, graph, _world(flags.request, cluster), cluster.hash)
     plan = Plan.load(flags.file)
-    if plan.graph and plan.graph != graph.identity:
-        raise InputError(
-            f"{flags.file} was made for another model ({plan.model or 'unnamed'}, graph {plan.graph}), not for {graph.model} "
-            f"(graph {graph.identity}): plan again"
-        )
+    check_made_for(plan, graph, flags.file)
     return plan
 
 

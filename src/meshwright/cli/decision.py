@@ -1,0 +1,95 @@
+"""The plan of a run: read from a file, searched, or plain; with what it promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.core.cluster import Cluster
+    from meshwright.core.estimate import Estimate
+    from meshwright.core.graph import Graph, Precision
+    from meshwright.core.plan import Plan
+    from meshwright.core.result import SearchResult
+    from meshwright.train.settings import Settings
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan, what it promises, and how it was chosen."""
+
+    plan: Plan
+    estimate: Estimate
+    result: SearchResult | None
+
+
+def decide(settings: Settings, graph: Graph, cluster: Cluster, world: int | None) -> Decision:
+    """The plan of a run: read, searched, or plain."""
+    from meshwright.core.errors import InfeasibleError, PlanError
+    from meshwright.core.plan import Plan
+    from meshwright.core.request import plain_plan
+    from meshwright.core.units import format_bytes
+    from meshwright.cost.estimate import estimate
+    from meshwright.search.search import search
+    from meshwright.train.optimizers import recipe_of
+
+    recipe = recipe_of(settings)
+    if settings.plan_file is None and settings.planner == "search":
+        result = search(graph, cluster, settings.plan, recipe=recipe, budget_bytes=settings.memory_bytes, world=world)
+        return Decision(result.plan, result.estimate, result)
+    plan = (
+        Plan.load(settings.plan_file)
+        if settings.plan_file
+        else plain_plan(settings.plan, graph, world or cluster.num_devices, cluster.hash)
+    )
+    check_made_for(plan, graph, settings.plan_file or "the plan")
+    if world is not None and plan.world != world:
+        raise PlanError(
+            f"{settings.plan_file} is for {plan.world} ranks, but {world} were asked for: use --nproc {plan.world}"
+        )
+    found = estimate(graph, plan, cluster, recipe, settings.memory_bytes)
+    if not found.fits:
+        over = found.peak_bytes - found.budget_bytes
+        raise InfeasibleError(
+            f"the plan needs {format_bytes(found.peak_bytes)} per device, {format_bytes(over)} more "
+            f'than the budget of {format_bytes(found.budget_bytes)}: use planner = "search", --zero, --recompute full or a '
+            "smaller --microbatch"
+        )
+    return Decision(plan, found, None)
+
+
+def check_made_for(plan: Plan, graph: Graph, name: str) -> None:
+    """A plan made for another model is refused."""
+    from meshwright.core.errors import PlanError
+
+    if plan.graph and plan.graph != graph.identity:
+        raise PlanError(
+            f"{name} was made for another model ({plan.model or 'unnamed'}, graph {plan.graph}), not for {graph.model} "
+            f"(graph {graph.identity}): plan again"
+        )
+
+
+def check_batch(settings: Settings) -> None:
+    """A batch that cannot be divided is refused before anything is measured."""
+    from meshwright.core.request import count_microbatches, plain_mesh, share_of_batch
+
+    wish = settings.plan
+    if settings.plan_file is None and settings.nproc is not None and wish.global_batch is not None:
+        dp = plain_mesh(wish, settings.nproc).dp
+        count_microbatches(wish.global_batch, dp, wish.microbatch or share_of_batch(wish.global_batch, dp))
+
+
+def precision_of_run(settings: Settings) -> Precision:
+    """Known before the plan: the model is captured in it."""
+    from meshwright.core.plan import Plan
+
+    return Plan.load(settings.plan_file).precision if settings.plan_file else settings.plan.precision or "fp32"
+
+
+def world_of_run(settings: Settings) -> int | None:
+    """How many ranks were asked for: by number, or by a plan file."""
+    from meshwright.core.plan import Plan
+
+    if settings.nproc is not None or settings.plan_file is None:
+        return settings.nproc
+    return Plan.load(settings.plan_file).world

@@ -1,0 +1,42 @@
+"""What each rank of `meshwright train` runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.runtime.ranks import Rank
+
+
+def train_rank(payload: dict[str, Any]) -> dict[str, Any]:
+    """What each rank that we started runs."""
+    from meshwright.runtime.ranks import joined
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.settings import Settings
+
+    settings = Settings.load(RunFolder(payload["folder"]).settings)
+    with joined(settings.device, settings.backend) as rank:
+        return run_rank(payload, rank)
+
+
+def run_rank(payload: dict[str, Any], rank: Rank) -> dict[str, Any]:
+    from rich.console import Console
+
+    from meshwright.core.plan import Plan
+    from meshwright.measure.record import StepRecorder
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.loop import Job, run
+    from meshwright.train.settings import Settings
+
+    folder = RunFolder(payload["folder"])
+    job = Job(Settings.load(folder.settings), Plan.load(folder.plan), folder, payload["resume"])
+    console = Console(file=sys.stderr if payload["as_json"] else sys.stdout, force_terminal=payload["terminal"] or None)
+    outcome = run(job, rank, StepRecorder(), console)
+    return {
+        "loss": outcome.loss,
+        "validation_loss": outcome.validation_loss,
+        "num_steps": outcome.num_steps,
+        "stopped": outcome.stopped,
+        "checkpoint": str(outcome.checkpoint),
+    }
