@@ -17,11 +17,10 @@ from itertools import pairwise
 from math import exp, log
 from typing import get_args
 
-from meshwright.core.cluster import Cluster, Device
+from meshwright.core.cluster import FLOP_KINDS, Cluster, Device
 from meshwright.core.errors import InputError
 from meshwright.core.graph import Block, Graph, Kind, Op, OpKind, Phase, Precision
 
-FLOP_KINDS = ("matmul", "convolution", "attention")
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 UPDATE_BYTES_PER_ELEMENT = 28
 """AdamW reads parameter, gradient and two moments, and writes three of them back, in fp32."""

@@ -108,26 +108,17 @@ def _read(profiler: profile) -> list[dict[str, Any]]:
         return list(json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"])
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Bytes held before the step, and where they are."""
-
-    parts: MemoryParts
-    addresses: frozenset[int]
-
-
-def _held(program: Program, batch: Batch) -> _Held:
+def _held(program: Program, batch: Batch) -> MemoryParts:
+    """Bytes held before the step."""
     parameters = [*program.module.parameters(), *program.module.buffers()]
     gradients = [parameter.grad for parameter in program.module.parameters() if parameter.grad is not None]
     state = list(state_tensors(program.optimizer))
-    parts = MemoryParts(
+    return MemoryParts(
         parameters=_bytes(parameters),
         gradients=max(_bytes(gradients), _bucket_bytes(program.spread_module)),
         optimizer_state=_bytes(state),
         inputs=sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch)),
     )
-    everything = (*parameters, *gradients, *state)
-    return _Held(parts, frozenset(_storage(local(tensor)).data_ptr() for tensor in everything))
 
 
 def _bucket_bytes(module: nn.Module) -> int:
@@ -206,7 +197,7 @@ def _regions(events: list[dict[str, Any]], name: str) -> list[tuple[float, float
 
 
 def _peak_parts(
-    allocations: list[Allocation], held: _Held, witness: _Witness, forwards: list[tuple[float, float]]
+    allocations: list[Allocation], held: MemoryParts, witness: _Witness, forwards: list[tuple[float, float]]
 ) -> MemoryParts:
     """What was in use at the moment of the peak, by category."""
     peak_at = _peak_moment(allocations)
@@ -214,12 +205,11 @@ def _peak_parts(
     for allocation in allocations:
         if allocation.born <= peak_at < allocation.died:
             sums[_category(allocation, witness, forwards)] += allocation.num_bytes
-    parts = held.parts
     return MemoryParts(
-        parameters=parts.parameters,
-        optimizer_state=parts.optimizer_state,
-        inputs=parts.inputs,
-        gradients=parts.gradients + sums["gradients"],
+        parameters=held.parameters,
+        optimizer_state=held.optimizer_state,
+        inputs=held.inputs,
+        gradients=held.gradients + sums["gradients"],
         gathered_parameters=sums["gathered_parameters"],
         activations=sums["activations"],
         temporaries=sums["temporaries"],

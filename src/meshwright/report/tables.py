@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.core.cluster import Cluster
+from meshwright.core.cluster import FLOP_KINDS, Cluster
 from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
@@ -146,7 +146,7 @@ def cluster_table(cluster: Cluster) -> Table:
     table.add_row("memory per device", format_bytes(device.memory_bytes))
     for kind, dtype in sorted({(rate.kind, rate.dtype) for rate in device.rates}):
         best = max(rate.per_second for rate in device.rates if (rate.kind, rate.dtype) == (kind, dtype))
-        unit = "GFLOP/s" if kind in ("matmul", "convolution", "attention") else "GB/s"
+        unit = "GFLOP/s" if kind in FLOP_KINDS else "GB/s"
         table.add_row(f"{kind}, {dtype}", f"{best / 1e9:,.1f} {unit}")
     table.add_row("least time of an op, forward", format_seconds(device.launch_seconds))
     if device.backward_launch_seconds is not None:

@@ -151,9 +151,7 @@ def _flush(folder: Path) -> None:
 
 def restore(program: Program, graph: str, folder: Path, rank: Rank) -> Progress:
     """Load the newest checkpoint, resharded to the ranks that run now."""
-    newest = latest(folder)
-    if newest is None:
-        raise InputError(f"{folder} holds no checkpoint to resume from: start without --resume")
+    newest = _newest(folder)
     progress = check_same_model(folder, graph)
     state = _state(program, rank)
     if progress.num_ranks != rank.num_ranks:
@@ -174,9 +172,7 @@ def restore(program: Program, graph: str, folder: Path, rank: Rank) -> Progress:
 
 def check_same_model(folder: Path, graph: str) -> Progress:
     """Where the newest checkpoint stands; one of another model is refused."""
-    newest = latest(folder)
-    if newest is None:
-        raise InputError(f"{folder} holds no checkpoint to resume from: start without --resume")
+    newest = _newest(folder)
     progress = load(newest / "progress.json", Progress)
     if graph and progress.graph != graph:
         raise CheckpointError(f"{newest} is of another model (graph {progress.graph}, not {graph})")
@@ -189,6 +185,14 @@ def _check_whole(newest: Path, model: dict[str, Any]) -> None:
     missing = [name for name in model if f"model.{name}" not in saved]
     if missing:
         raise CheckpointError(f"it lacks '{missing[0]}'")
+
+
+def _newest(folder: Path) -> Path:
+    """The checkpoint to resume from."""
+    newest = latest(folder)
+    if newest is None:
+        raise InputError(f"{folder} holds no checkpoint to resume from: start without --resume")
+    return newest
 
 
 def latest(folder: Path) -> Path | None:
