@@ -207,7 +207,8 @@ def check_virtual(kind: ScheduleKind, virtual: int, error: type[ValueError]) -> 
         raise error(f"schedule '{kind}' runs two stages per coordinate, but virtual={virtual}: set virtual to 2")
     if virtual == 1 and kind == "interleaved":
         raise error(
-            "schedule 'interleaved' runs several stages per coordinate, but virtual=1: set virtual to 2 or more"
+            "schedule 'interleaved' runs several stages per coordinate, but virtual=1: "
+            "set virtual to 2 or more, or use 1f1b"
         )
 
 

@@ -2,7 +2,7 @@
 
     step      = busy + exposed + idle, on every coordinate
     busy      seconds of its own work
-    exposed   seconds it waits for what is made and on its way, or is held by a send
+    exposed   seconds it waits for what is made and on its way, or is held by a send when it could go on
     idle      the rest: nothing to do, at the start, in the middle, or at the end
     bubble    = idle / busy of the busiest coordinate: an ideal step would be its busy seconds
 
@@ -10,7 +10,8 @@ Known for equal stages and free transfers; f and b are the seconds of a forward 
 
     gpipe, 1f1b   bubble = (p-1) / m
     interleaved   bubble = (p-1) / (v m)                             where p divides m
-    zb            idle   = (p-1) (f + b_inputs - b_weights)          ZB-H1 (2401.10241), where m ≥ 2p - 1 and weights fit the gap
+    zb            idle   = (p-1) (f + b_inputs - b_weights)          ZB-H1 (2401.10241), where b_weights ≤ f, b_inputs and m ≥ 2p
+    zbv           idle   = (p-1) f                                   where f = b_inputs = b_weights and m ≥ 2p
 
 Updates are not played: whoever costs a step adds them. Memory does not depend on time: `cost/walk.py`.
 """
@@ -55,7 +56,7 @@ class Span(NamedTuple):
 def play(order: Order, stages: Sequence[StageSeconds], transfers: Transfers = "asynchronous") -> Play:
     """The step of one order of work; `stages` has one entry a stage."""
     timing = time_order(order, stages, transfers)
-    step = max(timing.free_at)
+    step = max(timing.ends)
     parts = zip(timing.busy, timing.exposed, strict=True)
     return Play(
         step_seconds=step,

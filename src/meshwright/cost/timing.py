@@ -3,8 +3,9 @@
     start of an action = max(end of the action before it, arrival of what it needs)
     asynchronous   a message leaves when it is made and the link is free, and arrives a transfer later; nobody is held
     blocking       a message leaves when it is made and its taker has nothing else to do; it holds the taker until it
-                   arrives, and the maker as long as it takes; what a coordinate sends and what it takes pass each other
-    exposed        seconds a coordinate waits for what is made and on its way, or is held by a send
+                   arrives, and the maker for one transfer; what a coordinate sends and what it takes pass each other
+                   (Megatron-LM's p2p of 1F1B: send forward and receive backward in one call, then wait for both)
+    exposed        seconds between when an action could start, were transfers free from now on, and when it starts
 
 The order is fixed, so time is a recurrence and no queue of events is needed: a coordinate runs until it needs what is not
 made yet, and whoever makes it sets it going again                                             -> _Machine.run, _Machine.advance
@@ -44,12 +45,12 @@ class StageSeconds(Value, kw_only=True):
 
 
 class Timing(NamedTuple):
-    """By coordinate: start and end of every action, seconds of own work, seconds exposed, and when it is free again."""
+    """By coordinate: start and end of every action, seconds of own work, seconds exposed, and when its work is over."""
 
     spans: list[list[tuple[float, float]]]
     busy: list[float]
     exposed: list[float]
-    free_at: list[float]
+    ends: list[float]
 
 
 class _Rule(NamedTuple):
@@ -72,7 +73,7 @@ def time_order(order: Order, stages: Sequence[StageSeconds], transfers: Transfer
     machine = _Machine(rows, rules.num_microbatches, len(stages))
     machine.run()
     busy = [sum(rule.seconds + rule.extra_after for rule, _ in row) for row in rows]
-    return Timing(machine.spans, busy, machine.exposed, machine.free_at)
+    return Timing(machine.spans, busy, machine.exposed, machine.clock)
 
 
 class _Rules:
@@ -158,7 +159,6 @@ class _Machine:
                     f"deadlock: coordinate {coordinate} stops after {len(spans)} of {len(row)} actions: "
                     "make a Schedule of the order, and `check` names who waits for whom"
                 )
-            self.exposed[coordinate] += self.free_at[coordinate] - self.clock[coordinate]
 
     def advance(self, coordinate: int) -> list[int]:
         """Run one coordinate as far as it goes; who can go on because of it."""
@@ -172,9 +172,8 @@ class _Machine:
             if made[need] == inf:
                 waiting[need] = coordinate
                 break
-            begun = (
-                made[need] if made[need] > clock else clock
-            )  # comparisons, as max() makes the loop half as slow again
+            # comparisons, not max(): the loop is the cost of a play, and max() makes it half as slow again
+            begun = made[need] if made[need] > clock else clock
             start = begun + held_by_receive if begun + held_by_receive > free_at else free_at
             start = arrived[need] if arrived[need] > start else start
             exposed += start - begun
