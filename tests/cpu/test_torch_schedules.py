@@ -1,6 +1,6 @@
 """Our orders of work on stock torch: its validator and its own send and receive pass take every one of them.
 
-Where torch has the same schedule, ours is word for word the same; torch 2.11 and 2.13 agree on these.
+Where torch has the same schedule and takes the same sizes, ours is word for word the same.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from strategies import quick, schedule_sizes
 from meshwright.core.plan import ScheduleKind
 from meshwright.core.schedule import Action
 from meshwright.core.schedules import make_order, make_schedule
-from meshwright.cost.walk import StageBytes, memory_peaks, most_in_flight
+from meshwright.cost.walk import StageBytes, in_flight_by_stage, memory_peaks
 
 Sizes = tuple[ScheduleKind, int, int, int]
 
@@ -35,11 +35,11 @@ def test_what_a_backward_for_inputs_frees_is_not_held(sizes: Sizes, freed: int) 
     assert all(one.peak_bytes <= other.peak_bytes for one, other in zip(early, late, strict=True))
 
 
-def test_most_in_flight_by_stage() -> None:
-    assert most_in_flight(make_order("1f1b", 4, 8)) == (4, 3, 2, 1)
-    assert most_in_flight(make_order("zb", 4, 8)) == (4, 4, 4, 4)
-    assert most_in_flight(make_order("gpipe", 2, 5)) == (5, 5)
-    assert most_in_flight(make_order("interleaved", 2, 4, 2)) == (4, 3, 2, 1)
+def test_in_flight_by_stage() -> None:
+    assert in_flight_by_stage(make_order("1f1b", 4, 8)) == (4, 3, 2, 1)
+    assert in_flight_by_stage(make_order("zb", 4, 8)) == (4, 4, 4, 4)
+    assert in_flight_by_stage(make_order("gpipe", 2, 5)) == (5, 5)
+    assert in_flight_by_stage(make_order("interleaved", 2, 4, 2)) == (4, 3, 2, 1)
 
 
 def test_the_fullest_moment_may_be_a_backward() -> None:

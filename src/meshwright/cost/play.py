@@ -10,8 +10,8 @@ Known for equal stages and free transfers; f and b are the seconds of a forward 
 
     gpipe, 1f1b   bubble = (p-1) / m
     interleaved   bubble = (p-1) / (v m)                             where p divides m
-    zb            idle   = (p-1) (f + b_inputs - b_weights)          ZB-H1 (2401.10241), where b_weights ≤ f, b_inputs and m ≥ 2p
-    zbv           idle   = (p-1) f                                   where f = b_inputs = b_weights and m ≥ 2p
+    zb            idle   = (p-1) max(f + b_inputs - b_weights, f, b_inputs)   where m ≥ 2p; ZB-H1 (2401.10241) gives the first term
+    zbv           idle   = (p-1) f                                   where m ≥ 2p and f = b_inputs = b_weights; dualpipev the same
 
 Updates are not played: whoever costs a step adds them. Memory does not depend on time: `cost/walk.py`.
 """

@@ -46,7 +46,7 @@ def memory_peaks(order: Order, stages: Sequence[StageBytes]) -> tuple[MemoryPeak
     return tuple(_peak(row, stages) for row in order)
 
 
-def most_in_flight(order: Order) -> tuple[int, ...]:
+def in_flight_by_stage(order: Order) -> tuple[int, ...]:
     """The most microbatches each stage holds at once, its backward for weights included."""
     held: dict[int, int] = {}
     most: dict[int, int] = {}
