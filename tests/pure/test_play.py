@@ -246,7 +246,7 @@ def test_more_work_or_a_slower_link_never_makes_the_step_shorter(
 
 @quick
 @given(cases())
-def test_blocking_is_never_faster_where_links_are_not_crowded(case: tuple[Order, list[StageSeconds]]) -> None:
+def test_free_transfers_hold_nobody(case: tuple[Order, list[StageSeconds]]) -> None:
     order, stages = case
     free = [msgspec.structs.replace(stage, transfer=0.0) for stage in stages]
     assert play(order, free, "blocking") == play(order, free, "asynchronous")
