@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from meshwright.core.graph import Affine, Block, Graph, Kind, Op, Parameter
 from meshwright.core.names import compact_names
+from meshwright.core.placement import Placement, coordinate_of
 from meshwright.core.plan import (
-    MULTI_STAGE_SCHEDULES,
+    V_SCHEDULES,
     BlockSharding,
     Mesh,
     Offload,
@@ -25,6 +26,7 @@ from meshwright.core.plan import (
     ScheduleKind,
     Stage,
     TensorSharding,
+    placement_of,
 )
 from meshwright.core.request import PlanRequest
 
@@ -79,6 +81,24 @@ def divisors(number: int) -> st.SearchStrategy[int]:
     return st.sampled_from([part for part in range(1, number + 1) if number % part == 0])
 
 
+def virtuals(schedule: ScheduleKind) -> st.SearchStrategy[int]:
+    """How many stages a coordinate may have."""
+    if schedule in V_SCHEDULES:
+        return st.just(2)
+    return st.integers(2, 4) if schedule == "interleaved" else st.just(1)
+
+
+@st.composite
+def schedule_sizes(
+    draw: st.DrawFn, kinds: tuple[ScheduleKind, ...] = get_args(ScheduleKind), most: int = 6
+) -> tuple[ScheduleKind, int, int, int]:
+    """Legal arguments of `make_schedule` and `make_order`."""
+    kind = draw(st.sampled_from(kinds))
+    num_coordinates = draw(st.integers(1, most))
+    least = 2 * num_coordinates if kind == "dualpipev" else 1
+    return kind, num_coordinates, draw(st.integers(least, least + 3 * most)), draw(virtuals(kind))
+
+
 @st.composite
 def meshes(draw: st.DrawFn) -> Mesh:
     dp = draw(degrees)
@@ -99,7 +119,7 @@ def plans(draw: st.DrawFn) -> Plan:
     """Legal plans of every shape: any mesh, schedule, sharding, ZeRO stage and recompute rule."""
     mesh = draw(meshes())
     schedule = draw(_of(ScheduleKind))
-    virtual = draw(degrees) if schedule in MULTI_STAGE_SCHEDULES else 1
+    virtual = draw(virtuals(schedule))
     blocks = draw(st.lists(module_names, min_size=1, max_size=12, unique=True))
     zero = draw(st.sampled_from([0, 1, 2, 3]))
     microbatch, num_microbatches = draw(degrees), draw(degrees)
@@ -108,7 +128,7 @@ def plans(draw: st.DrawFn) -> Plan:
         graph=draw(words),
         cluster=draw(words),
         mesh=mesh,
-        stages=draw(_stages(blocks, mesh.pp, virtual)),
+        stages=draw(_stages(blocks, mesh.pp, virtual, placement_of(schedule))),
         sharding=tuple(draw(st.lists(_shardings(blocks), max_size=2))),
         sequence_parallel=draw(st.booleans()),
         zero=zero,
@@ -126,11 +146,14 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @st.composite
-def _stages(draw: st.DrawFn, blocks: list[str], pp: int, virtual: int) -> tuple[Stage, ...]:
+def _stages(draw: st.DrawFn, blocks: list[str], pp: int, virtual: int, placement: Placement) -> tuple[Stage, ...]:
     num_stages = pp * virtual
     cuts = sorted(draw(st.lists(st.integers(0, len(blocks)), min_size=num_stages - 1, max_size=num_stages - 1)))
     pieces = [blocks[start:end] for start, end in zip([0, *cuts], [*cuts, len(blocks)], strict=True)]
-    return tuple(Stage(coordinate=turn % pp, blocks=compact_names(piece)) for turn, piece in enumerate(pieces))
+    return tuple(
+        Stage(coordinate=coordinate_of(number, pp, placement), blocks=compact_names(piece))
+        for number, piece in enumerate(pieces)
+    )
 
 
 @st.composite

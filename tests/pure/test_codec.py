@@ -25,7 +25,8 @@ from meshwright.core.graph import Graph
 from meshwright.core.plan import Mesh, Offload, Plan
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
-from meshwright.core.schedule import Schedule, make_schedule
+from meshwright.core.schedule import Schedule
+from meshwright.core.schedules import make_schedule
 from meshwright.core.trace import Trace
 
 FILED = (Plan, PlanRequest, Graph, Cluster, Schedule, Estimate, SearchResult, Trace)

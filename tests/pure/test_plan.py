@@ -24,6 +24,12 @@ from meshwright.core.request import (
 )
 
 TWO_ON_ONE = (Stage(coordinate=0, blocks=("blocks.0-3",)), Stage(coordinate=0, blocks=("blocks.4-7",)))
+
+
+def four_stages(*coordinates: int) -> tuple[Stage, ...]:
+    return tuple(Stage(coordinate=c, blocks=(f"blocks.{number}",)) for number, c in enumerate(coordinates))
+
+
 TENSOR = TensorSharding(tensor="weight", dims=("", "tp"))
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -41,6 +47,17 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "virtual": (
         {"mesh": Mesh(dp=2), "virtual": 2, "stages": TWO_ON_ONE},
         "'1f1b' runs one stage per coordinate, but virtual=2",
+    ),
+    "one stage in a V": ({"schedule": "zbv"}, "'zbv' runs two stages per coordinate, but virtual=1"),
+    "one stage interleaved": ({"schedule": "interleaved"}, "several stages per coordinate, but virtual=1"),
+    "loop": ({"schedule": "interleaved", "virtual": 2, "stages": four_stages(0, 1, 1, 0)}, "stage 2 is on .* a loop"),
+    "v": (
+        {"schedule": "zbv", "virtual": 2, "stages": four_stages(0, 1, 0, 1)},
+        "stage 2 is on pp coordinate 0, .* a V",
+    ),
+    "row": (
+        {"stages": (Stage(coordinate=1, blocks=("a",)), Stage(coordinate=0, blocks=("b",)))},
+        "stage 0 is on pp coordinate 1, but schedule '1f1b' lays stages in a loop",
     ),
     "hybrid without ZeRO": ({"hybrid": 2}, "hybrid=2 without ZeRO"),
     "hybrid": ({"hybrid": 3, "zero": 2}, "hybrid=3 does not divide dp=2"),
@@ -158,6 +175,15 @@ def test_recompute_in_words() -> None:
     assert hand_plan().recompute_words == "none"
 
 
+@pytest.mark.parametrize(
+    ("schedule", "coordinates"),
+    [("interleaved", (0, 1, 0, 1)), ("zbv", (0, 1, 1, 0)), ("dualpipev", (0, 1, 1, 0))],
+)
+def test_stages_lie_as_their_schedule_asks(schedule: str, coordinates: tuple[int, ...]) -> None:
+    plan = hand_plan(schedule=schedule, virtual=2, stages=four_stages(*coordinates))
+    assert plan.placement == ("loop" if schedule == "interleaved" else "v")
+
+
 # Requests
 
 
@@ -168,6 +194,17 @@ def test_a_plain_plan_takes_the_plain_defaults() -> None:
     assert (plan.microbatch, plan.num_microbatches, plan.global_batch) == (1, 1, 4)
     assert (plan.zero, plan.recompute, plan.offload.what, plan.precision) == (0, (), "none", "fp32")
     assert (plan.model, plan.graph) == ("gpt:layers=4", hand_graph().identity)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "coordinates"),
+    [(None, 1, (0, 1)), ("zb", 1, (0, 1)), ("interleaved", 2, (0, 1, 0, 1)), ("zbv", 2, (0, 1, 1, 0))],
+)
+def test_a_plain_plan_is_cut_into_even_stages(schedule: Any, virtual: int, coordinates: tuple[int, ...]) -> None:
+    plan = plain_plan(PlanRequest(pp=2, schedule=schedule), hand_graph(), world=4, cluster="local")
+    assert (plan.mesh, plan.virtual) == (Mesh(pp=2, dp=2), virtual)
+    assert tuple(stage.coordinate for stage in plan.stages) == coordinates
+    assert plan.blocks == ("embed", *(f"blocks.{i}" for i in range(4)), "head")
 
 
 def test_a_plain_plan_keeps_what_is_fixed() -> None:
@@ -208,7 +245,11 @@ def test_every_plain_plan_holds_the_whole_batch(
         ({"dp": 2, "tp": 2}, "= 4 ranks, but there are 8: change a degree, or run 4 ranks"),
         ({"tp": 16}, "= 16 does not divide 8 ranks"),
         ({"ep": 3}, "ep=3 does not divide dp=8"),
-        ({"pp": 2}, "pp=2 needs stages"),
+        (
+            {"pp": 8},
+            "pp=8 with virtual=1 needs 8 stages, but 'gpt:layers=4' has 4 repeated blocks: set pp · virtual to 4",
+        ),
+        ({"schedule": "zbv", "pp": 4}, "pp=4 with virtual=2 needs 8 stages"),
         ({"virtual": 2}, "virtual=2"),
         ({"hybrid": 2}, "hybrid=2 without ZeRO"),
         ({"global_batch": 12}, "global batch 12 does not divide over dp=8 ranks: use 8 or 16$"),
@@ -216,7 +257,7 @@ def test_every_plain_plan_holds_the_whole_batch(
         ({"global_batch": 96, "microbatch": 5}, "12 samples .* microbatches of 5: use one of 1, 2, 3, 4, 6, 12$"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_refused(fields: dict[str, int], said: str) -> None:
+def test_a_request_that_cannot_be_met_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         plain_plan(PlanRequest(**fields), hand_graph(), world=8, cluster="local")
 

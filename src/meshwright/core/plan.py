@@ -16,6 +16,7 @@ from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Precision
 from meshwright.core.names import expand_names
+from meshwright.core.placement import Placement, coordinate_of
 
 Degree = Annotated[int, Meta(ge=1)]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
@@ -23,6 +24,7 @@ RecomputeMode = Literal["selective", "full"]
 ZeroStage = Literal[0, 1, 2, 3]
 
 MULTI_STAGE_SCHEDULES = ("interleaved", "zbv", "dualpipev")
+V_SCHEDULES = ("zbv", "dualpipev")
 SHARDING_AXES = ("dp", "cp", "tp", "ep")
 """Axes a tensor's dim can lie over; stages, not tensors, lie over pp."""
 
@@ -143,6 +145,11 @@ class Plan(Value, kw_only=True):
         return self.mesh.world
 
     @property
+    def placement(self) -> Placement:
+        """How its schedule lays stages over the pp coordinates."""
+        return placement_of(self.schedule)
+
+    @property
     def blocks(self) -> tuple[str, ...]:
         """Every block, in order."""
         return tuple(name for stage in self.stages for name in expand_names(stage.blocks))
@@ -186,25 +193,42 @@ def _check_stages(plan: Plan) -> None:
     repeated = [name for name, count in Counter(plan.blocks).items() if count > 1]
     if repeated:
         raise PlanError(f"block '{repeated[0]}' is in more than one stage: give each block to one stage")
-    if plan.virtual > 1 and plan.schedule not in MULTI_STAGE_SCHEDULES:
-        raise PlanError(
-            f"schedule '{plan.schedule}' runs one stage per coordinate, but virtual={plan.virtual}: "
+    check_virtual(plan.schedule, plan.virtual, PlanError)
+
+
+def check_virtual(kind: ScheduleKind, virtual: int, error: type[ValueError]) -> None:
+    """Which schedule runs how many stages a coordinate."""
+    if virtual > 1 and kind not in MULTI_STAGE_SCHEDULES:
+        raise error(
+            f"schedule '{kind}' runs one stage per coordinate, but virtual={virtual}: "
             f"set virtual to 1, or use one of {', '.join(MULTI_STAGE_SCHEDULES)}"
         )
+    if virtual != 2 and kind in V_SCHEDULES:
+        raise error(f"schedule '{kind}' runs two stages per coordinate, but virtual={virtual}: set virtual to 2")
+    if virtual == 1 and kind == "interleaved":
+        raise error(
+            "schedule 'interleaved' runs several stages per coordinate, but virtual=1: "
+            "set virtual to 2 or more, or use 1f1b"
+        )
+
+
+def placement_of(kind: ScheduleKind) -> Placement:
+    return "v" if kind in V_SCHEDULES else "loop"
 
 
 def _check_places(plan: Plan) -> None:
-    counts = Counter(stage.coordinate for stage in plan.stages)
-    outside = max(counts)
-    if outside >= plan.mesh.pp:
-        raise PlanError(
-            f"a stage is on pp coordinate {outside}, but pp={plan.mesh.pp}: place it on one of 0 to {plan.mesh.pp - 1}"
-        )
-    for coordinate in range(plan.mesh.pp):
-        if counts[coordinate] != plan.virtual:
+    pp = plan.mesh.pp
+    for number, stage in enumerate(plan.stages):
+        if stage.coordinate >= pp:
             raise PlanError(
-                f"pp coordinate {coordinate} has {counts[coordinate]} stages, but virtual={plan.virtual}: "
-                "place as many stages on every coordinate as it says"
+                f"stage {number} is on pp coordinate {stage.coordinate}, but pp={pp}: place it on one of 0 to {pp - 1}"
+            )
+        home = coordinate_of(number, pp, plan.placement)
+        if stage.coordinate != home:
+            shape = "a V" if plan.placement == "v" else "a loop"
+            raise PlanError(
+                f"stage {number} is on pp coordinate {stage.coordinate}, but schedule '{plan.schedule}' lays stages in {shape}: "
+                f"place it on {home}"
             )
 
 

@@ -13,7 +13,8 @@ from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import InputError, PlanError
 from meshwright.core.graph import Graph, Precision
 from meshwright.core.names import compact_names
-from meshwright.core.plan import Degree, Mesh, Offload, Plan, Recompute, ScheduleKind, Stage, ZeroStage
+from meshwright.core.plan import Degree, Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
+from meshwright.core.stages import even_stages, plain_virtual
 
 _EVERY = re.compile(r"every:([1-9]\d*)")
 
@@ -74,19 +75,21 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
     mesh = plain_mesh(request, world)
     global_batch = request.global_batch or (request.microbatch or 1) * mesh.dp
     microbatch = request.microbatch or share_of_batch(global_batch, mesh.dp)
+    schedule = request.schedule or "1f1b"
+    virtual = request.virtual or plain_virtual(schedule)
     return Plan(
         model=graph.model,
         graph=graph.identity,
         cluster=cluster,
         mesh=mesh,
-        stages=one_stage(graph) if mesh.pp * (request.virtual or 1) == 1 else _no_stages(request),
+        stages=even_stages(graph, mesh.pp, virtual, schedule),
         sequence_parallel=bool(request.sequence_parallel),
         zero=request.zero or 0,
         hybrid=request.hybrid,
         recompute=recompute_rules(request.recompute or "none", graph.repeated_blocks),
         offload=Offload(what=request.offload or "none"),  # type: ignore[arg-type]
-        schedule=request.schedule or "1f1b",
-        virtual=request.virtual or 1,
+        schedule=schedule,
+        virtual=virtual,
         microbatch=microbatch,
         num_microbatches=count_microbatches(global_batch, mesh.dp, microbatch),
         global_batch=global_batch,
@@ -132,16 +135,3 @@ def count_microbatches(global_batch: int, dp: int, microbatch: int) -> int:
             f"microbatches of {microbatch}: use one of {divisors}"
         )
     return share // microbatch
-
-
-def one_stage(graph: Graph) -> tuple[Stage, ...]:
-    """Everything on one pp coordinate."""
-    return (Stage(coordinate=0, blocks=compact_names(block.name for block in graph.blocks if block.name)),)
-
-
-def _no_stages(request: PlanRequest) -> tuple[Stage, ...]:
-    wanted = [f"{name}={count}" for name in ("pp", "virtual") if (count := getattr(request, name) or 1) > 1]
-    raise PlanError(
-        f"{' with '.join(wanted)} needs stages: cutting a model into stages is not built yet; "
-        "leave pp and virtual at 1, or give --plan FILE"
-    )

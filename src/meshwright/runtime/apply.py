@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
-from meshwright.core.schedule import make_schedule
+from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatch, spread, without_gradient
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_runnable, check_same_plan
@@ -37,7 +37,7 @@ def apply(
 ) -> Program:
     """Spread a module over the running ranks as the plan says. The module itself is changed."""
     spread_module, bound, mesh = _spread(module, plan, optimizer, device)
-    schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches)
+    schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
     return Program(spread_module, bound, plan, schedule, mesh, objective, max_norm, recorder)
 
 

@@ -1,0 +1,63 @@
+"""Cutting a model into stages: consecutive blocks, the repeated ones as evenly as they go.
+
+    n repeated blocks on s = pp · virtual stages:  n mod s stages hold ⌈n/s⌉, the others ⌊n/s⌋                  -> _counts
+
+The stages at the ends also hold the embedding and the head, so they are the first to hold fewer: the last, the first, the
+last but one, the second, … Blocks that do not repeat go with the repeated block before them, those before the first with
+the first stage. An encoder and a decoder are one row of repeated blocks. The block named '' belongs to no stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.core.errors import PlanError
+from meshwright.core.graph import Block, Graph
+from meshwright.core.names import compact_names
+from meshwright.core.placement import coordinate_of
+from meshwright.core.plan import MULTI_STAGE_SCHEDULES, ScheduleKind, Stage, placement_of
+
+
+def even_stages(graph: Graph, pp: int, virtual: int, schedule: ScheduleKind) -> tuple[Stage, ...]:
+    """All named blocks on pp · virtual stages, laid in a loop or a V as the schedule asks."""
+    blocks = [block for block in graph.blocks if block.name]
+    num_repeated = sum(block.repeated for block in blocks)
+    num_stages = pp * virtual
+    if num_stages > 1 and num_repeated < num_stages:
+        raise PlanError(
+            f"pp={pp} with virtual={virtual} needs {num_stages} stages, but '{graph.model}' has {num_repeated} repeated "
+            f"blocks: set pp · virtual to {max(num_repeated, 1)} or less, or give the stages in a plan file"
+        )
+    return tuple(
+        Stage(coordinate=coordinate_of(number, pp, placement_of(schedule)), blocks=compact_names(names))
+        for number, names in enumerate(_cut(blocks, _counts(num_repeated, num_stages)))
+    )
+
+
+def plain_virtual(schedule: ScheduleKind) -> int:
+    """Stages on each coordinate where nobody says: the fewest the schedule runs."""
+    return 2 if schedule in MULTI_STAGE_SCHEDULES else 1
+
+
+def _counts(num_repeated: int, num_stages: int) -> list[int]:
+    """Repeated blocks of each stage."""
+    fewer, num_larger = divmod(num_repeated, num_stages)
+    from_the_ends = sorted(range(num_stages), key=lambda stage: (min(stage, num_stages - 1 - stage), -stage))
+    counts = [fewer] * num_stages
+    for stage in from_the_ends[num_stages - num_larger :]:
+        counts[stage] += 1
+    return counts
+
+
+def _cut(blocks: list[Block], counts: list[int]) -> Iterator[list[str]]:
+    """The names of each stage; one ends where the next one's first repeated block comes."""
+    remaining = iter(counts)
+    names: list[str] = []
+    room = next(remaining)
+    for block in blocks:
+        if block.repeated and room == 0:
+            yield names
+            names, room = [], next(remaining)
+        names.append(block.name)
+        room -= block.repeated
+    yield names

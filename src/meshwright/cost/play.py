@@ -1,0 +1,77 @@
+"""A Play: what a step takes when every coordinate does its work in order, and where its time goes.
+
+    step      = busy + exposed + idle, on every coordinate
+    busy      seconds of its own work
+    exposed   seconds it waits for what is made and on its way, or is held by a send when it could go on
+    idle      the rest: nothing to do, at the start, in the middle, or at the end
+    bubble    = idle / busy of the busiest coordinate: an ideal step would be its busy seconds
+
+Known for equal stages and free transfers; f and b are the seconds of a forward and a backward of one stage:
+
+    gpipe, 1f1b   bubble = (p-1) / m
+    interleaved   bubble = (p-1) / (v m)                             where p divides m
+    zb            idle   = (p-1) max(f + b_inputs - b_weights, f, b_inputs)   where m ≥ 2p; ZB-H1 (2401.10241) gives the first term
+    zbv           idle   = (p-1) f                                   where m ≥ 2p and f = b_inputs = b_weights; dualpipev the same
+
+Updates are not played: whoever costs a step adds them. Memory does not depend on time: `cost/walk.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshwright.core.codec import Value
+from meshwright.core.schedule import Action, Order
+from meshwright.cost.timing import StageSeconds, Transfers, time_order
+
+
+class Play(Value, kw_only=True):
+    """What a step takes, by coordinate."""
+
+    step_seconds: float
+    busy_seconds: tuple[float, ...]
+    exposed_seconds: tuple[float, ...]
+    idle_seconds: tuple[float, ...]
+
+    @property
+    def busiest(self) -> int:
+        """The coordinate with the most work: no order can make the step shorter than that."""
+        return self.busy_seconds.index(max(self.busy_seconds))
+
+    @property
+    def bubble(self) -> float:
+        """Idle time over ideal time."""
+        return self.idle_seconds[self.busiest] / self.busy_seconds[self.busiest]
+
+
+class Span(NamedTuple):
+    """When an action ran. An exposed reduction after the last backward of a stage is not part of it."""
+
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+
+def play(order: Order, stages: Sequence[StageSeconds], transfers: Transfers = "asynchronous") -> Play:
+    """The step of one order of work; `stages` has one entry a stage."""
+    timing = time_order(order, stages, transfers)
+    step = max(timing.ends)
+    parts = zip(timing.busy, timing.exposed, strict=True)
+    return Play(
+        step_seconds=step,
+        busy_seconds=tuple(timing.busy),
+        exposed_seconds=tuple(timing.exposed),
+        idle_seconds=tuple(max(0.0, step - busy - exposed) for busy, exposed in parts),  # no less for rounding
+    )
+
+
+def timeline(
+    order: Order, stages: Sequence[StageSeconds], transfers: Transfers = "asynchronous"
+) -> tuple[tuple[Span, ...], ...]:
+    """When every action of each coordinate ran, for drawing."""
+    timing = time_order(order, stages, transfers)
+    return tuple(
+        tuple(Span(action, start, end) for action, (start, end) in zip(row, spans, strict=True))
+        for row, spans in zip(order, timing.spans, strict=True)
+    )

@@ -1,0 +1,191 @@
+"""When every action of an order of work starts and ends.
+
+    start of an action = max(end of the action before it, arrival of what it needs)
+    asynchronous   a message leaves when it is made and the link is free, and arrives a transfer later; nobody is held
+    blocking       a message leaves when it is made and its taker has nothing else to do; it holds the taker until it
+                   arrives, and the maker for one transfer; what a coordinate sends and what it takes pass each other
+                   (Megatron-LM's p2p of 1F1B: send forward and receive backward in one call, then wait for both)
+    exposed        seconds between when an action could start, were transfers free from now on, and when it starts
+
+The order is fixed, so time is a recurrence and no queue of events is needed: a coordinate runs until it needs what is not
+made yet, and whoever makes it sets it going again                                             -> _Machine.run, _Machine.advance
+Links are one way, keep the order of the sends, and carry one message at a time.
+
+A message lies in a slot: a band of m slots for each stage's activations, another for each stage's gradients, one that is
+always full for work that needs nothing, one that nobody looks at for work that sends nothing.   -> _Rules
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Literal, NamedTuple
+
+from meshwright.core.codec import Value
+from meshwright.core.errors import ScheduleError
+from meshwright.core.schedule import ActionKind, Order
+
+Transfers = Literal["asynchronous", "blocking"]
+
+
+class StageSeconds(Value, kw_only=True):
+    """What one microbatch costs on one stage."""
+
+    forward: float
+    backward: float
+    backward_inputs: float = 0.0
+    backward_weights: float = 0.0
+    """The halves, where the schedule splits a backward."""
+    first_forward_extra: float = 0.0
+    """Before the first forward of a step: parameters still to be gathered."""
+    last_backward_extra: float = 0.0
+    """After the last backward of a step: gradients still to be reduced. The last message does not wait for it."""
+    transfer: float = 0.0
+    """From this stage to the next, and of the gradient back. Free where both share a coordinate."""
+
+
+class Timing(NamedTuple):
+    """By coordinate: start and end of every action, seconds of own work, seconds exposed, and when its work is over."""
+
+    spans: list[list[tuple[float, float]]]
+    busy: list[float]
+    exposed: list[float]
+    ends: list[float]
+
+
+class _Rule(NamedTuple):
+    """What all actions of one kind and stage have in common. Slots are those of microbatch 0."""
+
+    need: int
+    held_by_receive: float
+    seconds: float
+    extra_after: float
+    slot: int
+    link: int
+    wire: float
+    held_by_send: float
+
+
+def time_order(order: Order, stages: Sequence[StageSeconds], transfers: Transfers) -> Timing:
+    """Play an order of work; `stages` has one entry a stage."""
+    rules = _Rules(order, stages, transfers)
+    rows = [rules.row(coordinate) for coordinate in range(len(order))]
+    machine = _Machine(rows, rules.num_microbatches, len(stages))
+    machine.run()
+    busy = [sum(rule.seconds + rule.extra_after for rule, _ in row) for row in rows]
+    return Timing(machine.spans, busy, machine.exposed, machine.clock)
+
+
+class _Rules:
+    """Looks up where each action's message comes from and goes to."""
+
+    def __init__(self, order: Order, stages: Sequence[StageSeconds], transfers: Transfers) -> None:
+        self.order = order
+        self.stages = stages
+        self.blocking = transfers == "blocking"
+        self.num_microbatches = 1 + max(action.microbatch for row in order for action in row)
+        self.homes = {action.stage: coordinate for coordinate, row in enumerate(order) for action in row}
+
+    def row(self, coordinate: int) -> list[tuple[_Rule, int]]:
+        """The rule and microbatch of every action of one coordinate."""
+        actions = self.order[coordinate]
+        rules = {key: self._rule(*key) for key in {(action.kind, action.stage) for action in actions}}
+        row = [(rules[action.kind, action.stage], action.microbatch) for action in actions]
+        for stage in {stage for _, stage in rules}:
+            places = [place for place, action in enumerate(actions) if action.stage == stage]
+            first, last = places[0], places[-1]  # a stage begins with a forward and ends with a backward
+            row[first] = _lengthened(row[first], before=self.stages[stage].first_forward_extra)
+            row[last] = _lengthened(row[last], after=self.stages[stage].last_backward_extra)
+        return row
+
+    def _rule(self, kind: ActionKind, stage: int) -> _Rule:
+        maker, taker = self._neighbours(kind, stage)
+        num_stages, here = len(self.stages), self.homes[stage]
+        gradients = 0 if kind == "forward" else num_stages
+        taken, sent = self._transfer(stage, maker), self._transfer(stage, taker)
+        return _Rule(
+            need=self.num_microbatches * (2 * num_stages if maker is None else gradients + maker),
+            held_by_receive=taken if self.blocking else 0.0,
+            seconds=getattr(self.stages[stage], kind),
+            extra_after=0.0,
+            slot=self.num_microbatches * (2 * num_stages + 1 if taker is None else gradients + stage),
+            link=here * len(self.order) + (here if taker is None else self.homes[taker]),
+            wire=0.0 if self.blocking else sent,
+            held_by_send=sent if self.blocking else 0.0,
+        )
+
+    def _neighbours(self, kind: ActionKind, stage: int) -> tuple[int | None, int | None]:
+        """The stages that make what an action needs and take what it makes."""
+        before = stage - 1 if stage > 0 else None
+        behind = stage + 1 if stage + 1 < len(self.stages) else None
+        if kind == "backward_weights":
+            return None, None
+        return (before, behind) if kind == "forward" else (behind, before)
+
+    def _transfer(self, stage: int, other: int | None) -> float:
+        if other is None or self.homes[other] == self.homes[stage]:
+            return 0.0
+        return self.stages[min(stage, other)].transfer
+
+
+def _lengthened(entry: tuple[_Rule, int], before: float = 0.0, after: float = 0.0) -> tuple[_Rule, int]:
+    rule, microbatch = entry
+    return rule._replace(seconds=rule.seconds + before, extra_after=rule.extra_after + after), microbatch
+
+
+class _Machine:
+    """Coordinates, links and slots while an order is played."""
+
+    def __init__(self, rows: list[list[tuple[_Rule, int]]], num_microbatches: int, num_stages: int) -> None:
+        self.rows = rows
+        num_slots = 2 * num_stages * num_microbatches
+        self.made = [inf] * num_slots + [0.0] * (2 * num_microbatches)
+        self.arrived = self.made.copy()
+        self.link_free = [0.0] * len(rows) ** 2
+        self.waiting: dict[int, int] = {}
+        """The coordinate that waits for a slot."""
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in rows]
+        self.clock = [0.0] * len(rows)
+        self.free_at = [0.0] * len(rows)
+        self.exposed = [0.0] * len(rows)
+
+    def run(self) -> None:
+        ready = list(range(len(self.rows)))
+        while ready:
+            ready += self.advance(ready.pop())
+        for coordinate, (row, spans) in enumerate(zip(self.rows, self.spans, strict=True)):
+            if len(spans) < len(row):
+                raise ScheduleError(
+                    f"deadlock: coordinate {coordinate} stops after {len(spans)} of {len(row)} actions: "
+                    "make a Schedule of the order, and `check` names who waits for whom"
+                )
+
+    def advance(self, coordinate: int) -> list[int]:
+        """Run one coordinate as far as it goes; who can go on because of it."""
+        made, arrived, link_free, waiting = self.made, self.arrived, self.link_free, self.waiting
+        clock, free_at, exposed = self.clock[coordinate], self.free_at[coordinate], self.exposed[coordinate]
+        row, spans, woken = self.rows[coordinate], self.spans[coordinate], []
+        for place in range(len(spans), len(row)):
+            rule, microbatch = row[place]
+            need, held_by_receive, seconds, extra_after, slot, link, wire, held_by_send = rule
+            need += microbatch
+            if made[need] == inf:
+                waiting[need] = coordinate
+                break
+            # comparisons, not max(): the loop is the cost of a play, and max() makes it half as slow again
+            begun = made[need] if made[need] > clock else clock
+            start = begun + held_by_receive if begun + held_by_receive > free_at else free_at
+            start = arrived[need] if arrived[need] > start else start
+            exposed += start - begun
+            end = start + seconds
+            spans.append((start, end))
+            slot += microbatch
+            made[slot] = end
+            left = link_free[link] if link_free[link] > end else end
+            arrived[slot] = link_free[link] = left + wire
+            clock = end + extra_after
+            free_at = end + held_by_send if held_by_send > extra_after else clock
+            if slot in waiting:
+                woken.append(waiting.pop(slot))
+        self.clock[coordinate], self.free_at[coordinate], self.exposed[coordinate] = clock, free_at, exposed
+        return woken
