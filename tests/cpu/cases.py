@@ -43,9 +43,11 @@ class Case:
     precision: Precision = "fp64"
     samples: int = 4
     """Per rank and step."""
+    compile: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model}-zero{self.zero}-{self.recompute}-m{self.num_microbatches}-{self.precision}"
+        words = f"{self.model}-zero{self.zero}-{self.recompute}-m{self.num_microbatches}-{self.precision}"
+        return f"{words}-compiled" if self.compile else words
 
 
 @cache
@@ -68,6 +70,7 @@ def plan_of(case: Case, num_ranks: int | None = None) -> Plan:
         precision=case.precision,
         global_batch=case.samples * world,
         microbatch=case.samples // case.num_microbatches,
+        compile=case.compile,
     )
     return plain_plan(request, graph_of(case.model), world, "tests")
 

@@ -271,7 +271,6 @@ def test_the_memory_of_the_device_is_the_budget() -> None:
         ({"dp": 2}, 4, "dp=2 was asked for, but there are 4 ranks: make them equal"),
         ({}, 8, "8 ranks were asked for, but 'machine' has 4 devices"),
         ({"tp": 2}, None, "tp=2: this version searches data-parallel plans; leave tp out"),
-        ({"compile": True}, None, "cannot cost compile yet"),
         ({"offload": "optimizer"}, None, "cannot cost offload of optimizer yet"),
         ({"zero": 3, "hybrid": 2, "dp": 2}, None, "cannot cost hybrid=2 yet"),
     ],

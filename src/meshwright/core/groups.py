@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from meshwright.core.graph import Parameter
+from meshwright.core.names import is_list_item
 
 
 def shard_groups(parameters: Iterable[Parameter], blocks: Iterable[str]) -> dict[str, tuple[Parameter, ...]]:
     """Group name → its parameters, each tensor once; '' comes first and may be empty."""
-    items = {name for name in blocks if name.rpartition(".")[2].isdigit()}
+    items = set(filter(is_list_item, blocks))
     listed = list(parameters)
     owner = {parameter.name: _owner(parameter.name, items) for parameter in listed}
     for parameter in listed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.core.plan import Plan
 
-CAN = "dp with ZeRO 0 to 3, full recompute, fp64, fp32 and bf16, schedule 1f1b"
+CAN = "dp with ZeRO 0 to 3, full recompute, compile, fp64, fp32 and bf16, schedule 1f1b"
 
 
 def not_yet(plan: Plan) -> list[str]:
@@ -17,7 +17,6 @@ def not_yet(plan: Plan) -> list[str]:
         "sharding of tensors": bool(plan.sharding),
         "selective recompute": bool(plan.recomputed("selective")),
         f"offload of {plan.offload.what}": plan.offload.what != "none",
-        "compile": plan.compile,
         "fp16": plan.precision == "fp16",
         f"schedule {plan.schedule}": plan.schedule != "1f1b",
     }

@@ -44,6 +44,11 @@ def compact_names(names: Iterable[str]) -> tuple[str, ...]:
     return (*patterns, *_close(run))
 
 
+def is_list_item(name: str) -> bool:
+    """Whether a module is one of a list (`blocks.3`), as repeated blocks are."""
+    return name.rpartition(".")[2].isdigit()
+
+
 def _expand(pattern: str) -> Iterator[str]:
     match = _RANGE.fullmatch(pattern)
     if match is None:

@@ -53,4 +53,6 @@ def describe(plan: Plan) -> str:
         parts.append(f"recompute {' + '.join(dict.fromkeys(rule.mode for rule in plan.recompute))}")
     if plan.offload.what != "none":
         parts.append(f"offload {plan.offload.what}")
+    if plan.compile:
+        parts.append("compiled")
     return " · ".join([*parts, plan.precision])

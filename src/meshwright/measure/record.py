@@ -161,7 +161,7 @@ class _Witness:
             handle.remove()
 
     def see_parameters(self, module: nn.Module, arguments: Any) -> None:
-        for parameter in module.parameters(recurse=False):
+        for parameter in module.parameters():  # those of its parts too: inside a compiled block no hook runs
             self.gathered.add(_storage(local(parameter)).data_ptr())
 
     def see_gradients(self, *_: Any) -> None:
@@ -242,10 +242,16 @@ class _CollectiveWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Collective] = []
+        self.supports_higher_order_operators = True  # compiled blocks call some; they pass through
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled while this watches; else torch would run it as if it were not."""
+        return True
 
     def __torch_dispatch__(self, op: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        name = str(op.overloadpacket).rpartition(".")[2]
-        if op.namespace == "c10d" and name in COLLECTIVE_CALLS:
+        name = str(op.overloadpacket).rpartition(".")[2] if op.namespace == "c10d" else ""
+        if name in COLLECTIVE_CALLS:
             kind, position = COLLECTIVE_CALLS[name]
             tensors = [item for item in tree_leaves(arguments[position]) if isinstance(item, Tensor)]
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

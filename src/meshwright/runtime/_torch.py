@@ -24,3 +24,11 @@ __all__ = [
     "TorchDispatchMode",
     "tree_leaves",
 ]
+
+
+def compile_replicas_whole() -> None:
+    """Blocks inside replicas are compiled as they are; torch would cut them where a bucket of gradients is full, and fails
+    to cut what is recomputed. torch has no public name for this setting of the process."""
+    from torch._dynamo import config  # takes a second to import: only where something is compiled
+
+    config.optimize_ddp = False

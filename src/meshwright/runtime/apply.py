@@ -16,6 +16,7 @@ from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
+from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatch, spread, without_gradient
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_runnable, check_same_plan
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
@@ -38,7 +39,7 @@ def apply(
     """Spread a module over the running ranks as the plan says. The module itself is changed."""
     spread_module, bound, mesh = _spread(module, plan, optimizer, device)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
-    return Program(spread_module, bound, plan, schedule, mesh, objective, max_norm, recorder)
+    return Program(spread_module, bound, plan, schedule, mesh, compile_loss(objective, plan), max_norm, recorder)
 
 
 def wrap(
@@ -70,6 +71,7 @@ def _spread(
     before = named_parameters(module)
     store(module, plan, device)
     mark_recompute(module, plan)
+    compile_blocks(module, plan)  # after recompute, which belongs inside a compiled block
     spread_module = spread(module, plan, mesh)  # last: it must see the tensors the steps above made
     return spread_module, make_optimizer(optimizer, module, before), mesh
 

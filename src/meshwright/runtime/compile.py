@@ -1,0 +1,54 @@
+"""Compile: `torch.compile` on the forward of every repeated block, and on the loss.
+
+    what is compiled     why it, and not the whole model
+    block                blocks of one kind share one graph: compiling takes the time of one block, however many there are
+    recompute inside it  the compiler sees what is redone: it fuses it into backward and leaves out what backward never reads
+    loss                 its fp32 copies of the logits, the largest tensors of a language model, are never written
+
+Embeddings, the last norm and the head run as they are: a lookup and a matrix product gain nothing. Only `forward` is
+compiled. The hooks of data parallelism (gathering, reducing) stay outside and run as they always do, so
+blocks are compiled after they are marked for recompute and before they are sharded or replicated. Shapes are static: every
+microbatch of a plan has the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.core.names import is_list_item
+from meshwright.core.plan import Plan
+from meshwright.models.objective import Objective
+from meshwright.runtime._torch import compile_replicas_whole
+
+GRAPHS_PER_BLOCK = 2
+"""One to train and one to evaluate, where no two blocks are alike."""
+
+
+def compile_blocks(module: nn.Module, plan: Plan) -> None:
+    """Replace the forward of the repeated blocks by a compiled one; of the whole module, where nothing repeats."""
+    if not plan.compile:
+        return
+    compile_replicas_whole()
+    repeated = list(filter(is_list_item, plan.blocks))
+    blocks = [module.get_submodule(name) for name in repeated or ("",)]
+    options = {"dynamic": False, **_room_for(GRAPHS_PER_BLOCK * len(blocks))}
+    for block in blocks:
+        block.forward = torch.compile(block.forward, **options)
+
+
+def compile_loss(objective: Objective, plan: Plan) -> Objective:
+    """The same objective; under a plan that compiles, with a compiled loss."""
+    return (
+        dataclasses.replace(objective, loss=torch.compile(objective.loss, dynamic=False)) if plan.compile else objective
+    )
+
+
+def _room_for(num_graphs: int) -> dict[str, Any]:
+    """Blocks share their code, and torch stops compiling a piece of code after 8 graphs; 2.11 has no option for more."""
+    options = inspect.signature(torch.compile).parameters
+    return {"recompile_limit": max(8, num_graphs)} if "recompile_limit" in options else {}
