@@ -31,7 +31,7 @@ MODELS = {
 TINY = {"tiny": "gpt:layers=2,hidden=32,heads=2,seq=16,vocab=61"}
 MICROBATCHES = {
     "tiny": {"none": (2,), "full": (2,)},
-    "350M": {"none": (8, 32), "full": (8, 32)},
+    "350M": {"none": (16, 32), "full": (16, 32)},
     "1.3B": {"none": (4, 8), "full": (8, 16)},
     "2.7B": {"none": (4, 8), "full": (8, 16)},
     "6.7B": {"none": (1, 2), "full": (2, 4)},

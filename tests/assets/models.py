@@ -114,7 +114,7 @@ def noisy() -> tuple[nn.Module, Any]:
 
 
 class Gate(nn.Module):
-    """Reads a value of its input: cannot be followed on fake tensors."""
+    """Reads a value of its input: fake tensors have none, so it is guessed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,6 +135,23 @@ class Gated(nn.Module):
 
 def data_dependent() -> tuple[nn.Module, Any]:
     return Gated(), example()
+
+
+class Reader(Gate):
+    """Reads the memory of its input: cannot be followed on fake tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * float(x.detach().numpy().sum())
+
+
+class Reading(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Reader()
+
+
+def reads_memory() -> tuple[nn.Module, Any]:
+    return Reading(), example()
 
 
 class FailsLate(Tower):

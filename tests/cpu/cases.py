@@ -20,6 +20,7 @@ ROOT = ASSETS.parent.parent
 MODELS = {
     "gpt": "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=61",
     "tied": "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=61,tied=true",
+    "grouped": "llama:layers=2,hidden=32,heads=4,kv_heads=2,intermediate=48,seq=16,vocab=61",
     "resnet": "resnet:depth=26,image=64,classes=10,channels=8",
     "frozen": f"{ASSETS}/models.py:frozen",
     "odd": f"{ASSETS}/models.py:odd",

@@ -345,14 +345,14 @@ def test_a_typo_in_a_key(here: Cli, settings: Callable[..., Path]) -> None:
         ({"plan": {"recompute": "ful"}}, "recompute 'ful' is not one of none, selective, full, every:K"),
         ({"plan": {"global_batch": 7}}, "global batch 7 does not divide over dp=2 ranks: use 6 or 8"),
         ({"plan": {"global_batch": 8, "microbatch": 3}}, "do not divide into microbatches of 3: use one of 1, 2, 4"),
-        ({"plan": {"tp": 2}}, "this version cannot cost tp=2 yet"),
-        ({"plan": {"pp": 2}}, "this version cannot cost pp=2 yet"),
+        ({"plan": {"tp": 2}}, "this version cannot run tp=2"),
+        ({"plan": {"pp": 2}}, "this version cannot run pp=2"),
         ({"model": "gtp:"}, "no model is called 'gtp': did you mean 'gpt'?"),
         ({"model": "gpt:layer=2"}, "has no option 'layer': did you mean 'layers'?"),
         ({"model": "nowhere.py:model"}, "nowhere.py: no such file"),
         ({"model": "hf:nowhere.json"}, "nowhere.json: no such file"),
         ({"model": f"{ASSETS}/models.py:raises"}, "raised RuntimeError: no such weights today (line"),
-        ({"model": f"{ASSETS}/models.py:data_dependent"}, "module 'gate' reads a tensor's value"),
+        ({"model": f"{ASSETS}/models.py:reads_memory"}, "module 'gate' (models.py:"),
         ({"model": f"{ASSETS}/models.py:alone"}, "returned a module alone: return (module, batch)"),
         ({"cluster": "nowhere.json"}, "nowhere.json: no such file"),
         ({"cluster": "a100-80g-selen"}, "no cluster is called 'a100-80g-selen': did you mean 'a100-80g-selene'?"),
@@ -472,7 +472,9 @@ def test_plan_as_json(here: Cli, tmp_path: Path) -> None:
     plan = Plan.load(saved)
     assert plan == Plan.from_json(json.dumps(said["plan"]))
     assert plan.global_batch == 16
-    again = here("estimate", MODELS["gpt"], "--cluster", "h100-80g-mosaic", "--plan", saved, "--json")
+    again = here(
+        "estimate", MODELS["gpt"], "--cluster", "h100-80g-mosaic", "--plan", saved, "--devices", plan.world, "--json"
+    )
     assert again.json == said["estimate"]
 
 
@@ -507,14 +509,37 @@ def test_a_plan_that_does_not_fit_says_by_how_much(here: Cli) -> None:
 def test_capture_as_json(here: Cli, tmp_path: Path) -> None:
     ended = here("capture", MODELS["gpt"], "--samples", 3, "--json", "-o", tmp_path / "graph.json")
     said = ended.json
-    assert said.keys() == {"num_parameters", "flops", "activation_bytes", "blocks", "capture_seconds"}
+    assert said.keys() == {
+        "num_parameters", "flops", "activation_bytes", "blocks", "guesses", "capture_seconds", "peak_host_bytes",
+    }  # fmt: skip
     assert [block["name"] for block in said["blocks"]][-1] == "head"
+    for figure in ("num_parameters", "flops"):
+        assert sum(block[figure] for block in said["blocks"]) == said[figure]
+    for recompute in ("none", "selective", "full"):
+        parts = [block["activation_bytes"][recompute] for block in said["blocks"]]
+        assert sum(parts) == said["activation_bytes"][recompute]
+    assert said["activation_bytes"]["full"] < said["activation_bytes"]["none"]
+    assert said["guesses"] == []
+    assert said["peak_host_bytes"] > 2**26
     assert said["flops"] == 3 * (6 * (2 * 12 * 32**2 + 61 * 32) * 16 + 2 * 14 * 16**2 * 32)
+
+
+def test_capture_as_a_table(here: Cli) -> None:
+    said = here("capture", MODELS["gpt"], "--precision", "bf16").out
+    assert "blocks.0-1" in said
+    assert "kept, selective" in said
+    assert "guesses" not in said
+
+
+def test_capture_lists_its_guesses(here: Cli) -> None:
+    said = here("capture", f"{ASSETS}/models.py:data_dependent")
+    assert re.search(r"gate +│ models\.py:\d+ │ the value of a bool tensor │ False", said.out)
+    assert said.err == ""
 
 
 def test_models_as_json(here: Cli) -> None:
     said = here("models", "--json").json
-    assert said.keys() == {"gpt", "resnet"}
+    assert said.keys() == {"gpt", "llama", "resnet"}
     assert said["gpt"]["options"]["layers"] == 12
 
 

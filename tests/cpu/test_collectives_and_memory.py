@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
+from typing import Any
 
 import pytest
 import torch
 from cases import RECOMPUTES, ZERO_STAGES, Case, graph_of, hand_cluster, plan_of, source_of
 from pool import RankPool, this_rank
 
-from meshwright.core.collective import Collective
-from meshwright.core.estimate import Estimate
+from meshwright.core.collective import Collective, total
+from meshwright.core.estimate import Estimate, MemoryParts, TimeParts
 from meshwright.core.graph import Precision
 from meshwright.core.recipe import Recipe
 from meshwright.core.trace import Trace
 from meshwright.cost.estimate import estimate
+from meshwright.measure.allocations import MOST_POINTS
 from meshwright.measure.record import StepRecorder
 from meshwright.runtime.apply import apply
 from meshwright.runtime.optimizer import OptimizerFactory
-from meshwright.runtime.program import SAMPLED_STEP
+from meshwright.runtime.program import Program
+from meshwright.runtime.step import StepOutput
+from meshwright.runtime.watch import SAMPLED_STEP, Recorder, Sample
 
 Pools = Callable[[int], RankPool]
 
@@ -158,6 +162,120 @@ def test_collectives_of_zero_3_by_hand(pool: Pools) -> None:
 
 
 BROAD = "gpt:layers=4,hidden=64,heads=4,seq=128,vocab=256"
+
+
+BY_CATEGORY = [
+    *((zero, m, recompute, "fp32") for zero, m, recompute in product(ZERO_STAGES, (1, 4), RECOMPUTES)),
+    *((0, m, "none", "bf16") for m in (1, 4)),
+]
+MEASURED_WITHIN = 0.02
+"""Share of the measured peak by which a category may be off."""
+
+
+@pytest.mark.parametrize(("zero", "num_microbatches", "recompute", "precision"), BY_CATEGORY)
+def test_memory_by_category(
+    pool: Pools, zero: int, num_microbatches: int, recompute: str, precision: Precision
+) -> None:
+    """At the peak. Activations, temporaries and buffers count together: a graph of segments knows no finer moments."""
+    case = Case(BROAD, zero, recompute, num_microbatches, precision, samples=16)
+    for seen in pool(2).run(train_on_rank, case, "adam"):
+        measured, predicted = seen.trace.memory_bytes, seen.predicted.memory_bytes
+        assert measured is not None
+        for names in (
+            ("parameters",), ("optimizer_state",), ("inputs",), ("gradients",), ("gathered_parameters",),
+            ("activations", "temporaries", "communication_buffers"),
+        ):  # fmt: skip
+            one, other = (sum(getattr(parts, name) for name in names) for parts in (predicted, measured))
+            assert abs(one - other) <= MEASURED_WITHIN * measured.total, (
+                f"{' and '.join(names)}: predicted {predicted}, measured {measured}"
+            )
+
+
+@pytest.mark.parametrize("zero", ZERO_STAGES)
+def test_memory_over_time_and_time_by_part(pool: Pools, zero: int) -> None:
+    case = Case(BROAD, zero, "full", 2, "fp32", samples=4)
+    (seen, _) = pool(2).run(train_on_rank, case, "adam")
+    trace = seen.trace
+    totals = [point.memory_bytes.total for point in trace.memory_over_time]
+    assert max(totals) == trace.peak_bytes
+    assert len(totals) <= MOST_POINTS
+    moments = [point.at_seconds for point in trace.memory_over_time]
+    assert moments == sorted(moments)
+    check_compute_stream(trace)
+    check_collectives_in_the_timeline(trace)
+    parts = trace.time_seconds
+    assert min(parts.forward, parts.recompute, parts.backward, parts.update) > 0
+    assert parts.total == pytest.approx(trace.step_seconds, rel=0.2)
+
+
+def check_compute_stream(trace: Trace) -> None:
+    """Every part is there, and one ends before the next begins."""
+    compute = [one for one in trace.timeline if one.stream == "compute"]
+    assert {"forward", "recompute", "backward", "update"} <= {one.part for one in compute}
+    for one, other in pairwise(compute):
+        assert one.start_seconds + one.seconds <= other.start_seconds + 1e-9
+
+
+def check_collectives_in_the_timeline(trace: Trace) -> None:
+    """Each call that the recorder saw has run, with the same kind, axis and bytes."""
+    ran = [one for one in trace.timeline if one.stream == "communication"]
+    found = total(
+        Collective(kind=one.part, axis=one.axis, count=1, total_bytes=one.num_bytes)  # type: ignore[arg-type]
+        for one in ran
+    )
+    late = {"all_reduce"}  # the loss may still be on its way when the step is over
+    assert [call for call in found if call.kind not in late] == [
+        call for call in trace.collectives if call.kind not in late
+    ]
+    counted = {(one.part, one.axis): one.count for one in trace.part_seconds if one.stream == "communication"}
+    assert counted == {(call.kind, call.axis): call.count for call in found}
+
+
+class CountingRecorder:
+    """Records nothing, in no time: the watch then wants to see every step."""
+
+    def record(self, program: Program, batch: Any, run: Callable[[], StepOutput]) -> tuple[StepOutput, Sample]:
+        return run(), Sample(TimeParts(), MemoryParts(), ())
+
+
+def sampled_steps_on_rank(case: Case, patient: bool) -> tuple[list[bool], int, int]:
+    """Which steps were sampled, and the number of hooks before the first and after the last step."""
+    source, plan = source_of(case.model), plan_of(case)
+    recorder: Recorder = StepRecorder() if patient else CountingRecorder()
+    program = apply(source.build(), plan, optimizer=RECIPES["adam"][0], recorder=recorder, device=this_rank().device)
+    assert source.example is not None
+    before = num_hooks(program)
+    for _ in range(6):
+        program.step(source.example(plan.global_batch))
+    return [record.sampled for record in program.trace().steps], before, num_hooks(program)
+
+
+def num_hooks(program: Program) -> int:
+    """On modules, parameters and the optimizer; torch keeps its own among them."""
+    holders = (*program.spread_module.modules(), *program.module.parameters(), program.optimizer)
+    return sum(len(found) for holder in holders for name, found in vars(holder).items() if "hooks" in name and found)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_ranks_agree_on_which_steps_are_sampled(pool: Pools, zero: int) -> None:
+    one, other = pool(2).run(sampled_steps_on_rank, Case("gpt", zero, "full", 2, "fp32"), False)
+    assert one[0] == other[0]
+    assert one[0][:3] == [False, False, True]
+
+
+def test_nothing_is_left_between_samples(pool: Pools) -> None:
+    """A recorder that costs more than a step waits long; ranks agree on how long, and its hooks are gone."""
+    one, other = pool(2).run(sampled_steps_on_rank, Case("gpt", 0, "none", 1, "fp32"), True)
+    assert one[0] == other[0] == [False, False, True, False, False, False]
+    assert one[1] == one[2]
+
+
+def test_unreduced_gradients_are_gradients(pool: Pools) -> None:
+    """ZeRO 1 adds up whole gradients over microbatches: in the last one they are all there, at any moment."""
+    (seen, _) = pool(2).run(train_on_rank, Case(BROAD, 1, "none", 4, "fp32", samples=16), "adam")
+    whole = 4 * graph_of(BROAD).num_parameters
+    last = [point for point in seen.trace.memory_over_time if point.memory_bytes.gradients == whole]
+    assert len(last) > 10
 
 
 @pytest.mark.parametrize(("zero", "num_microbatches", "recompute"), PLANS)

@@ -71,8 +71,8 @@ def peak_of_a_run(case: Case) -> int:
     assert example is not None
     for _ in range(3):
         program.step(example(case.samples))
-    assert program.sample is not None
-    return program.sample.peak_bytes
+    assert program.watch.sample is not None
+    return program.watch.sample.memory_bytes.total
 
 
 @needs_compiler

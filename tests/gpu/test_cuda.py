@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,16 +16,20 @@ from meshwright.capture.capture import capture_source
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.trace import Trace
 from meshwright.cost.estimate import estimate
 from meshwright.measure.probe import measure_cluster
 from meshwright.measure.record import StepRecorder
 from meshwright.models.source import resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.launch import launch
-from meshwright.runtime.ranks import joined
+from meshwright.runtime.ranks import Rank, joined
+from meshwright.runtime.watch import SAMPLED_STEP
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+WORKSPACE_BYTES = 64 * 2**20
+"""cuBLAS takes memory of its own, before the step: it belongs to no category."""
 MODEL = "gpt:layers=4,hidden=256,heads=4,seq=256,vocab=512"
 
 
@@ -68,3 +75,67 @@ def test_measured_memory_is_near_the_predicted(zero: int, precision: str) -> Non
     assert trace.peak_bytes is not None
     # ZeRO computes in bf16 throughout, but is costed as the mix that replicas run: an upper bound
     assert found.peak_bytes == pytest.approx(trace.peak_bytes, rel=0.35 if zero and precision == "bf16" else 0.05)
+
+
+@pytest.mark.parametrize(("zero", "recompute"), [(0, "none"), (0, "full"), (3, "full")])
+def test_a_recorded_step(zero: int, recompute: str) -> None:
+    """Time by part and stream and memory by category, of one rank on the GPU."""
+    with joined("cuda") as rank:
+        trace = recorded(rank, zero, recompute)
+    parts = {(one.stream, one.part): one.seconds for one in trace.part_seconds}
+    wanted = {"forward", "backward", "update"} | ({"recompute"} if recompute == "full" else set())
+    assert {("compute", part) for part in wanted} <= set(parts)
+    assert ("transfer", "host_to_device") in parts  # the batch
+    busy = sum(seconds for (stream, _), seconds in parts.items() if stream == "compute")
+    assert 0 < busy < 3 * trace.step_seconds
+    points = trace.memory_over_time
+    assert trace.memory_bytes is not None
+    assert max(point.memory_bytes.total for point in points) == trace.memory_bytes.total == trace.peak_bytes
+    assert min(trace.memory_bytes.activations, trace.memory_bytes.gradients, trace.memory_bytes.parameters) > 0
+    assert (trace.memory_bytes.gathered_parameters > 0) == (zero == 3)
+    assert max(point.memory_bytes.inputs for point in points) > 0
+    assert trace.time_seconds.recompute > 0 or recompute == "none"
+
+
+def recorded(rank: Rank, zero: int, recompute: str) -> Trace:
+    """Four steps of four microbatches; the allocator's own peak of the third must be the recorder's."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # what earlier tests left
+    source = resolve(MODEL)
+    request = PlanRequest(global_batch=32, microbatch=8, zero=zero, recompute=recompute)  # type: ignore[arg-type]
+    plan = plain_plan(request, capture_source(source), 1, "")
+    optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    program = apply(source.build(), plan, optimizer=optimizer, recorder=StepRecorder(), device=rank.device)
+    assert source.example is not None
+    for step in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        program.step(source.example(32))
+        torch.cuda.synchronize()
+        if step == SAMPLED_STEP:
+            peak = torch.cuda.max_memory_allocated() - before
+    trace = program.trace()
+    assert trace.peak_bytes is not None
+    assert 0.95 * peak - WORKSPACE_BYTES <= trace.peak_bytes <= peak
+    return trace
+
+
+def test_two_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo between two ranks that share the GPU: its collectives are in the timeline, with axis and bytes."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    rows = launch("test_cuda:recorded_collectives", {}, 2)
+    assert {row[0] for row in rows} == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert all(axis == "dp" and num_bytes > 0 for _, axis, num_bytes in rows)
+
+
+def recorded_collectives(payload: dict[str, Any]) -> list[Any]:
+    with joined("cuda", "gloo") as rank:
+        source = resolve(MODEL)
+        graph = capture_source(source)
+        plan = plain_plan(PlanRequest(global_batch=8, zero=3), graph, rank.num_ranks, "")
+        optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+        program = apply(source.build(), plan, optimizer=optimizer, recorder=StepRecorder(), device=rank.device)
+        assert source.example is not None
+        for _ in range(4):
+            program.step(source.example(8))
+        found = [one for one in program.trace().timeline if one.stream == "communication"]
+        return [(one.part, one.axis, one.num_bytes) for one in found]

@@ -1,4 +1,4 @@
-"""A small model and a small machine with round figures, for the tests of cost and search. No torch."""
+"""A small model and small machines with round figures, for the tests of cost and search. No torch."""
 
 from __future__ import annotations
 
@@ -8,35 +8,84 @@ import msgspec
 from hypothesis import strategies as st
 
 from meshwright.core.cluster import Cluster, Device, Link, Rate
-from meshwright.core.graph import Affine, Block, Graph, Kind, Op, OpKind, Parameter, Phase, Precision, Segment
+from meshwright.core.constants import Constants
+from meshwright.core.graph import (
+    Affine,
+    Block,
+    Graph,
+    Kind,
+    MemoryEvent,
+    Op,
+    OpKind,
+    Parameter,
+    Pass,
+    Phase,
+    Precision,
+    Segment,
+    Shape,
+)
 from meshwright.core.plan import Mesh, Plan, Recompute, Stage
+from meshwright.core.request import PlanRequest, plain_plan
 
 KEPT, OUTPUT, PEAK = 1000.0, 100.0, 50.0
-"""Bytes per sample that each block of a chain keeps for backward, hands on, and needs for a moment."""
+"""Bytes per sample that each block of a chain keeps for backward, hands on, and needs for a moment on top."""
 
 
 def chain_graph(num_blocks: int = 4, shape: tuple[int, ...] = (8, 8), outside: tuple[int, ...] | None = None) -> Graph:
-    """Like blocks in a row, one matrix each; backward does twice the work of forward. `outside`: a matrix in no block."""
+    """Like blocks in a row, one matrix each; backward does twice the work of forward, half of it for the weight.
+
+    outside: a matrix in no block.
+    """
     names = [f"blocks.{i}" for i in range(num_blocks)]
     parameters = [Parameter(name=f"{name}.weight", shape=shape, dtype="float32", block=name) for name in names]
     if outside:
         parameters.insert(0, Parameter(name="embed", shape=outside, dtype="float32"))
+    around = (Pass(phase="forward"), Pass(phase="backward")) if outside else ()
     return Graph(
         model="chain",
         parameters=tuple(parameters),
-        kinds=(Kind(name="Chain", ops=()), Kind(name="Block", ops=(matmul("forward", 1e6), matmul("backward", 2e6)))),
+        kinds=(Kind(name="Chain", ops=(), passes=around), chain_kind()),
         blocks=(
             Block(name="", kind="Chain", repeated=False),
             *(Block(name=name, kind="Block", repeated=True) for name in names),
         ),
         timeline=(
-            *(segment("forward", name, KEPT) for name in names),
-            *(segment("backward", name, -KEPT) for name in reversed(names)),
-            *([segment("backward", "", 0.0)] if outside else []),
+            *([Segment("", 0)] if outside else []),
+            *(Segment(name, 0) for name in names),
+            *(Segment(name, 1) for name in reversed(names)),
+            *([Segment("", 1)] if outside else []),
         ),
         buffer_bytes=0,
         batch_bytes=Affine(0.0, 64.0),
         tokens_per_sample=16,
+    )
+
+
+def chain_kind() -> Kind:
+    kept, room = Affine(0.0, KEPT), Affine(0.0, PEAK)
+    given, vacated = Affine(0.0, -KEPT), Affine(0.0, -PEAK)
+    tokens, weight = (Affine(0.0, 1.0), Affine(8.0, 0.0)), (Affine(8.0, 0.0), Affine(8.0, 0.0))
+    return Kind(
+        name="Block",
+        ops=(
+            matmul("forward", 1e6, tokens, "@input"),
+            matmul("backward", 1e6, tokens, "@input"),
+            matmul("backward", 1e6, weight, "@input"),
+        ),
+        passes=(
+            Pass(
+                phase="forward",
+                num_ops=1,
+                events=(MemoryEvent(0, kept), MemoryEvent(0, room), MemoryEvent(0, vacated)),
+                output_bytes=Affine(0.0, OUTPUT),
+            ),
+            Pass(
+                phase="backward",
+                first_op=1,
+                num_ops=2,
+                events=(MemoryEvent(1, room), MemoryEvent(1, vacated), MemoryEvent(0, given)),
+            ),
+        ),
     )
 
 
@@ -49,39 +98,40 @@ def captured_in(precision: Precision, graph: Graph) -> Graph:
     return msgspec.structs.replace(graph, precision=precision, kinds=kinds)
 
 
-def matmul(phase: Phase, flops_per_sample: float) -> Op:
-    nothing = Affine(0.0, 0.0)
+def matmul(phase: Phase, flops_per_sample: float, result: Shape, *inputs: int | str) -> Op:
     return Op(
         name="mm",
         kind="matmul",
         phase=phase,
-        count=1,
+        inputs=inputs,
+        input_shapes=tuple(result for _ in inputs),
+        result_shape=result,
         flops=Affine(0.0, flops_per_sample),
-        read_bytes=nothing,
-        written_bytes=nothing,
-    )
-
-
-def segment(phase: Phase, block: str, kept: float) -> Segment:
-    return Segment(
-        phase=phase,
-        block=block,
-        kept_bytes=Affine(0.0, kept),
-        peak_bytes=(Affine(0.0, PEAK),),
-        output_bytes=Affine(0.0, OUTPUT),
     )
 
 
 def machine(
-    num_devices: int = 4, *, bytes_per_second: float = 1e9, latency_seconds: float = 1e-6, **device: Any
+    num_devices: int = 4,
+    *,
+    hosts: int = 1,
+    bytes_per_second: float = 1e9,
+    latency_seconds: float = 1e-6,
+    outer_bytes_per_second: float | None = None,
+    **device: Any,
 ) -> Cluster:
-    """One host. A matmul runs at 1e9 flops/s, memory at 1e9 bytes/s; a kernel takes 1 ns at least."""
+    """`num_devices` a host. A matmul runs at 1e9 flops/s, memory at 1e9 bytes/s; a kernel takes 1 ns at least.
+
+    The link between hosts is as fast as the one inside, unless said otherwise.
+    """
+    outer = bytes_per_second if outer_bytes_per_second is None else outer_bytes_per_second
     return Cluster(
         name="machine",
         origin="assumed",
+        num_hosts=hosts,
         devices_per_host=num_devices,
         device=msgspec.structs.replace(DEVICE, **device),
         intra_host=Link(bytes_per_second=bytes_per_second, latency_seconds=latency_seconds, origin="assumed"),
+        inter_host=Link(bytes_per_second=outer, latency_seconds=latency_seconds, origin="assumed"),
     )
 
 
@@ -92,26 +142,59 @@ DEVICE = Device(
     rates=tuple(
         Rate(kind=kind, dtype=dtype, size=1.0, per_second=1e9)
         for kind in get_args(OpKind)
-        for dtype in ("fp32", "bf16")
+        for dtype in ("fp32", "bf16", "fp16")
     ),
     launch_seconds=1e-9,
     peak_flops_per_second=1e9,
 )
 
 
+def named_machine(num_devices: int = 8, hosts: int = 1, **constants: Any) -> Cluster:
+    """A device that was not probed: 1e15 flops/s, 1e12 bytes/s of memory, links of 1e11 and 1e10 bytes/s."""
+    known = Constants(**constants)
+    device = Device(
+        name="sheet",
+        kind="cuda",
+        memory_bytes=10**12,
+        rates=(),
+        launch_seconds=known.launch_seconds,
+        backward_launch_seconds=known.backward_launch_seconds,
+        peak_flops_per_second=1e15,
+        peaks={"fp16": 1e15, "bf16": 1e15, "fp32": 5e14},
+        bytes_per_second=1e12,
+        constants=known,
+    )
+    return Cluster(
+        name="sheet",
+        origin="vendor sheet",
+        num_hosts=hosts,
+        devices_per_host=num_devices,
+        device=device,
+        intra_host=Link(bytes_per_second=1e11, origin="vendor sheet"),
+        inter_host=Link(bytes_per_second=1e10, origin="vendor sheet"),
+        host_link=Link(bytes_per_second=1e10, origin="vendor sheet"),
+    )
+
+
 def flat_plan(graph: Graph, dp: int = 1, *, microbatch: int = 1, num_microbatches: int = 1, **changes: Any) -> Plan:
-    """One stage of all blocks, on dp ranks; `recompute="full"` for all of its blocks."""
-    names = graph.repeated_blocks
-    if changes.get("recompute") == "full":
-        changes["recompute"] = (Recompute(mode="full", blocks=names),)
+    """One stage of all blocks, on dp ranks; `recompute="full"` for all of its repeated blocks."""
+    if changes.get("recompute") in ("full", "selective"):
+        changes["recompute"] = (Recompute(mode=changes["recompute"], blocks=graph.repeated_blocks),)
     return Plan(
         mesh=Mesh(dp=dp),
-        stages=(Stage(coordinate=0, blocks=names),),
+        stages=(Stage(coordinate=0, blocks=tuple(block.name for block in graph.blocks if block.name)),),
         microbatch=microbatch,
         num_microbatches=num_microbatches,
         global_batch=microbatch * num_microbatches * dp,
-        **changes,
+        **{"precision": graph.precision, **changes},
     )
+
+
+def plan_for(graph: Graph, **request: Any) -> Plan:
+    """What the plan flags of these names give; as many ranks as the degrees need."""
+    wish = PlanRequest(**request)
+    world = (wish.dp or 1) * (wish.tp or 1) * (wish.pp or 1) * (wish.cp or 1)
+    return plain_plan(wish, graph, world, "")
 
 
 graphs = st.builds(

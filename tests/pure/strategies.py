@@ -64,6 +64,8 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(_of(arguments[0]), max_size=2).map(tuple)
     if origin is tuple:
         return st.tuples(*map(_of, arguments))
+    if origin is dict:
+        return st.dictionaries(_of(arguments[0]), _of(arguments[1]), max_size=2)
     if hint in (int, float):
         return _number(hint, msgspec.Meta())
     plain = {str: words, bool: st.booleans(), type(None): st.none()}

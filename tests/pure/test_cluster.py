@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.core.cluster import MATMUL_SHARE_OF_PEAK, Cluster, catalogue
+from meshwright.core.cluster import Cluster, catalogue, from_facts, read_facts
 from meshwright.core.errors import InputError
 
 NAMES = sorted(catalogue())
-
-
-def rate(cluster: Cluster, kind: str, dtype: str) -> float:
-    (found,) = [rate for rate in cluster.device.rates if (rate.kind, rate.dtype) == (kind, dtype)]
-    return found.per_second
 
 
 def test_the_catalogue_names_the_published_clusters() -> None:
@@ -28,8 +23,10 @@ def test_a_named_cluster_has_sane_figures(name: str) -> None:
     assert cluster.num_devices == cluster.devices_per_host in (1, 8)
     assert 8 * 2**30 <= device.memory_bytes <= 256 * 2**30
     assert 1e14 <= device.peak_flops_per_second <= 1e15
-    assert 0.5 <= rate(cluster, "matmul", "fp16") / device.peak_flops_per_second <= 1
-    assert 5e11 <= rate(cluster, "copy", "fp32") <= 5e12
+    assert device.peaks["fp16"] == device.peak_flops_per_second > device.peaks["fp32"]
+    assert device.bytes_per_second is not None
+    assert 5e11 <= device.bytes_per_second <= 5e12
+    assert device.constants is not None
     assert 1e-7 <= device.launch_seconds <= 1e-4
     assert cluster.notes
 
@@ -39,10 +36,11 @@ def test_links_are_slower_the_further_they_reach(name: str) -> None:
     cluster = Cluster.named(name)
     assert cluster.inter_host is not None
     assert cluster.inter_host.bytes_per_second >= 1e9
+    assert cluster.device.bytes_per_second is not None
     if cluster.devices_per_host > 1:
         assert cluster.intra_host is not None
         share_of_outer_link = cluster.inter_host.bytes_per_second / cluster.devices_per_host
-        assert share_of_outer_link < cluster.intra_host.bytes_per_second < rate(cluster, "copy", "fp32")
+        assert share_of_outer_link < cluster.intra_host.bytes_per_second < cluster.device.bytes_per_second
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,18 +54,22 @@ def test_figures_of_one_cluster_in_full() -> None:
     assert (selene.num_hosts, selene.num_devices) == (4, 32)
     assert selene.device.memory_bytes == 80 * 2**30
     assert selene.device.peak_flops_per_second == pytest.approx(312e12)
-    assert rate(selene, "matmul", "bf16") == pytest.approx(312e12 * MATMUL_SHARE_OF_PEAK)
-    assert rate(selene, "matmul", "fp32") == pytest.approx(rate(selene, "matmul", "bf16") / 2)
+    assert selene.device.peaks == pytest.approx({"bf16": 312e12, "fp16": 312e12, "fp32": 156e12})
+    assert selene.device.bytes_per_second == pytest.approx(2039e9)
     assert selene.intra_host is not None
     assert selene.intra_host.bytes_per_second == pytest.approx(300e9)
     assert selene.inter_host is not None
     assert selene.inter_host.bytes_per_second == pytest.approx(200e9)
 
 
-def test_measured_figures_win_over_the_vendors() -> None:
-    h200 = Cluster.named("h200-single")
-    assert rate(h200, "matmul", "bf16") == pytest.approx(799e12)
-    assert rate(h200, "copy", "bf16") == pytest.approx(4300e9)
+def test_measured_figures_of_the_host_win_over_the_vendors() -> None:
+    h200, facts = Cluster.named("h200-single"), catalogue()["h200-single"]
+    assert h200.host_link is not None
+    assert facts.measured_both_ways_gb_per_second_each is not None
+    assert facts.measured_host_fused_adamw_gparams_per_second is not None
+    assert h200.host_link.bytes_per_second == 1e9 * facts.measured_both_ways_gb_per_second_each
+    assert h200.host_link.origin == "measured elsewhere"
+    assert h200.host_updates_per_second == 1e9 * facts.measured_host_fused_adamw_gparams_per_second
     assert h200.device.peak_flops_per_second == pytest.approx(989e12)
     assert h200.host_memory_bytes == 125 * 2**30
 
@@ -83,8 +85,8 @@ def test_an_unpublished_link_is_assumed_and_noted() -> None:
 
 def test_a_device_without_bf16_or_tf32_units_is_not_given_their_rates() -> None:
     v100 = Cluster.named("v100-16g-p3")
-    assert not [rate for rate in v100.device.rates if rate.kind == "matmul" and rate.dtype == "bf16"]
-    assert rate(v100, "matmul", "fp32") == pytest.approx(15.7e12 * MATMUL_SHARE_OF_PEAK)  # 15.7: the vendor's peak
+    assert set(v100.device.peaks) == {"fp16", "fp32"}
+    assert v100.device.peaks["fp32"] == pytest.approx(15.7e12)  # the vendor's peak
     assert any("no bf16" in note for note in v100.notes)
 
 
@@ -104,3 +106,31 @@ def test_local_is_probed_not_named() -> None:
 def test_a_cluster_has_at_least_one_host(hosts: int) -> None:
     with pytest.raises(InputError, match=f"hosts is {hosts}: a cluster has at least one host"):
         Cluster.named("h200-single", hosts=hosts)
+
+
+FACTS = """{"note": "a note", "mine": {"device": "A100-SXM4-80GB", "devices_per_host": 4, "memory_gib": 80,
+ "hbm_gb_per_second": 2000, "peak_bf16_tflops": 300}}"""
+
+
+def test_facts_of_ones_own_become_a_cluster_and_what_they_leave_open_is_said() -> None:
+    facts = read_facts(FACTS, "mine.json")
+    assert list(facts) == ["mine"]
+    cluster = from_facts("mine", facts["mine"])
+    assert (cluster.num_devices, cluster.intra_host) == (4, None)
+    assert cluster.host_link is not None
+    assert cluster.host_link.origin == "assumed"
+    assert any("link between hosts" in note for note in cluster.notes)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ('"peak_bf16_tflops": 300', '"peak_fp8_tflops": 600', "mine.json: mine: peak_fp8_tflops: unknown field"),
+        (', "peak_bf16_tflops": 300', "", "neither peak_bf16_tflops nor peak_fp16_tflops is given"),
+        ('"memory_gib": 80', '"memory_gib": 0', "memory_gib: Expected `float` > 0"),
+    ],
+)
+def test_facts_that_are_wrong_are_refused(right: str, wrong: str, said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_facts(FACTS.replace(right, wrong), "mine.json")
+    assert said in str(caught.value)

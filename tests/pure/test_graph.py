@@ -28,7 +28,7 @@ def test_flops_add_up_over_blocks_and_counts() -> None:
 def test_blocks_and_kinds() -> None:
     graph = hand_graph()
     assert graph.repeated_blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
-    assert [graph.kind_of(block).name for block in graph.blocks] == ["outside", "outside", *["Block"] * 4, "Head"]
+    assert [kind.name for kind in graph.kind_by_block.values()] == ["outside", "outside", *["Block"] * 4, "Head"]
 
 
 def test_a_scalar_parameter_has_one_element() -> None:

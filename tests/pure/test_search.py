@@ -11,11 +11,12 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import bandwidths, captured_in, chain_graph, flat_plan, graphs, machine, machines
+from machines import bandwidths, captured_in, chain_graph, flat_plan, graphs, machine, machines, named_machine
 from strategies import quick
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InfeasibleError, InputError, PlanError
+from meshwright.core.estimate import TimeParts
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
@@ -23,7 +24,7 @@ from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
 from meshwright.core.units import format_bytes
 from meshwright.cost.estimate import estimate
-from meshwright.search.reasons import reason_lost
+from meshwright.search.reasons import WORDS, reason_lost
 from meshwright.search.search import SAMPLES_PER_DEVICE, search
 
 GENEROUS = 10**12
@@ -253,8 +254,14 @@ def test_an_infeasible_budget_names_the_nearest_miss_and_the_amount() -> None:
 
 
 def test_the_memory_of_the_device_is_the_budget() -> None:
-    with pytest.raises(InfeasibleError, match=r"fits 100 B per device on 2 × round"):
-        search(chain_graph(), machine(2, memory_bytes=100))
+    with pytest.raises(InfeasibleError, match=r"fits 1.95 KiB per device on 2 × round"):
+        search(chain_graph(), machine(2, memory_bytes=2000))
+
+
+def test_parameters_that_need_several_devices_do_not_stop_the_search() -> None:
+    """Those of 16 KiB fit on no single device of 14 KiB, a candidate; sharded over 8 they do."""
+    graph = chain_graph(16, (64, 4))
+    assert search(graph, machine(8, memory_bytes=14 * 1024), PlanRequest(global_batch=8)).plan.mesh.dp == 8
 
 
 @pytest.mark.parametrize(
@@ -271,13 +278,19 @@ def test_the_memory_of_the_device_is_the_budget() -> None:
         ({"dp": 2}, 4, "dp=2 was asked for, but there are 4 ranks: make them equal"),
         ({}, 8, "8 ranks were asked for, but 'machine' has 4 devices"),
         ({"tp": 2}, None, "tp=2: this version searches data-parallel plans; leave tp out"),
-        ({"offload": "optimizer"}, None, "cannot cost offload of optimizer yet"),
-        ({"zero": 3, "hybrid": 2, "dp": 2}, None, "cannot cost hybrid=2 yet"),
+        ({"zero": 0, "hybrid": 2, "dp": 2}, None, "hybrid=2 without ZeRO: set zero to 1, 2 or 3"),
+        ({"zero": 3, "hybrid": 3, "dp": 4}, None, "hybrid=3 does not divide dp=4"),
+        ({"sequence_parallel": True}, None, "sequence parallel lays tokens over tp, but tp=1"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused(request_fields: dict[str, Any], world: int | None, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         search(chain_graph(), machine(4), PlanRequest(**request_fields), world=world)
+
+
+def test_offload_needs_a_figure_for_the_link_to_the_host() -> None:
+    with pytest.raises(InputError, match="no figure for the link between device and host"):
+        search(chain_graph(), machine(4), PlanRequest(offload="optimizer"))
 
 
 def test_a_precision_the_device_does_not_have_is_refused() -> None:
@@ -295,3 +308,24 @@ def test_a_reason_names_the_part_that_costs_most() -> None:
     slow = machine(4, bytes_per_second=1e4)
     sent = estimate(graph, flat_plan(graph, 4, microbatch=2), slow)
     assert reason_lost(sent, best).endswith("for communication in backward")
+
+
+@pytest.mark.parametrize("part", list(TimeParts.__struct_fields__))
+def test_every_part_of_a_step_can_be_the_reason(part: str) -> None:
+    graph = chain_graph()
+    best = estimate(graph, flat_plan(graph), machine(1))
+    parts = msgspec.structs.replace(best.time_seconds, **{part: getattr(best.time_seconds, part) + 1.0})
+    lost = msgspec.structs.replace(best, time_seconds=parts, step_seconds=parts.total)
+    assert reason_lost(lost, best).endswith(f"+1.00 s for {WORDS[part]}")
+
+
+def test_what_the_driver_holds_counts_as_over_the_budget() -> None:
+    """The peak alone fits; with the allocator's slack and the driver's context it does not."""
+    graph = captured_in("fp16", chain_graph())
+    cluster = named_machine(1, context_bytes=4096.0, allocator_slack_share=0.0)
+    best = estimate(graph, flat_plan(graph), cluster)
+    lost = estimate(graph, flat_plan(graph), cluster, budget_bytes=best.peak_bytes)
+    assert not lost.fits
+    assert reason_lost(lost, best) == f"4.00 KiB over the budget of {format_bytes(best.peak_bytes)}"
+    with pytest.raises(InfeasibleError, match=r"KiB too much"):
+        search(graph, cluster, PlanRequest(global_batch=1), budget_bytes=best.peak_bytes - 4096)

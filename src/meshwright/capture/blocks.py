@@ -9,7 +9,7 @@ outside all of them belongs to the block named ''.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from torch import nn
 
@@ -52,7 +52,7 @@ def _cover(module: nn.Module, path: str, repeated: set[str]) -> Iterator[tuple[s
             yield full, False
 
 
-def block_of_parameter(name: str, blocks: dict[str, bool]) -> str:
+def block_of_parameter(name: str, blocks: Container[str]) -> str:
     """The block that holds a parameter; '' where it lies outside all of them."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):

@@ -11,6 +11,7 @@ from meshwright.cli.parity import parity
 from meshwright.cli.plan import plan
 from meshwright.cli.probe import probe
 from meshwright.cli.report import report
+from meshwright.cli.score import score
 from meshwright.cli.train import train
 
 app = typer.Typer(
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for verb in (probe, models, capture, estimate, plan, train, parity, report):
+for verb in (probe, models, capture, estimate, plan, train, parity, report, score):
     app.command()(verb)
 
 

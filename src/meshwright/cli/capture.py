@@ -2,44 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from meshwright.cli.options import JsonFlag
 
+if TYPE_CHECKING:
+    from meshwright.core.graph import Graph
+
 
 def capture(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
     samples: Annotated[int, typer.Option("--samples", help="Samples that flops and bytes in --json are for.")] = 1,
+    precision: Annotated[str, typer.Option("--precision", help="fp64, fp32, bf16 or fp16.")] = "fp32",
     output: Annotated[str | None, typer.Option("-o", "--output", help="Save the graph, .json or .toml.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Follow a model's forward and backward on fake tensors: parameters, flops and activations by block."""
     import time
+    import warnings
 
-    from meshwright.capture.capture import capture_source
+    from meshwright.cli.choices import check_choice
+    from meshwright.cli.graphs import capture_now
     from meshwright.cli.output import make_console, print_json
-    from meshwright.models.source import resolve
-    from meshwright.report.tables import graph_table
+    from meshwright.core.errors import GuessWarning
+    from meshwright.core.graph import Precision
+    from meshwright.report.tables import graph_table, guesses_table
 
+    check_choice("--precision", precision, get_args(Precision))
     console = make_console(as_json)
     started = time.perf_counter()
-    graph = capture_source(resolve(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GuessWarning)  # they are listed below the table
+        graph = capture_now(model, precision)  # type: ignore[arg-type]
     seconds = time.perf_counter() - started
     console.print(graph_table(graph, seconds))
+    if graph.guesses:
+        console.print(guesses_table(graph))
     if output is not None:
         console.print(f"saved as {graph.save(output)}")
     if as_json:
-        kept = sum(s.kept_bytes.at(samples) for s in graph.timeline if s.phase == "forward")
-        print_json(
+        print_json(_facts(graph, samples) | {"capture_seconds": seconds, "peak_host_bytes": _peak_host_bytes()})
+
+
+def _facts(graph: Graph, samples: int) -> dict[str, Any]:
+    from meshwright.cost.activations import activations_by_block, total_activations
+
+    parameters = graph.num_parameters_by_block
+    kinds, kept = graph.kind_by_block, activations_by_block(graph, samples)
+    return {
+        "num_parameters": graph.num_parameters,
+        "flops": graph.flops(samples),
+        "activation_bytes": total_activations(graph, samples),
+        "blocks": [
             {
-                "num_parameters": graph.num_parameters,
-                "flops": graph.flops(samples),
-                "activation_bytes": round(kept),
-                "blocks": [
-                    {"name": block.name, "kind": block.kind, "repeated": block.repeated} for block in graph.blocks
-                ],
-                "capture_seconds": seconds,
+                "name": block.name,
+                "kind": block.kind,
+                "repeated": block.repeated,
+                "num_parameters": parameters[block.name],
+                "flops": kinds[block.name].flops(samples),
+                "activation_bytes": kept[block.name],
             }
-        )
+            for block in graph.blocks
+        ],
+        "guesses": graph.guesses,
+    }
+
+
+def _peak_host_bytes() -> int:
+    """The most memory this process has held so far."""
+    import resource
+    import sys
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -26,6 +26,7 @@ class Decision:
 def decide(settings: Settings, graph: Graph, cluster: Cluster, world: int | None) -> Decision:
     """The plan of a run: read, searched, or plain."""
     from meshwright.core.errors import InfeasibleError, PlanError
+    from meshwright.core.limits import check_runs
     from meshwright.core.plan import Plan
     from meshwright.core.request import plain_plan
     from meshwright.core.units import format_bytes
@@ -47,6 +48,7 @@ def decide(settings: Settings, graph: Graph, cluster: Cluster, world: int | None
         raise PlanError(
             f"{settings.plan_file} is for {plan.world} ranks, but {world} were asked for: use --nproc {plan.world}"
         )
+    check_runs(plan)
     found = estimate(graph, plan, cluster, recipe, settings.memory_bytes)
     if not found.fits:
         over = found.peak_bytes - found.budget_bytes

@@ -29,11 +29,10 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Search the best plan for a model on a cluster. A plan flag fixes that part; the rest is searched."""
-    from meshwright.capture.capture import capture_source
+    from meshwright.cli.graphs import graph_of
     from meshwright.cli.output import make_console, print_json
-    from meshwright.cli.wiring import budget_of, find_cluster
+    from meshwright.cli.wiring import budget_of, find_cluster, plain_precision
     from meshwright.core.errors import InputError
-    from meshwright.models.source import resolve
     from meshwright.report.tables import candidates_table, estimate_table
     from meshwright.search.search import search
 
@@ -43,7 +42,7 @@ def plan(
         )
     console = make_console(as_json)
     found = find_cluster(console, cluster, hosts, nproc)
-    graph = capture_source(resolve(model), flags.request.precision or "fp32")
+    graph = graph_of(model, flags.request.precision or plain_precision(found))
     result = search(graph, found, flags.request, budget_bytes=budget_of(memory))
     console.print(candidates_table(result))
     console.print(estimate_table(result.plan, result.estimate))

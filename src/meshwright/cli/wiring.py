@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from meshwright.cli.options import PlanFlags
     from meshwright.core.cluster import Cluster
-    from meshwright.core.graph import Graph, Precision
+    from meshwright.core.graph import Casting, Graph, Precision
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
 
@@ -20,12 +20,12 @@ def find_cluster(
     """`local` is probed, a path is read, anything else is a name of the catalogue."""
     import msgspec
 
-    from meshwright.core.cluster import Cluster, check_hosts
+    from meshwright.core.cluster import Cluster, check_hosts, load_cluster
 
     if name == "local":
         return probe_with_notice(console, nproc, device, backend)
     if name.endswith((".json", ".toml")):
-        found = Cluster.load(name)
+        found = load_cluster(name)
         return found if hosts == 1 else msgspec.structs.replace(found, num_hosts=check_hosts(hosts))
     return Cluster.named(name, hosts)
 
@@ -44,31 +44,75 @@ def probe_with_notice(console: Console, nproc: int | None, device: str, backend:
     return probe(num_ranks, device=device, backend=backend, fresh=fresh)  # type: ignore[arg-type]
 
 
-def plan_from_flags(flags: PlanFlags, graph: Graph, cluster: Cluster) -> Plan:
-    """A plan file as it is, or plan flags with plain defaults for the rest, on all devices of the cluster."""
+def plan_from_flags(flags: PlanFlags, graph: Graph, cluster: Cluster, devices: int | None = None) -> Plan:
+    """A plan file as it is, or plan flags with plain defaults for the rest, on all devices of the cluster.
+
+    devices: how many of them are used, where not all are.
+    """
     from meshwright.cli.decision import check_made_for
     from meshwright.core.plan import Plan
     from meshwright.core.request import plain_plan
 
     if flags.file is None:
-        return plain_plan(flags.request, graph, _world(flags.request, cluster), cluster.hash)
-    plan = Plan.load(flags.file)
-    check_made_for(plan, graph, flags.file)
+        world = _world(flags.request, devices or cluster.num_devices)
+        plan = plain_plan(flags.request, graph, world, cluster.hash)
+    else:
+        plan = Plan.load(flags.file)
+        check_made_for(plan, graph, flags.file)
+    _check_uses_all(plan, cluster, devices)
     return plan
 
 
-def precision_of(flags: PlanFlags) -> Precision:
+def precision_of(flags: PlanFlags, cluster: Cluster) -> Precision:
     """What the plan will compute in, known before the plan: the model is captured in it."""
     from meshwright.core.plan import Plan
 
-    return Plan.load(flags.file).precision if flags.file else flags.request.precision or "fp32"
+    if flags.file:
+        return Plan.load(flags.file).precision
+    return flags.request.precision or plain_precision(cluster)
 
 
-def _world(request: PlanRequest, cluster: Cluster) -> int:
+def casting_of(flags: PlanFlags) -> Casting:
+    """How the plan will reach 16 bits, known before the plan as well."""
+    from meshwright.core.plan import Plan
+
+    if flags.file:
+        return Plan.load(flags.file).casting
+    wish = flags.request
+    divided = (wish.zero or 0) > 0 or any((degree or 1) > 1 for degree in (wish.tp, wish.pp, wish.cp))
+    precision_open = wish.precision in (None, "bf16", "fp16")
+    return "parameters" if divided and precision_open else "autocast"
+
+
+def plain_precision(cluster: Cluster) -> Precision:
+    """Where nobody says: 16 bits on a device with units for it, as everyone trains there; fp32 on a CPU."""
+    if cluster.device.kind == "cpu":
+        return "fp32"
+    return (
+        "bf16"
+        if "bf16" in cluster.device.peaks or any(rate.dtype == "bf16" for rate in cluster.device.rates)
+        else "fp16"
+    )
+
+
+def _world(request: PlanRequest, devices: int) -> int:
     """Degrees that were given in full say how many ranks; else all devices are used."""
     if request.dp is None:
-        return cluster.num_devices
+        return devices
     return request.dp * (request.tp or 1) * (request.pp or 1) * (request.cp or 1)
+
+
+def _check_uses_all(plan: Plan, cluster: Cluster, devices: int | None) -> None:
+    """Devices are left idle only where somebody says so."""
+    from meshwright.core.errors import PlanError
+
+    available = devices or cluster.num_devices
+    if plan.world < available:
+        mesh = plan.mesh
+        raise PlanError(
+            f"the plan uses pp {mesh.pp} · dp {mesh.dp} · cp {mesh.cp} · tp {mesh.tp} = {plan.world} of {available} devices of "
+            f"'{cluster.name}': change a degree or --hosts, or add --devices {plan.world} to leave the others idle"
+        )
 
 
 def request_of(plan: Plan) -> PlanRequest:

@@ -1,41 +1,34 @@
 """A Cluster: devices, hosts and links, each figure with its origin.
 
 Two kinds of Cluster exist. A *probed* one carries measured points (rates by op kind and size, collectives by size),
-taken with all ranks running at once. A *named* one carries vendor figures, from `clusters.json` beside this file.
+taken with all ranks running at once. A *named* one carries vendor figures, from `clusters.json` beside this file, and the
+constants of its family of devices (`core/constants.py`).
 """
 
 from __future__ import annotations
 
 from importlib import resources
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta
 
-from meshwright.core.codec import Value
+from meshwright.core.codec import Value, check_fields, decode, decode_json, load
 from meshwright.core.collective import CollectiveKind
+from meshwright.core.constants import Constants, Origin, Positive, family_of
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.graph import OpKind
 from meshwright.core.units import GIB
 
-Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 RateType = Literal["fp64", "fp32", "bf16", "fp16"]
-Origin = Literal["probe", "vendor sheet", "measured elsewhere", "assumed"]
 
 FLOP_KINDS: tuple[OpKind, ...] = ("matmul", "convolution", "attention")
 BYTE_KINDS: tuple[OpKind, ...] = ("elementwise", "transcendental", "normalisation", "reduction", "copy")
 
-MATMUL_SHARE_OF_PEAK = 799 / 989
-"""Share of the vendor's peak a large matmul reaches. Origin: bf16 on an H200, 799 measured of 989 TFLOP/s."""
-COPY_SHARE_OF_PEAK = 4300 / 4800
-"""Share of the vendor's memory bandwidth a copy reaches. Origin: an H200, 4,300 measured of 4,800 GB/s."""
-ASSUMED_LAUNCH_SECONDS = 5e-6
-"""Least time of one kernel where nothing was measured. Origin: assumed."""
-ASSUMED_LATENCY_SECONDS = 10e-6
-"""Latency of one hop where nothing was measured. Origin: assumed."""
-ASSUMED_INTER_HOST_BYTES_PER_SECOND = 25e9
-"""A host's outer link where its owner published none (200 Gb/s). Origin: assumed."""
+ASSUMED_HOST_LINK_GB_PER_SECOND = 25.0
+"""From a device to its host's memory where nobody published it: PCIe 4.0. Origin: assumed."""
 
 
 class Rate(Value, kw_only=True):
@@ -63,7 +56,8 @@ class Link(Value, kw_only=True):
     """One way of a link: between devices of a host (per device), or between hosts (per host)."""
 
     bytes_per_second: Positive
-    latency_seconds: Positive
+    latency_seconds: Positive | None = None
+    """Of one hop; without it, the constant of the device's family."""
     origin: Origin
 
 
@@ -80,8 +74,18 @@ class Device(Value, kw_only=True):
     """How fast AdamW updates parameters held here; without it, memory bandwidth decides."""
     overlap_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """How much of the shorter of compute and communication disappears when both run at once."""
+    shard_call_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    """What the host adds to each collective of sharded parameters; nothing where it runs ahead of the device."""
     peak_flops_per_second: Positive
     """What utilisation is counted against: the best matmul rate measured, or the vendor's peak."""
+    peaks: dict[RateType, Positive] = msgspec.field(default_factory=dict)
+    """The vendor's peak by dtype, flops per second; for a device that was not probed."""
+    bytes_per_second: Positive | None = None
+    """The vendor's memory bandwidth; for a device that was not probed."""
+    constants: Constants | None = None
+    """Of its family; for a device that was not probed."""
+    origins: dict[str, str] = msgspec.field(default_factory=dict)
+    """Where each constant came from."""
 
 
 class Cluster(Value, kw_only=True):
@@ -93,6 +97,10 @@ class Cluster(Value, kw_only=True):
     device: Device
     intra_host: Link | None = None
     inter_host: Link | None = None
+    host_link: Link | None = None
+    """Between a device and its host's memory, each way."""
+    host_updates_per_second: Positive | None = None
+    """Parameters per second that AdamW updates in a host's memory, all its cores together."""
     collectives: tuple[CollectiveTime, ...] = ()
     host_memory_bytes: Annotated[int, Meta(ge=0)] | None = None
     notes: tuple[str, ...] = ()
@@ -112,7 +120,7 @@ class Cluster(Value, kw_only=True):
             )
         if name not in facts:
             raise InputError(f"no cluster is called '{name}': {nearest(name, [*facts, 'local'])}")
-        found: Self = from_facts(name, facts[name], cls)
+        found: Self = from_facts(name, facts[name], cls=cls)
         return msgspec.structs.replace(found, num_hosts=check_hosts(hosts))
 
 
@@ -122,78 +130,134 @@ def check_hosts(hosts: int) -> int:
     return hosts
 
 
-def catalogue() -> dict[str, dict[str, Any]]:
+class Facts(Value, kw_only=True):
+    """A cluster as its vendor describes it, as in `clusters.json`. Bandwidths are 1e9 bytes per second each way."""
+
+    device: str
+    devices_per_host: Count
+    memory_gib: Positive
+    hbm_gb_per_second: Positive
+    peak_bf16_tflops: Positive | None = None
+    peak_fp16_tflops: Positive | None = None
+    peak_fp32_tflops: Positive | None = None
+    intra_host_gb_per_second_per_device: Positive | None = None
+    inter_host_gb_per_second_per_host: Positive | None = None
+    inter_host: str = ""
+    host_link_gb_per_second: Positive | None = None
+    host_memory_gib: Positive | None = None
+    host_cores: Count | None = None
+    measured_bf16_matmul_tflops: Positive | None = None
+    measured_hbm_copy_gb_per_second: Positive | None = None
+    measured_host_to_device_gb_per_second: Positive | None = None
+    measured_device_to_host_gb_per_second: Positive | None = None
+    measured_both_ways_gb_per_second_each: Positive | None = None
+    measured_host_fused_adamw_gparams_per_second: Positive | None = None
+    measured_disk_write_gb_per_second: Positive | None = None
+    measured_disk_read_gb_per_second: Positive | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, InputError)
+        if self.peak_bf16_tflops is None and self.peak_fp16_tflops is None:
+            raise InputError("neither peak_bf16_tflops nor peak_fp16_tflops is given: give the vendor's peak")
+
+
+def catalogue() -> dict[str, Facts]:
     """The facts of every named cluster."""
     text = resources.files("meshwright.core").joinpath("clusters.json").read_text(encoding="utf-8")
-    return {name: facts for name, facts in msgspec.json.decode(text).items() if isinstance(facts, dict)}
+    return read_facts(text, "clusters.json")
 
 
-def from_facts(name: str, facts: dict[str, Any], cls: type[Cluster] = Cluster) -> Any:
-    """Vendor facts → a Cluster; what the facts leave open is assumed and noted."""
+def read_facts(text: str | bytes, where: str) -> dict[str, Facts]:
+    """A file like `clusters.json`: name → facts; entries that are not objects are notes."""
+    entries = decode_json(text, dict[str, Any], where)
+    return {
+        name: decode(entry, Facts, f"{where}: {name}") for name, entry in entries.items() if isinstance(entry, dict)
+    }
+
+
+def load_cluster(path: str) -> Cluster:
+    """A cluster's file: one that `meshwright probe` saved, or facts from a data sheet, where `device` is a name."""
+    raw = load(path, dict[str, Any])
+    if isinstance(raw.get("device"), str):
+        found: Cluster = from_facts(Path(path).stem, decode(raw, Facts, path))
+        return found
+    return Cluster.load(path)
+
+
+def from_facts(name: str, facts: Facts, without: str | None = None, cls: type[Cluster] = Cluster) -> Any:
+    """Vendor facts → a Cluster; what the facts leave open is assumed and noted.
+
+    without: a table of published runs that the constants must not be fitted to.
+    """
     return cls(
         name=name,
         origin="vendor sheet",
-        devices_per_host=facts["devices_per_host"],
-        device=_device(facts),
-        intra_host=_link(facts.get("intra_host_gb_per_second_per_device"), "vendor sheet"),
-        inter_host=_inter_host(facts),
-        host_memory_bytes=round(facts["host_memory_gib"] * GIB) if facts.get("host_memory_gib") else None,
+        devices_per_host=facts.devices_per_host,
+        device=_device(facts, without),
+        intra_host=_link(facts.intra_host_gb_per_second_per_device, "vendor sheet"),
+        inter_host=_link(facts.inter_host_gb_per_second_per_host, "vendor sheet")
+        or _link(_assumed_inter_host(facts), "assumed"),
+        host_link=_host_link(facts),
+        host_updates_per_second=_host_updates(facts),
+        host_memory_bytes=round(facts.host_memory_gib * GIB) if facts.host_memory_gib else None,
         notes=tuple(_notes(facts)),
     )
 
 
-def _device(facts: dict[str, Any]) -> Device:
-    peak = 1e12 * (facts.get("peak_bf16_tflops") or facts["peak_fp16_tflops"])
+def _device(facts: Facts, without: str | None) -> Device:
+    half = 1e12 * (facts.peak_bf16_tflops or facts.peak_fp16_tflops or 0)
+    family = family_of(facts.device, without)
+    peaks: dict[RateType, float] = {
+        "fp16": half,
+        "fp32": 1e12 * facts.peak_fp32_tflops if facts.peak_fp32_tflops else half / 2,
+    }
+    if facts.peak_bf16_tflops:
+        peaks["bf16"] = half
     return Device(
-        name=facts["device"],
+        name=facts.device,
         kind="cuda",
-        memory_bytes=round(facts["memory_gib"] * GIB),
-        rates=_rates(facts, peak),
-        launch_seconds=ASSUMED_LAUNCH_SECONDS,
-        peak_flops_per_second=peak,
+        memory_bytes=round(facts.memory_gib * GIB),
+        rates=(),
+        launch_seconds=family.constants.launch_seconds,
+        backward_launch_seconds=family.constants.backward_launch_seconds,
+        peak_flops_per_second=half,
+        peaks=peaks,
+        bytes_per_second=1e9 * facts.hbm_gb_per_second,
+        constants=family.constants,
+        origins=family.origins,
     )
-
-
-def _rates(facts: dict[str, Any], peak: float) -> tuple[Rate, ...]:
-    """One point a kind and dtype: without measurements the rate does not depend on size."""
-    half = 1e12 * facts.get("measured_bf16_matmul_tflops", 0) or peak * MATMUL_SHARE_OF_PEAK
-    copied = facts.get("measured_hbm_copy_gb_per_second") or facts["hbm_gb_per_second"] * COPY_SHARE_OF_PEAK
-    matmul: dict[RateType, float] = {"fp32": _full_rate(facts, half), "fp16": half}
-    if facts.get("peak_bf16_tflops"):
-        matmul["bf16"] = half
-    return tuple(
-        Rate(kind=kind, dtype=dtype, size=1.0, per_second=flops if kind in FLOP_KINDS else 1e9 * copied)
-        for kind in (*FLOP_KINDS, *BYTE_KINDS)
-        for dtype, flops in matmul.items()
-    )
-
-
-def _full_rate(facts: dict[str, Any], half: float) -> float:
-    """fp32 through TF32 units at half the 16-bit rate, or through plain units where the device has no others."""
-    plain = facts.get("peak_fp32_tflops")
-    return 1e12 * plain * MATMUL_SHARE_OF_PEAK if plain else half / 2
 
 
 def _link(gb_per_second: float | None, origin: Origin) -> Link | None:
     if gb_per_second is None:
         return None
-    return Link(bytes_per_second=gb_per_second * 1e9, latency_seconds=ASSUMED_LATENCY_SECONDS, origin=origin)
+    return Link(bytes_per_second=gb_per_second * 1e9, origin=origin)
 
 
-def _inter_host(facts: dict[str, Any]) -> Link | None:
-    published = facts.get("inter_host_gb_per_second_per_host")
-    if published is None:
-        return _link(ASSUMED_INTER_HOST_BYTES_PER_SECOND / 1e9, "assumed")
-    return _link(published, "vendor sheet")
+def _assumed_inter_host(facts: Facts) -> float:
+    return family_of(facts.device).constants.assumed_inter_host_gb_per_second
 
 
-def _notes(facts: dict[str, Any]) -> list[str]:
+def _host_link(facts: Facts) -> Link | None:
+    if facts.measured_both_ways_gb_per_second_each:
+        return _link(facts.measured_both_ways_gb_per_second_each, "measured elsewhere")
+    if facts.host_link_gb_per_second:
+        return _link(facts.host_link_gb_per_second, "vendor sheet")
+    return _link(ASSUMED_HOST_LINK_GB_PER_SECOND, "assumed")
+
+
+def _host_updates(facts: Facts) -> float | None:
+    measured = facts.measured_host_fused_adamw_gparams_per_second
+    return 1e9 * measured if measured else None
+
+
+def _notes(facts: Facts) -> list[str]:
     notes = []
-    if "measured_bf16_matmul_tflops" not in facts:
-        notes.append(f"matmul rate: {MATMUL_SHARE_OF_PEAK:.2f} of the vendor's peak, the share measured on an H200")
-    if not facts.get("peak_bf16_tflops"):
+    if not facts.peak_bf16_tflops:
         notes.append("no bf16 units: plan for fp16 or fp32")
-    if facts.get("inter_host_gb_per_second_per_host") is None:
-        notes.append("link between hosts: not published, assumed 25 GB/s per host")
-    notes.append("latencies and the least kernel time are assumed")
+    if facts.inter_host_gb_per_second_per_host is None:
+        notes.append(f"link between hosts: not published, assumed {_assumed_inter_host(facts):g} GB/s per host")
+    if facts.peak_fp32_tflops is None:
+        notes.append("fp32 matmuls: through TF32 units, at half the 16-bit peak")
+    notes.append("rates, latencies and launch times: constants of the device's family, see --explain")
     return notes

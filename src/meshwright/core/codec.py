@@ -30,6 +30,7 @@ from meshwright.core.units import parse_bytes, parse_seconds
 T = TypeVar("T")
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_MISSING = re.compile(r"missing required field `(?P<name>.*?)`")
 _PATH = re.compile(r" - at `\$?(?P<path>[^`]*)`$")
 _PARSERS: tuple[tuple[str, Callable[[str], float]], ...] = (("_bytes", parse_bytes), ("_seconds", parse_seconds))
 _NOT_FINITE = ("nan", "inf", "-inf")
@@ -197,7 +198,10 @@ def _with_units(raw: object, kind: Any, where: str, path: str) -> object:
         return [_with_units(item, kind, where, f"{path}[{index}]") for index, item in enumerate(raw)]
     if not isinstance(raw, str):
         return raw
-    if raw in _NOT_FINITE and _at(kind, path) is float:
+    wanted = _at(kind, path)
+    if wanted is str:
+        return raw
+    if raw in _NOT_FINITE and wanted is float:
         return float(raw)
     return _quantity(raw, where, path)
 
@@ -222,8 +226,13 @@ def _explain(message: str, kind: Any) -> str:
         name = unknown["name"]
         full = f"{path}.{name}" if path else name
         return f"{full}: unknown field '{name}': {nearest(name, field_names(kind, path))}"
+    missing = _MISSING.search(said)
+    if missing:
+        name = missing["name"]
+        return f"{path}.{name}: this field is missing: add it" if path else f"{name}: this field is missing: add it"
     if path == "format":
-        return f"format: {said}: this version reads format 1; the file is from another version"
+        known = ", ".join(str(number) for number in get_args(_at(kind, path)))
+        return f"format: {said}: this version reads format {known}; the file is from another version"
     choices = [str(choice) for choice in get_args(_at(kind, path)) if isinstance(choice, str | int)]
     wrong = re.fullmatch(r"Invalid enum value '?(?P<value>.*?)'?", said)
     if wrong and choices:

@@ -8,7 +8,7 @@ from typing import Literal
 from meshwright.core.codec import Value
 
 CollectiveKind = Literal[
-    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"
+    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all", "send"
 ]
 Axis = Literal["pp", "dp", "cp", "tp", "ep"]
 

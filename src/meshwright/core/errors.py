@@ -34,6 +34,10 @@ class CaptureError(MeshwrightError):
     """A module whose forward or backward could not be followed on fake tensors."""
 
 
+class GuessWarning(UserWarning):
+    """A graph that rests on a guess: the module read a value that is not known before it runs."""
+
+
 class InfeasibleError(MeshwrightError):
     """No candidate fits the budget. The message names the nearest miss and what does not fit, and by how much."""
 

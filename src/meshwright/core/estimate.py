@@ -13,9 +13,11 @@ from meshwright.core.collective import Collective
 class TimeParts(Value, kw_only=True):
     """Seconds of one step by part; they add up to the step.
 
-    exposed_gather, exposed_reduce: communication that compute does not hide, in forward and in backward.
-    A Trace cannot tell them from the compute around them yet and leaves them 0: compare `forward_total` with
-    `forward_total`, `backward_total` with `backward_total`.
+    exposed_gather, exposed_reduce: communication that compute does not hide, asked for in forward and in backward.
+    exposed_inner: communication inside the blocks (tp, cp, ep), which compute waits for.
+    transfer: waiting for another stage's activations or gradients, and for copies between host and device.
+    A Trace takes forward, backward and update from its plain steps, and divides each by the shares that recompute and
+    waiting for communication had of it in the sampled step. Without a sampled step they stay undivided.
     """
 
     forward: float = 0.0
@@ -23,6 +25,7 @@ class TimeParts(Value, kw_only=True):
     backward: float = 0.0
     exposed_gather: float = 0.0
     exposed_reduce: float = 0.0
+    exposed_inner: float = 0.0
     bubble: float = 0.0
     transfer: float = 0.0
     update: float = 0.0
@@ -70,5 +73,15 @@ class Estimate(Value, kw_only=True):
     model_flops_utilisation: float
     budget_bytes: int
     fits: bool
+    reserved_bytes: int = 0
+    """What the allocator takes for the peak, its slack included; 0 where memory is not held in reserve (CPU)."""
+    context_bytes: int = 0
+    """What driver and libraries hold of the device beside it."""
+    worst_rank: int = 0
+    """The first rank of the pp coordinate that needs most."""
+    worst_moment: str = ""
+    """When in the step that is."""
+    bubble: float = 0.0
+    """Idle time over ideal time, on the pp coordinate with the most work."""
     collectives: tuple[Collective, ...] = ()
     """Of one rank in one step."""

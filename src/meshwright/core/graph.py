@@ -2,10 +2,14 @@
 
 Quantities that grow with the number of samples are affine, `fixed + per_sample · n`: capture follows the module at two
 batch sizes, so that one Graph serves every microbatch size.
+
+A *kind* of block is written down once: its ops in order, and its *passes*. A pass is one stretch of the step inside the
+block: which ops run, and which memory is taken and given back. The timeline says which pass of which block comes when.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import prod
 from typing import Literal
 
@@ -13,12 +17,19 @@ import msgspec
 
 from meshwright.core.codec import Value, stable_hash
 
+CAPTURE_VERSION = 1
+"""Raised when capture learns to see a module otherwise: graphs kept from before are then captured again."""
+
 Phase = Literal["forward", "backward"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 OpKind = Literal[
     "matmul", "convolution", "attention", "elementwise", "transcendental", "normalisation", "reduction", "copy"
 ]
+Casting = Literal["autocast", "parameters"]
+"""How 16-bit precision is reached: op by op from fp32 parameters (autocast), or with 16-bit parameters throughout."""
 DType = Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+Region = Literal["", "attention", "expert"]
+"""attention: what selective recompute redoes, the ops between the projections. expert: what lies over ep."""
 
 ITEM_BYTES: dict[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
@@ -32,8 +43,15 @@ class Affine(msgspec.Struct, frozen=True, array_like=True):
     fixed: float
     per_sample: float
 
-    def at(self, num_samples: int) -> float:
+    def at(self, num_samples: float) -> float:
         return self.fixed + self.per_sample * num_samples
+
+
+NOTHING = Affine(0.0, 0.0)
+Shape = tuple[Affine, ...]
+Source = int | str
+"""Where a tensor comes from: the number of an op of the same kind, the name of a parameter inside the block,
+`@input` (outside the block), or `@BLOCK#NUMBER` (an op of another block, where neither block is repeated)."""
 
 
 class Parameter(Value, kw_only=True):
@@ -45,10 +63,17 @@ class Parameter(Value, kw_only=True):
     trainable: bool = True
     tied_to: str | None = None
     block: str = ""
+    expert: bool = False
+    """Whether it belongs to one of several experts: it lies over ep."""
 
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def own_name(self) -> str:
+        """Its name inside its block."""
+        return self.name.removeprefix(f"{self.block}.") if self.block else self.name
 
 
 class Op(Value, kw_only=True):
@@ -59,10 +84,56 @@ class Op(Value, kw_only=True):
     phase: Phase
     dtype: Precision = "fp32"
     """What it computes in; under mixed precision ops differ."""
-    count: int
-    flops: Affine
-    read_bytes: Affine
-    written_bytes: Affine
+    module: str = ""
+    """Where it runs, inside its block."""
+    region: Region = ""
+    causal: bool = False
+    """Attention over what came before only: half of its flops are never done."""
+    count: int = 1
+    inputs: tuple[Source, ...] = ()
+    input_shapes: tuple[Shape, ...] = ()
+    """Of each input, in the same order."""
+    result_shape: Shape = ()
+    """Of its first result."""
+    flops: Affine = NOTHING
+    read_bytes: Affine = NOTHING
+    written_bytes: Affine = NOTHING
+    saved_bytes: Affine = NOTHING
+    """Of its results, what backward needs again."""
+
+
+class MemoryEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Memory taken (bytes > 0) or given back (bytes < 0): which op's result it is, or where it came from."""
+
+    source: Source
+    num_bytes: Affine
+
+
+class Pass(Value, kw_only=True):
+    """A stretch of the step inside one block and phase: ops first_op … first_op + num_ops - 1 of its kind.
+
+    Parameters, their gradients and the batch are not among the events.
+    output_bytes: what the block hands on; all that a recomputed block keeps.
+    """
+
+    phase: Phase
+    first_op: int = 0
+    num_ops: int = 0
+    events: tuple[MemoryEvent, ...] = ()
+    output_bytes: Affine = NOTHING
+
+    @property
+    def op_range(self) -> range:
+        return range(self.first_op, self.first_op + self.num_ops)
+
+    def kept_at(self, num_samples: float) -> float:
+        """How much more is in use when it ends than when it began (negative in backward)."""
+        return sum(event.num_bytes.at(num_samples) for event in self.events)
+
+    def peak_at(self, num_samples: float) -> float:
+        """What is in use at its fullest moment, above its beginning."""
+        levels = accumulate((event.num_bytes.at(num_samples) for event in self.events), initial=0.0)
+        return max(levels)
 
 
 class Kind(Value, kw_only=True):
@@ -70,6 +141,11 @@ class Kind(Value, kw_only=True):
 
     name: str
     ops: tuple[Op, ...]
+    passes: tuple[Pass, ...] = ()
+
+    def flops(self, num_samples: int) -> float:
+        """Forward and backward, without recompute."""
+        return sum(op.count * op.flops.at(num_samples) for op in self.ops)
 
 
 class Block(Value, kw_only=True):
@@ -80,31 +156,29 @@ class Block(Value, kw_only=True):
     repeated: bool
 
 
-class Segment(Value, kw_only=True):
-    """A stretch of the step inside one block and phase.
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """One entry of the timeline: a block, and which of its kind's passes runs."""
 
-    kept_bytes: how much more memory is in use when it ends than when it began (negative in backward).
-    peak_bytes: what is in use at its fullest moments, above its beginning; which of them is fullest depends on the number
-        of samples, so all that can be are kept.
-    output_bytes: what the block hands on; all that a recomputed block keeps.
-    Parameters, their gradients and the batch are not counted here.
-    """
-
-    phase: Phase
     block: str
-    kept_bytes: Affine
-    peak_bytes: tuple[Affine, ...]
-    output_bytes: Affine
+    number: int
 
-    def peak_at(self, num_samples: int) -> float:
-        return max((moment.at(num_samples) for moment in self.peak_bytes), default=0.0)
+
+class Guess(Value, kw_only=True):
+    """A value the module read while it was followed, which fake tensors do not have, and what was answered."""
+
+    module: str
+    line: str
+    """file:line of the code that read it."""
+    question: str
+    answer: str
 
 
 class Graph(Value, kw_only=True):
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     model: str
     precision: Precision = "fp32"
     """What it was captured in: a plan in another precision needs another capture."""
+    casting: Casting = "autocast"
     parameters: tuple[Parameter, ...]
     kinds: tuple[Kind, ...]
     blocks: tuple[Block, ...]
@@ -114,6 +188,7 @@ class Graph(Value, kw_only=True):
     tokens_per_sample: int
     gradient_order: tuple[str, ...] = ()
     """Parameters in the order their gradients become ready; without it, the reverse of their own order."""
+    guesses: tuple[Guess, ...] = ()
 
     @property
     def identity(self) -> str:
@@ -130,6 +205,14 @@ class Graph(Value, kw_only=True):
         return sum(parameter.num_elements for parameter in self.own_parameters)
 
     @property
+    def num_parameters_by_block(self) -> dict[str, int]:
+        """Each tensor counts where its first name is."""
+        found = {block.name: 0 for block in self.blocks}
+        for parameter in self.own_parameters:
+            found[parameter.block] += parameter.num_elements
+        return found
+
+    @property
     def repeated_blocks(self) -> tuple[str, ...]:
         return tuple(block.name for block in self.blocks if block.repeated)
 
@@ -138,14 +221,17 @@ class Graph(Value, kw_only=True):
         """Trainable parameters in the order their gradients become ready; one that gets none comes last."""
         found = {parameter.name: parameter for parameter in self.own_parameters if parameter.trainable}
         ready = [found[name] for name in self.gradient_order if name in found]
-        return (*ready, *(found[name] for name in reversed(found) if name not in self.gradient_order))
+        known = set(self.gradient_order)
+        return (*ready, *(found[name] for name in reversed(found) if name not in known))
 
-    def kind_of(self, block: Block) -> Kind:
-        return next(kind for kind in self.kinds if kind.name == block.kind)
+    @property
+    def kind_by_block(self) -> dict[str, Kind]:
+        kinds = {kind.name: kind for kind in self.kinds}
+        return {block.name: kinds[block.kind] for block in self.blocks}
 
     def flops(self, num_samples: int) -> float:
         """Forward and backward, without recompute."""
-        per_kind = {kind.name: sum(op.count * op.flops.at(num_samples) for op in kind.ops) for kind in self.kinds}
+        per_kind = {kind.name: kind.flops(num_samples) for kind in self.kinds}
         return sum(per_kind[block.kind] for block in self.blocks)
 
 

@@ -1,10 +1,17 @@
-"""What the Plan value can say but this version can neither cost nor run. The cost model and the runtime ask here."""
+"""What the Plan value can say, and the cost model can cost, but this version cannot run yet."""
 
 from __future__ import annotations
 
+from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 
 CAN = "dp with ZeRO 0 to 3, full recompute, compile, fp64, fp32 and bf16, schedule 1f1b"
+
+
+def check_runs(plan: Plan) -> None:
+    """A plan that cannot run yet is refused before any rank starts."""
+    if reasons := not_yet(plan):
+        raise PlanError(f"this version cannot run {', '.join(reasons)} yet: it runs {CAN}")
 
 
 def not_yet(plan: Plan) -> list[str]:

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import PlanError
-from meshwright.core.graph import Precision
+from meshwright.core.graph import Casting, Precision
 from meshwright.core.names import expand_names
 from meshwright.core.placement import Placement, coordinate_of
 
@@ -143,6 +143,12 @@ class Plan(Value, kw_only=True):
     @property
     def world(self) -> int:
         return self.mesh.world
+
+    @property
+    def casting(self) -> Casting:
+        """How it reaches 16 bits: replicas of whole modules by autocast, all else with 16-bit parameters."""
+        divided = self.zero > 0 or self.mesh.tp > 1 or self.mesh.pp > 1 or self.mesh.cp > 1
+        return "parameters" if divided and self.precision in ("bf16", "fp16") else "autocast"
 
     @property
     def placement(self) -> Placement:

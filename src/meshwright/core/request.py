@@ -14,6 +14,7 @@ from meshwright.core.errors import InputError, PlanError
 from meshwright.core.graph import Graph, Precision
 from meshwright.core.names import compact_names
 from meshwright.core.plan import Degree, Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
+from meshwright.core.sharding import plain_sharding
 from meshwright.core.stages import even_stages, plain_virtual
 
 _EVERY = re.compile(r"every:([1-9]\d*)")
@@ -83,6 +84,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         cluster=cluster,
         mesh=mesh,
         stages=even_stages(graph, mesh.pp, virtual, schedule),
+        sharding=plain_sharding(graph) if mesh.tp > 1 else (),
         sequence_parallel=bool(request.sequence_parallel),
         zero=request.zero or 0,
         hybrid=request.hybrid,

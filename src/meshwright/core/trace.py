@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 from meshwright.core.codec import Value
-from meshwright.core.collective import Collective
+from meshwright.core.collective import Axis, Collective, CollectiveKind
 from meshwright.core.estimate import MemoryParts, TimeParts
+
+Stream = Literal["compute", "communication", "transfer"]
+Part = Literal[
+    "forward", "recompute", "backward", "update", "waiting", "other", "host_to_device", "device_to_host", CollectiveKind
+]
 
 
 class StepRecord(Value, kw_only=True):
@@ -19,6 +24,44 @@ class StepRecord(Value, kw_only=True):
     tokens: int
     sampled: bool = False
     """Sampled steps run under the recorder and are left out of the timings."""
+
+
+class Interval(Value, kw_only=True):
+    """A stretch of the sampled step on one stream. Intervals of one stream and axis do not overlap.
+
+    compute: what the device computes for, or `waiting` (it stands still while a collective runs), or `other` (the host
+        between two actions). Gaps are idle.
+    communication: one collective, along `axis`. A collective begins when this rank is ready, so that it contains the wait
+        for the other ranks.
+    transfer: a copy between host and device.
+    """
+
+    stream: Stream
+    part: Part
+    start_seconds: float
+    """Since the step began."""
+    seconds: float
+    axis: Axis | None = None
+    num_bytes: int | None = None
+    """Of a collective's input tensor, or of a copy."""
+
+
+class PartSeconds(Value, kw_only=True):
+    """All intervals of one part on one stream, before short gaps between them are closed for the timeline."""
+
+    stream: Stream
+    part: Part
+    axis: Axis | None = None
+    seconds: float
+    count: int
+
+
+class MemoryPoint(Value, kw_only=True):
+    """Bytes in use from one moment of the sampled step to the next point."""
+
+    at_seconds: float
+    """Since the step began."""
+    memory_bytes: MemoryParts
 
 
 class Trace(Value, kw_only=True):
@@ -37,6 +80,11 @@ class Trace(Value, kw_only=True):
     """Peak resident memory of the process."""
     tokens_per_second: float
     collectives: tuple[Collective, ...] = ()
+    timeline: tuple[Interval, ...] = ()
+    """Of the last sampled step, like the three fields around it."""
+    part_seconds: tuple[PartSeconds, ...] = ()
+    memory_over_time: tuple[MemoryPoint, ...] = ()
+    """The moments at which the total turns from growing to shrinking or back; the peak is one of them."""
     num_steps: int
     steps: tuple[StepRecord, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()

@@ -1,38 +1,41 @@
-"""Which collectives a plan calls in one step, and how long each takes.
+"""Which collectives one rank calls inside the blocks and between the stages. Those of the state: cost/step_calls.py.
 
-N ranks, m microbatches, one row per group of parameters (a block, or all that is in none):
+In each microbatch, and again where the forward is redone:
 
-    ZeRO 0   all-reduce of the gradients, in buckets, once a step                         -> bucket_bytes
-    ZeRO 1   all-gather of each group once a step; reduce-scatter once a step
-    ZeRO 2   all-gather once a step; reduce-scatter in each microbatch
-    ZeRO 3   all-gather before forward and before backward in each microbatch (the rest group once); reduce-scatter in each
+    tp       all-reduce where labels say so (core/labels.py)                              -> _tensor_calls
+    sp       sequence parallel: instead, an all-gather before and a reduce-scatter after each split part
+    loss     logits split by the vocabulary: three all-reduces over tp, of each token's largest logit, its sum of
+             exponentials and its target's logit                                          -> _loss_calls
+    cp       all-gather of keys and values before attention; backward gathers them again and reduce-scatters their gradients
+    ep       all-to-all of the tokens to their experts and back, forward and backward     -> _expert_calls
+    pp       one send of the activation to the next stage, one of its gradient back       -> transfer_calls
 
-    measured points:   a power law between sizes                                          -> collective_seconds
-    otherwise a ring over p ranks, n input bytes:
-        all-reduce      2 (p-1) alpha + 2 (p-1)/p · n / bandwidth
-        reduce-scatter    (p-1) alpha +   (p-1)/p · n / bandwidth
-        all-gather        (p-1) alpha +   (p-1)   · n / bandwidth      (n: the shard each rank gives)
-    where bandwidth is the slowest link the ring crosses.
+Under sequence parallel a split part keeps its rank's tokens of what it read, not what it gathered: memory counts 1/tp of
+every tensor with tokens (cost/division.py). Backward therefore gathers what the columns read once more, beside the gradient
+of what the rows made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
 
-from meshwright.core.cluster import Cluster
-from meshwright.core.collective import COUNT_BYTES, LOSS_BYTES, NORM_BYTES, Collective, CollectiveKind, total
-from meshwright.core.errors import InputError
-from meshwright.core.graph import Graph, Parameter
+from meshwright.core.collective import Axis, Collective, CollectiveKind, total
+from meshwright.core.graph import Op, Phase, Shape
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.units import MIB
-from meshwright.cost.compute import ITEM_BYTES, kernel_seconds
-from meshwright.cost.state import groups_of, total_elements
+from meshwright.cost.division import Division
+from meshwright.cost.kernels import ITEM
+from meshwright.cost.links import Group, axis_group
+from meshwright.cost.passes import StagePasses, handed_on_bytes
 
-FIRST_BUCKET_BYTES = 1 * MIB
-BUCKET_BYTES = 25 * MIB
-"""torch's DistributedDataParallel closes its first bucket at 1 MiB and the others at 25 MiB."""
+LOSS_CALLS, LOSS_ITEM_BYTES = 3, 4
+"""Largest logit, sum and target of each token, in fp32."""
+
+ALONE = Group(1)
+When = Literal["forward", "backward", "other", "update"]
 
 
 @dataclass(frozen=True)
@@ -42,97 +45,174 @@ class Call:
     kind: CollectiveKind
     num_bytes: int
     count: int
-    phase: str
-    """forward, backward or other."""
+    phase: When
+    axis: Axis = "dp"
+    group: Group = ALONE
+    block: str = ""
+    """The group of parameters it moves, or the block it runs in."""
 
 
-def calls(graph: Graph, plan: Plan, recipe: Recipe) -> tuple[Call, ...]:
-    """Every collective of one rank in one step."""
-    found: list[Call] = []
-    if plan.mesh.dp > 1:
-        found += _sharded(graph, plan) if plan.zero else _replicated(graph, plan)
-        found += [Call("all_reduce", COUNT_BYTES, 1, "other"), Call("all_reduce", LOSS_BYTES, 1, "other")]
-    if recipe.clips and plan.zero:
-        found.append(Call("all_reduce", NORM_BYTES, 1, "other"))
-    return tuple(found)
-
-
-def as_collectives(found: tuple[Call, ...]) -> tuple[Collective, ...]:
+def as_collectives(found: Iterable[Call]) -> tuple[Collective, ...]:
     return total(
-        Collective(kind=call.kind, axis="dp", count=call.count, total_bytes=call.count * call.num_bytes)
+        Collective(kind=call.kind, axis=call.axis, count=call.count, total_bytes=call.count * call.num_bytes)
         for call in found
     )
 
 
-def _replicated(graph: Graph, plan: Plan) -> Iterator[Call]:
-    item = stored_item_bytes(plan)
-    yield from (Call("all_reduce", size, 1, "backward") for size in bucket_bytes(graph.trained, item))
+def times(calls: Iterable[Call], count: int) -> tuple[Call, ...]:
+    return tuple(replace(call, count=call.count * count) for call in calls)
 
 
-def bucket_bytes(parameters: Iterable[Parameter], item_bytes: int) -> list[int]:
-    """Buckets fill as gradients become ready; a full one is closed."""
-    sizes: list[int] = []
-    filled = 0
-    for parameter in parameters:
-        filled += parameter.num_elements * item_bytes
-        if filled >= (BUCKET_BYTES if sizes else FIRST_BUCKET_BYTES):
-            sizes.append(filled)
-            filled = 0
-    return [*sizes, filled] if filled else sizes
+# ---------------------------------------------------------------- inside the blocks
 
 
-def _sharded(graph: Graph, plan: Plan) -> Iterator[Call]:
-    degree, microbatches = plan.shard_degree, plan.num_microbatches
-    for name, group in groups_of(graph, plan).items():
-        gathered = total_elements(group, degree) * ITEM_BYTES[plan.precision]
-        reduced = degree * total_elements(group, degree, trainable_only=True) * stored_item_bytes(plan)
-        gathers = microbatches if plan.zero == 3 else 1
-        yield Call("all_gather", gathered, gathers, "forward")
-        if plan.zero == 3 and name:
-            yield Call("all_gather", gathered, gathers, "backward")
-        if reduced:
-            yield Call("reduce_scatter", reduced, 1 if plan.zero == 1 else microbatches, "backward")
+def block_calls(
+    division: Division, plan: Plan, phase: Phase, passes: Collection[int] | None = None
+) -> tuple[Call, ...]:
+    """The collectives of one microbatch through one block, forward or backward; `count` is per microbatch.
 
-
-def stored_item_bytes(plan: Plan) -> int:
-    """Parameters, gradients and optimizer state are kept in fp32, or fp64."""
-    return 8 if plan.precision == "fp64" else 4
-
-
-def collective_seconds(kind: CollectiveKind, num_bytes: int, num_ranks: int, cluster: Cluster) -> float:
-    """One call between this many ranks."""
-    if num_ranks == 1:
-        return 0.0
-    points = sorted(
-        (float(point.num_bytes), point.seconds)
-        for point in cluster.collectives
-        if point.kind == kind and point.num_ranks == num_ranks
-    )
-    return kernel_seconds(num_bytes, points) if points else ring_seconds(kind, num_bytes, num_ranks, cluster)
-
-
-def ring_seconds(kind: CollectiveKind, num_bytes: int, num_ranks: int, cluster: Cluster) -> float:
-    latency, bandwidth = ring_link(num_ranks, cluster)
-    hops = num_ranks - 1
-    if kind == "all_gather":
-        return hops * latency + hops * num_bytes / bandwidth
-    rounds = 2 if kind == "all_reduce" else 1
-    return rounds * (hops * latency + hops / num_ranks * num_bytes / bandwidth)
-
-
-def ring_link(num_ranks: int, cluster: Cluster) -> tuple[float, float]:
-    """Latency and bytes per second of the slowest hop of a ring over neighbouring ranks.
-
-    One ring enters and leaves each host once, so it has the host's outer link to itself.
+    passes: numbers of the block's forward passes that count, where a stage has not all of them; backward follows.
     """
-    links = []
-    if min(num_ranks, cluster.devices_per_host) > 1:
-        links.append(cluster.intra_host)
-    if num_ranks > cluster.devices_per_host:
-        links.append(cluster.inter_host)
-    if None in links:
-        raise InputError(
-            f"cluster '{cluster.name}' has no measured collectives between {num_ranks} ranks and no figure for the link they "
-            f"need: probe it with --nproc {num_ranks}, or add intra_host and inter_host"
-        )
-    return max(link.latency_seconds for link in links if link), min(link.bytes_per_second for link in links if link)
+    own = _Ops(division, plan, passes)
+    found = [*_tensor_calls(own, phase), *_loss_calls(own, phase), *_context_calls(own, phase)]
+    return (*found, *_expert_calls(own, phase))
+
+
+class _Ops:
+    """The forward ops of a block that a stage runs."""
+
+    def __init__(self, division: Division, plan: Plan, passes: Collection[int] | None) -> None:
+        self.division, self.plan = division, plan
+        every = division.kind.passes
+        self.numbers: Collection[int] = range(len(division.kind.ops))
+        if passes is not None:
+            self.numbers = frozenset(n for number in passes for n in every[number].op_range)
+
+    def __iter__(self) -> Iterator[tuple[int, Op]]:
+        ops = self.division.kind.ops
+        return ((n, op) for n, op in enumerate(ops) if op.phase == "forward" and n in self.numbers)
+
+    def of(self, wanted: tuple[int, ...]) -> list[Op]:
+        return [self.division.kind.ops[number] for number in wanted if number in self.numbers]
+
+
+def _tensor_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+    plan, labels = own.plan, own.division.labels
+    if plan.mesh.tp == 1:
+        return
+    made = [_result_bytes(op, plan) for op in own.of(labels.reduced_forward)]
+    read = [_read_bytes(op, plan) for op in own.of(labels.reduced_backward)]
+    group = axis_group(plan.mesh, "tp")
+    reduced = made if phase == "forward" else read
+    if not plan.sequence_parallel:
+        yield from (Call("all_reduce", size, 1, phase, "tp", group) for size in reduced)
+        return
+    gathered = read if phase == "forward" else [*read, *made]
+    yield from (Call("all_gather", size // plan.mesh.tp, 1, phase, "tp", group) for size in gathered)
+    yield from (Call("reduce_scatter", size, 1, phase, "tp", group) for size in reduced)
+
+
+def _loss_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+    """A softmax over what lies split over tp; attention's is over the tokens, and its heads are what is split."""
+    if own.plan.mesh.tp == 1 or phase == "backward":
+        return
+    for _, op in own:
+        if "softmax" in op.name and op.region != "attention" and own.division.labels.of(op.inputs[0]) == "split":
+            size = _elements(op.result_shape[:-1], own.plan) * LOSS_ITEM_BYTES
+            yield Call("all_reduce", round(size), LOSS_CALLS, phase, "tp", axis_group(own.plan.mesh, "tp"))
+
+
+def _result_bytes(op: Op, plan: Plan) -> int:
+    return round(op.written_bytes.at(plan.microbatch) / plan.mesh.cp)
+
+
+def _read_bytes(op: Op, plan: Plan) -> int:
+    """Of the activation a weight is applied to: the input that has tokens."""
+    shapes = [shape for shape in op.input_shapes if any(dim.per_sample for dim in shape)]
+    return round(_elements(shapes[0], plan) * ITEM[op.dtype]) if shapes else 0
+
+
+def _elements(shape: Shape, plan: Plan) -> float:
+    """Of an activation, on one of the cp ranks."""
+    found = 1.0
+    for dim in shape:
+        found *= dim.at(plan.microbatch)
+    return found / plan.mesh.cp
+
+
+def _context_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+    plan = own.plan
+    if plan.mesh.cp == 1:
+        return
+    group = axis_group(plan.mesh, "cp")
+    for number, op in own:
+        if op.kind == "attention":
+            both = sum(_elements(shape, plan) for shape in op.input_shapes[1:3])
+            local = both * ITEM[op.dtype] / own.division.tp_degree(number)
+            yield Call("all_gather", round(local), 1, phase, "cp", group)
+            if phase == "backward":
+                yield Call("reduce_scatter", round(local * plan.mesh.cp), 1, phase, "cp", group)
+
+
+def _expert_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+    """Tokens to their experts and back: as many bytes as the experts' first matmuls read."""
+    if own.plan.mesh.ep == 1:
+        return
+    size = _expert_input_bytes(own)
+    if size:
+        yield Call("all_to_all", size, 2, phase, "ep", axis_group(own.plan.mesh, "ep"))
+
+
+def _expert_input_bytes(own: _Ops) -> int:
+    """What enters the experts of a block: results from outside them that their matmuls read, each once."""
+    ops = own.division.kind.ops
+    found: dict[object, int] = {}
+    for _, op in own:
+        if op.region != "expert" or op.kind != "matmul":
+            continue
+        for source in op.inputs:
+            if isinstance(source, int) and ops[source].kind != "matmul" and not _after_matmul(ops, source):
+                found[source] = _read_bytes(op, own.plan)
+    return sum(found.values())
+
+
+def _after_matmul(ops: tuple[Op, ...], number: int) -> bool:
+    """Whether a result inside the experts came of one of their matmuls."""
+    op = ops[number]
+    if op.region != "expert":
+        return False
+    if op.kind == "matmul":
+        return True
+    return any(_after_matmul(ops, source) for source in op.inputs if isinstance(source, int))
+
+
+# ---------------------------------------------------------------- between the stages
+
+
+def sends_shares(plan: Plan, recipe: Recipe) -> bool:
+    """Whether each tp rank sends its share of a whole activation, which the next stage's ranks put together again."""
+    return plan.mesh.tp > 1 and not (recipe.whole_transfers or plan.sequence_parallel)
+
+
+def sent_bytes(passes: StagePasses, plan: Plan, divisions: dict[str, Division], recipe: Recipe) -> float:
+    """Of the tensor that one rank of a stage sends to the next; its gradient comes back as large."""
+    size = handed_on_bytes(passes, divisions, plan.microbatch)
+    return size / plan.mesh.tp if sends_shares(plan, recipe) else size
+
+
+def transfer_calls(
+    plan: Plan, passes: tuple[StagePasses, ...], divisions: dict[str, Division], recipe: Recipe, coordinate: int
+) -> tuple[Call, ...]:
+    """The sends of a rank on this coordinate in one step, and the gathers of what arrived in shares."""
+    found: list[Call] = []
+    for giver, taker in pairwise(range(len(plan.stages))):
+        homes = plan.stages[giver].coordinate, plan.stages[taker].coordinate
+        if coordinate not in homes or homes[0] == homes[1]:
+            continue
+        size = round(sent_bytes(passes[giver], plan, divisions, recipe))
+        phases: tuple[Phase, Phase] = ("forward", "backward")
+        goes, comes = phases if coordinate == homes[0] else phases[::-1]
+        found.append(Call("send", size, plan.num_microbatches, goes, "pp", axis_group(plan.mesh, "pp")))
+        if sends_shares(plan, recipe):
+            found.append(Call("all_gather", size, plan.num_microbatches, comes, "tp", axis_group(plan.mesh, "tp")))
+    return tuple(found)

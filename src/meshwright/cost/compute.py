@@ -1,126 +1,225 @@
-"""Seconds of compute.
+"""Seconds of compute of one microbatch through the blocks of a plan, on one rank.
 
-kernel:  work / rate(kind, dtype, size); work is flops for matmul, convolution and attention, bytes read and written
-         for the rest                                                                          -> kernel_seconds
-rate:    seconds measured at a few sizes, a power law between them; above the largest the rate stays, below the
-         smallest the time stays (CPU) or the rate does (CUDA, where launches are counted apart)
-phase:   Σ (launch + kernel)       where the host runs each op itself (CPU)
-         max(Σ launch, Σ kernel)   where the host runs ahead and ops queue on the device (CUDA)  -> phase_seconds
-update:  elements held by this rank / measured rate, or 7 · 4 bytes each through memory        -> update_seconds
-clip:    three passes over the gradients, two ops a tensor                                     -> clip_seconds
+op:      one kernel, from measured points (cost/points.py) or from peaks and constants (cost/kernels.py), for the share
+         of its work that one rank does (cost/division.py)                                         -> op_seconds
+pass:    Σ (launch + kernel)       where the host runs each op itself (CPU)
+         max(Σ launch, Σ kernel)   where the host runs ahead and ops queue on the device (CUDA)     -> Work.seconds
+compile: ops that only move bytes are fused: what stays inside a group of them is neither written nor read (cost/fusion.py)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
-from math import exp, log
-from typing import get_args
+from dataclasses import dataclass
 
 from meshwright.core.cluster import FLOP_KINDS, Cluster, Device
-from meshwright.core.errors import InputError
-from meshwright.core.graph import Block, Graph, Kind, Op, OpKind, Phase, Precision
+from meshwright.core.graph import Graph, Op, Pass, Precision
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.cost.division import Division
+from meshwright.cost.fusion import Fused, fused_groups, is_fused
+from meshwright.cost.kernels import Kernels, MatmulSize
+from meshwright.cost.points import kernel_seconds, no_rate, rate_points
+from meshwright.cost.redone import Mode, redone_ops
 
-ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+@dataclass(frozen=True)
+class Work:
+    """Host and device seconds of some ops."""
+
+    launch: float = 0.0
+    kernel: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.launch + other.launch, self.kernel + other.kernel)
+
+    def seconds(self, device: Device) -> float:
+        return self.launch + self.kernel if device.kind == "cpu" else max(self.launch, self.kernel)
+
+
+NO_WORK = Work()
+
+
+class ComputeCost:
+    """Looks up passes of blocks for one plan and cluster; each is costed once."""
+
+    def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe) -> None:
+        self.device = cluster.device
+        self.samples = plan.microbatch
+        self.plan, self.recipe = plan, recipe
+        self.costs = KernelCosts(graph, cluster.device)
+        self._known: dict[tuple[int, int, str], Work] = {}
+        self._groups: dict[int, Fused] = {}
+        self._ops: dict[tuple[int, int], float] = {}
+
+    def pass_work(self, division: Division, block: str, number: int) -> Work:
+        """One pass of a block."""
+        key = (id(division), number, "")
+        if key not in self._known:
+            one = division.kind.passes[number]
+            self._known[key] = self._work(division, block, one, one.op_range)
+        return self._known[key]
+
+    def redone_work(self, division: Division, block: str, mode: Mode) -> Work:
+        """The forward ops that backward does again."""
+        key = (id(division), -1, mode)
+        if key not in self._known:
+            again = redone_ops(division.kind, mode)
+            passes = [one for one in division.kind.passes if one.phase == "forward"]
+            parts = (self._work(division, block, one, [n for n in one.op_range if n in again]) for one in passes)
+            self._known[key] = sum(parts, NO_WORK)
+        return self._known[key]
+
+    def _work(self, division: Division, block: str, one: Pass, numbers: Iterable[int]) -> Work:
+        ops, numbers = division.kind.ops, list(numbers)
+        launch = self.device.launch_seconds
+        if one.phase == "backward" and self.device.backward_launch_seconds is not None:
+            launch = self.device.backward_launch_seconds
+        launches = launch * sum(ops[number].count for number in numbers)
+        if is_fused(block, self.plan, self.recipe):
+            work = self._compiled_work(division, numbers)
+        else:
+            work = Work(launches, sum(ops[number].count * self.op_seconds(division, number) for number in numbers))
+        if self.recipe.blocking_launches:  # there and back, and nothing runs meanwhile
+            return Work(0.0, work.kernel + 2 * launches)
+        return work
+
+    def _compiled_work(self, division: Division, numbers: Iterable[int]) -> Work:
+        """Flop-bound ops as they are; each group of fused ops is one kernel."""
+        if id(division) not in self._groups:
+            self._groups[id(division)] = fused_groups(division.kind)
+        fused = self._groups[id(division)]
+        wanted = set(numbers)
+        alone = [number for number in sorted(wanted) if number not in fused.group_of]
+        groups = {fused.group_of[number] for number in wanted if number in fused.group_of}
+        kernel = sum(division.kind.ops[number].count * self.op_seconds(division, number) for number in alone)
+        for group in groups:
+            kernel += self.costs.fused_seconds(division, fused.members[group], fused.bytes_at(group, self.samples))
+        launch = self.device.constants.compiled_launch_seconds if self.device.constants else self.device.launch_seconds
+        return Work(launch * (len(alone) + len(groups)), kernel)
+
+    def op_seconds(self, division: Division, number: int) -> float:
+        key = (id(division), number)
+        if key not in self._ops:
+            self._ops[key] = self.costs.op_seconds(division, number, self.samples)
+        return self._ops[key]
+
+
+class KernelCosts:
+    """One kernel, once it runs, on a probed or a named device."""
+
+    def __init__(self, graph: Graph, device: Device) -> None:
+        self.device = device
+        self.kernels = Kernels(device, device.constants) if device.constants else None
+        needed = {(op.dtype, op.kind) for kind in graph.kinds for op in kind.ops}
+        if self.kernels is None:
+            self._points = {dtype: rate_points(device, dtype) for dtype, _ in needed}
+        for dtype, kind in sorted(needed):
+            if self.kernels is None and kind not in self._points[dtype]:
+                raise no_rate(device, dtype, kind)
+            if self.kernels is not None and dtype not in device.peaks and dtype != "fp64":
+                raise no_rate(device, dtype, kind)
+
+    def op_seconds(self, division: Division, number: int, samples: float) -> float:
+        op = division.kind.ops[number]
+        share = division.work_share(number)
+        num_bytes = share * (op.read_bytes.at(samples) + op.written_bytes.at(samples))
+        if self.kernels is None:
+            work = share * op.flops.at(samples) if op.kind in FLOP_KINDS else num_bytes
+            return kernel_seconds(work, self._points[op.dtype][op.kind], has_least=self.device.kind == "cpu")
+        if op.kind == "attention":
+            return self._attention_seconds(op, share, samples)
+        if op.kind in FLOP_KINDS and op.result_shape:
+            return self.kernels.matmul_seconds(matmul_size(division, number, samples), op.dtype)
+        return self.kernels.bytes_seconds(op, num_bytes)
+
+    def _attention_seconds(self, op: Op, share: float, samples: float) -> float:
+        assert self.kernels is not None
+        shape = op.input_shapes[0] if op.input_shapes else ()
+        tokens, width = (shape[-2].at(samples), shape[-1].fixed) if len(shape) >= 3 else (1e4, 128.0)
+        flops = share * op.flops.at(samples) * (0.5 if op.causal else 1.0)
+        return self.kernels.attention_seconds(op, flops, tokens, width)
+
+    def copy_seconds(self, num_bytes: float, dtype: Precision) -> float:
+        """Bytes read and written by plain copies."""
+        if self.kernels is None:
+            return kernel_seconds(
+                num_bytes, rate_points(self.device, dtype)["copy"], has_least=self.device.kind == "cpu"
+            )
+        return num_bytes / (self.kernels.bytes_per_second * self.kernels.constants.copy_share)
+
+    def fused_seconds(self, division: Division, members: tuple[int, ...], num_bytes: float) -> float:
+        """One kernel for a group of ops that only move bytes."""
+        ops = division.kind.ops
+        share = max(division.work_share(number) for number in members)
+        if self.kernels is None:
+            points = self._points[ops[members[0]].dtype]["elementwise"]
+            return kernel_seconds(share * num_bytes, points, has_least=self.device.kind == "cpu")
+        known = self.kernels.constants
+        return share * num_bytes / (self.kernels.bytes_per_second * known.fused_share) + known.kernel_floor_seconds
+
+
+def matmul_size(division: Division, number: int, samples: float) -> MatmulSize:
+    """The sizes of a matmul (or a convolution as one) as one rank runs it."""
+    op = division.kind.ops[number]
+    degrees, tp = division.degrees, division.tp_degree(number)
+    if op.kind == "convolution":
+        spread = [dim.at(samples) for dim in op.result_shape]
+        batch, rows, columns = 1.0, spread[0] * _product(spread[2:]), spread[1] if len(spread) > 1 else 1.0
+    else:
+        *outer, rows, columns = (1.0, 1.0, *(dim.at(samples) for dim in op.result_shape))
+        batch = _product(outer)
+    depth = max(1.0, op.flops.at(samples) / (2 * batch * rows * columns))
+    has_tokens = any(dim.per_sample for dim in op.result_shape)
+    if has_tokens:
+        rows /= degrees.cp
+    else:
+        depth /= degrees.cp
+    if division.along_tokens(number):
+        rows /= tp
+    elif not has_tokens:
+        rows, columns = (rows / tp, columns) if rows >= columns else (rows, columns / tp)
+    elif batch > 1:
+        batch /= tp
+    elif division.labels.results[number] == "split":
+        columns /= tp
+    else:
+        depth /= tp
+    widths = (columns, depth) if has_tokens else (rows, columns)
+    return MatmulSize(batch, rows, columns, depth, tuple(round(width) for width in widths))
+
+
+def _product(numbers: Iterable[float]) -> float:
+    result = 1.0
+    for number in numbers:
+        result *= number
+    return result
+
+
 UPDATE_BYTES_PER_ELEMENT = 28
 """AdamW reads parameter, gradient and two moments, and writes three of them back, in fp32."""
 
 
-class ComputeCost:
-    """Seconds of whole phases for one microbatch size; each kind of block is looked up once."""
-
-    def __init__(self, graph: Graph, cluster: Cluster, microbatch: int) -> None:
-        self.device = cluster.device
-        self.microbatch = microbatch
-        needed = {(op.dtype, op.kind) for kind in graph.kinds for op in kind.ops}
-        self._points = {dtype: rate_points(cluster.device, dtype) for dtype, _ in needed}
-        for dtype, op_kind in sorted(needed):
-            if op_kind not in self._points[dtype]:
-                raise _no_rate(cluster.device, dtype, op_kind)
-        self._sums = {
-            (kind.name, phase): self._add_up(kind, phase) for kind in graph.kinds for phase in get_args(Phase)
-        }
-
-    def phase_seconds(self, blocks: Iterable[Block], phase: Phase) -> float:
-        """One microbatch through these blocks, forward or backward."""
-        sums = [self._sums[block.kind, phase] for block in blocks]
-        launches, kernels = (sum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0)
-        return launches + kernels if self.device.kind == "cpu" else max(launches, kernels)
-
-    def _add_up(self, kind: Kind, phase: Phase) -> tuple[float, float]:
-        """Launches and kernels of one block."""
-        ops = [op for op in kind.ops if op.phase == phase]
-        launch = self.device.launch_seconds
-        if phase == "backward" and self.device.backward_launch_seconds is not None:
-            launch = self.device.backward_launch_seconds
-        return (
-            sum(op.count for op in ops) * launch,
-            sum(op.count * self.op_seconds(op) for op in ops),
-        )
-
-    def op_seconds(self, op: Op) -> float:
-        """One kernel, once it runs."""
-        points = self._points[op.dtype]
-        num_bytes = op.read_bytes.at(self.microbatch) + op.written_bytes.at(self.microbatch)
-        work = op.flops.at(self.microbatch) if op.kind in FLOP_KINDS else num_bytes
-        kernel = kernel_seconds(work, points[op.kind], has_least=self.device.kind == "cpu")
-        if op.kind in FLOP_KINDS and len(points[op.kind]) == 1:  # a vendor's figure knows no small sizes
-            return max(kernel, kernel_seconds(num_bytes, points["copy"]))
-        return kernel
-
-
-def rate_points(device: Device, precision: Precision) -> dict[OpKind, list[tuple[float, float]]]:
-    """(size, seconds) by kind, sizes ascending. A CPU runs fp64 at half its fp32 rate where that was not measured."""
-    found: dict[OpKind, list[tuple[float, float]]] = {}
-    for rate in device.rates:
-        if rate.dtype == precision:
-            found.setdefault(rate.kind, []).append((rate.size, rate.size / rate.per_second))
-    if not found and precision == "fp64" and device.kind == "cpu":
-        return {kind: [(s, 2 * t) for s, t in points] for kind, points in rate_points(device, "fp32").items()}
-    if not found:
-        raise _no_rate(device, precision, "any op")
-    return {kind: sorted(points) for kind, points in found.items()}
-
-
-def _no_rate(device: Device, precision: str, kind: str) -> InputError:
-    known = ", ".join(sorted({rate.dtype for rate in device.rates}))
-    return InputError(
-        f"device '{device.name}' has no {precision} rate for {kind} (it has {known}): "
-        "use another precision, or a cluster file that has it, such as one saved by `meshwright probe --fresh -o FILE`"
-    )
-
-
-def kernel_seconds(work: float, points: list[tuple[float, float]], *, has_least: bool = True) -> float:
-    """Interpolate between measured sizes; a power law between two points.
-
-    has_least: whether the smallest measured time is the least there is; else the rate goes on below it.
-    """
-    if work <= 0:
-        return 0.0
-    first_size, first_seconds = points[0]
-    last_size, last_seconds = points[-1]
-    if work >= last_size:
-        return last_seconds * work / last_size
-    if work <= first_size:
-        return first_seconds if has_least and len(points) > 1 else first_seconds * work / first_size
-    for (size, seconds), (next_size, next_seconds) in pairwise(points):
-        if work <= next_size:
-            share = log(work / size) / log(next_size / size)
-            return exp(log(seconds) + share * log(next_seconds / seconds))
-    raise AssertionError("sizes are ascending")
-
-
-def update_seconds(num_elements: int, device: Device) -> float:
+def update_seconds(num_elements: float, device: Device) -> float:
     """The optimizer's pass over the elements this rank holds."""
     if device.update_elements_per_second is not None:
         return num_elements / device.update_elements_per_second
-    points = rate_points(device, "fp32" if any(rate.dtype == "fp32" for rate in device.rates) else "bf16")
-    return kernel_seconds(num_elements * UPDATE_BYTES_PER_ELEMENT, points["elementwise"])
+    if device.constants is not None:
+        return Kernels(device, device.constants).update_seconds(num_elements * UPDATE_BYTES_PER_ELEMENT)
+    return kernel_seconds(num_elements * UPDATE_BYTES_PER_ELEMENT, _plain_points(device))
 
 
-def clip_seconds(num_elements: int, num_tensors: int, device: Device) -> float:
+def clip_seconds(num_elements: float, num_tensors: int, device: Device) -> float:
     """The norm reads every gradient, the scaling reads and writes it, two ops a tensor."""
-    points = rate_points(device, "fp32" if any(rate.dtype == "fp32" for rate in device.rates) else "bf16")
-    moved = kernel_seconds(3 * ITEM_BYTES["fp32"] * num_elements, points["elementwise"])
+    num_bytes = 3 * 4 * num_elements
+    if device.constants is not None:
+        moved = Kernels(device, device.constants).update_seconds(num_bytes)
+    else:
+        moved = kernel_seconds(num_bytes, _plain_points(device))
     launches = 2 * num_tensors * device.launch_seconds
     return moved + launches if device.kind == "cpu" else max(moved, launches)
+
+
+def _plain_points(device: Device) -> list[tuple[float, float]]:
+    precision: Precision = "fp32" if any(rate.dtype == "fp32" for rate in device.rates) else "bf16"
+    return rate_points(device, precision)["elementwise"]

@@ -1,58 +1,201 @@
 """The estimate of a plan: compute, communication and memory put together.
 
-    step = m · (forward + recompute + backward) + exposed communication + update + the rest
+    each stage's microbatch is costed (cost/stages.py), the schedule is played (cost/play.py), and the step is
 
-Communication runs beside compute. A share `overlap` of the shorter of the two disappears (probed; 1 where both run at full
-speed side by side, 0 where they queue for the same cores):
+    step = played schedule + update + what is communicated once a step and hides behind nothing + overhead
 
-    exposed = communication - overlap · min(communication, compute)                           -> exposed_seconds
-
-What is communicated once a step hides behind the one microbatch it runs in, not behind all m of them.
+Memory is walked for every pp coordinate (cost/memory.py); the worst one counts. A plan fits where what the allocator
+reserves for the peak, and what the driver holds beside it, stay within the device's memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import PlanError
+from meshwright.core.collective import Collective, total
+from meshwright.core.errors import InfeasibleError, PlanError
 from meshwright.core.estimate import Estimate, TimeParts
 from meshwright.core.graph import Graph
-from meshwright.core.limits import CAN, not_yet
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.communication import Call, as_collectives, calls, collective_seconds
-from meshwright.cost.compute import ComputeCost, clip_seconds, update_seconds
-from meshwright.cost.memory import peak_memory
-from meshwright.cost.state import total_elements
+from meshwright.core.schedule import Order
+from meshwright.core.schedules import make_order
+from meshwright.core.units import format_bytes
+from meshwright.cost.communication import Call, as_collectives, block_calls, times, transfer_calls
+from meshwright.cost.compute import clip_seconds, update_seconds
+from meshwright.cost.division import Division, divide
+from meshwright.cost.holdings import Holdings
+from meshwright.cost.memory import MemoryCost, Moment
+from meshwright.cost.offload import Offloaded, offloaded
+from meshwright.cost.passes import StagePasses, passes_by_stage
+from meshwright.cost.play import Play, play
+from meshwright.cost.stages import StageCost, StageCosts
+from meshwright.cost.state import COMPUTE_BYTES
+from meshwright.cost.timing import StageSeconds
 
 
 def estimate(
     graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None = None, budget_bytes: int | None = None
 ) -> Estimate:
     """What one step of the plan takes, in time and memory, on the worst device."""
-    check_costable(graph, plan, cluster)
-    recipe = recipe or Recipe()
-    found = calls(graph, plan, recipe)
-    parts = time_parts(graph, plan, cluster, recipe, found)
-    memory = peak_memory(graph, plan, recipe, cluster.device)
-    budget = cluster.device.memory_bytes if budget_bytes is None else budget_bytes
-    step_seconds = parts.total
-    flops = graph.flops(plan.global_batch)
-    return Estimate(
-        step_seconds=step_seconds,
-        time_seconds=parts,
-        peak_bytes=memory.total,
-        memory_bytes=memory,
-        host_bytes=memory.total * min(plan.world, cluster.devices_per_host) if cluster.device.kind == "cpu" else 0,
-        tokens_per_second=plan.global_batch * graph.tokens_per_sample / step_seconds,
-        model_flops_utilisation=flops / (step_seconds * plan.world * cluster.device.peak_flops_per_second),
-        budget_bytes=budget,
-        fits=memory.total <= budget,
-        collectives=as_collectives(found),
+    return Estimator(graph, plan, cluster, recipe or Recipe()).estimate(budget_bytes)
+
+
+class Estimator:
+    """The parts of one estimate, each made once."""
+
+    def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe) -> None:
+        check_costable(graph, plan, cluster)
+        self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
+        self.divisions: dict[str, Division] = divide(graph, plan)
+        self.passes: tuple[StagePasses, ...] = passes_by_stage(graph, plan)
+        self.order: Order = make_order(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
+        self._holdings: dict[int, Holdings] = {}
+        self.costs = StageCosts(graph, plan, cluster, recipe, self.divisions)
+        self.stages: list[StageCost] = [self.costs.of(number, passes) for number, passes in enumerate(self.passes)]
+
+    def estimate(self, budget_bytes: int | None) -> Estimate:
+        played = self.played()
+        parts = self.time_parts(played)
+        moment = self.worst_moment()
+        peak = moment.memory.total
+        reserved, context = self.beside(peak)
+        budget = self.cluster.device.memory_bytes if budget_bytes is None else budget_bytes
+        seconds = parts.total
+        flops = self.graph.flops(self.plan.global_batch)
+        return Estimate(
+            step_seconds=seconds,
+            time_seconds=parts,
+            peak_bytes=peak,
+            memory_bytes=moment.memory,
+            host_bytes=self.host_bytes(peak),
+            tokens_per_second=self.plan.global_batch * self.graph.tokens_per_sample / seconds,
+            model_flops_utilisation=flops / (seconds * self.plan.world * self.cluster.device.peak_flops_per_second),
+            budget_bytes=budget,
+            fits=max(peak, reserved) + context <= budget,
+            reserved_bytes=reserved,
+            context_bytes=context,
+            worst_rank=moment.coordinate * self.plan.world // self.plan.mesh.pp,
+            worst_moment=moment.when,
+            bubble=played.bubble,
+            collectives=self.collectives(0),
+        )
+
+    # ------------------------------------------------------------ time
+
+    def played(self) -> Play:
+        return play(
+            self.order,
+            [_stage_seconds(cost) for cost in self.stages],
+            "blocking" if self.recipe.blocking_transfers else "asynchronous",
+        )
+
+    def time_parts(self, played: Play) -> TimeParts:
+        """Where the time of the coordinate with the most work goes."""
+        worst = played.busiest
+        mine = [cost for cost, stage in zip(self.stages, self.plan.stages, strict=True) if stage.coordinate == worst]
+        count = self.plan.num_microbatches
+        moved = self.offloaded(worst, played.step_seconds)
+        return TimeParts(
+            forward=count * sum(cost.forward for cost in mine),
+            recompute=count * sum(cost.recompute for cost in mine),
+            backward=count * sum(cost.backward for cost in mine),
+            exposed_gather=sum(count * cost.gather_each + cost.gather_once for cost in mine),
+            exposed_reduce=sum(count * cost.reduce_each + cost.reduce_once for cost in mine),
+            exposed_inner=count * sum(cost.inner_forward + cost.inner_backward for cost in mine),
+            bubble=played.idle_seconds[worst],
+            transfer=played.exposed_seconds[worst] + moved.transfer_seconds,
+            update=self.update_seconds(worst) if moved.update_seconds is None else moved.update_seconds,
+            other=self.other_seconds(worst),
+        )
+
+    def update_seconds(self, coordinate: int) -> float:
+        holdings = self.holdings(coordinate)
+        seconds = update_seconds(holdings.trainable, self.cluster.device)
+        if self.recipe.clips:
+            seconds += clip_seconds(holdings.trainable, len(holdings.parameters), self.cluster.device)
+        return seconds
+
+    def other_seconds(self, coordinate: int) -> float:
+        """Collectives that hide behind nothing, and what a step takes beside its work."""
+        calls = self.costs.data_calls(coordinate)
+        exposed = sum(self.costs.call_seconds(call) for call in calls if call.phase in ("other", "update"))
+        constants = self.cluster.device.constants
+        return exposed + (constants.step_overhead_seconds if constants else 0.0)
+
+    def offloaded(self, coordinate: int, played_seconds: float) -> Offloaded:
+        return offloaded(self.holdings(coordinate), self.plan, self.cluster, self.stages, played_seconds)
+
+    # ------------------------------------------------------------ memory
+
+    def worst_moment(self) -> Moment:
+        cost = MemoryCost(self.plan, self.recipe, self.divisions, self.passes, self.holdings)
+        return cost.worst(self.order, self.cluster.device)
+
+    def holdings(self, coordinate: int) -> Holdings:
+        """The state of a rank on this coordinate; made once."""
+        if coordinate not in self._holdings:
+            self._holdings[coordinate] = Holdings(self.graph, self.plan, self.recipe, coordinate)
+        return self._holdings[coordinate]
+
+    def beside(self, peak: int) -> tuple[int, int]:
+        """What the allocator reserves for a peak, and what the driver holds."""
+        constants = self.cluster.device.constants
+        if constants is None:
+            return 0, 0
+        slack = constants.compiled_slack_share if self.plan.compile else constants.allocator_slack_share
+        axes = sum(
+            degree > 1 for degree in (self.plan.mesh.pp, self.plan.mesh.dp, self.plan.mesh.cp, self.plan.mesh.tp)
+        )
+        communicators = axes + (1 if self.plan.world > 1 else 0)  # and the one of all ranks
+        return round(peak * (1 + slack)), round(constants.context_bytes + communicators * constants.communicator_bytes)
+
+    def host_bytes(self, peak: int) -> int:
+        """Of one host: offloaded state of its ranks; where the host is the device, all of it."""
+        ranks = min(self.plan.world, self.cluster.devices_per_host)
+        if self.cluster.device.kind == "cpu":
+            return ranks * peak
+        if self.plan.offload.what == "none":
+            return 0
+        return ranks * max(self.holdings(coordinate).host_bytes for coordinate in range(self.plan.mesh.pp))
+
+    # ------------------------------------------------------------ collectives
+
+    def collectives(self, coordinate: int) -> tuple[Collective, ...]:
+        """All calls of a rank on this coordinate in one step."""
+        sends = transfer_calls(self.plan, self.passes, self.divisions, self.recipe, coordinate)
+        return total(as_collectives([*self.costs.data_calls(coordinate), *self._inner(coordinate), *sends]))
+
+    def _inner(self, coordinate: int) -> Iterator[Call]:
+        recomputed = self.plan.recomputed("full")
+        for stage, passes in zip(self.plan.stages, self.passes, strict=True):
+            if stage.coordinate != coordinate:
+                continue
+            for block, numbers in passes.numbers.items():
+                forwards = 2 if block in recomputed else 1
+                forward = block_calls(self.divisions[block], self.plan, "forward", numbers)
+                backward = block_calls(self.divisions[block], self.plan, "backward", numbers)
+                yield from times(forward, forwards * self.plan.num_microbatches)
+                yield from times(backward, self.plan.num_microbatches)
+
+
+def _stage_seconds(cost: StageCost) -> StageSeconds:
+    backward = cost.backward_seconds
+    weights = min(cost.weights, backward)
+    return StageSeconds(
+        forward=cost.forward_seconds,
+        backward=backward,
+        backward_inputs=backward - weights,
+        backward_weights=weights,
+        first_forward_extra=cost.gather_once,
+        last_backward_extra=cost.reduce_once,
+        transfer=cost.transfer,
     )
 
 
 def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:
-    """What this version cannot cost is refused, never guessed."""
+    """A plan that does not belong to the graph or the cluster is refused."""
     if plan.precision != graph.precision:
         raise PlanError(
             f"the plan computes in {plan.precision}, but the graph was captured in {graph.precision}: "
@@ -63,54 +206,21 @@ def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:
             f"the plan needs {plan.world} devices, but '{cluster.name}' has {cluster.num_hosts} × {cluster.devices_per_host} = "
             f"{cluster.num_devices}: lower a degree, or add hosts with --hosts"
         )
-    open_points = [part for part in not_yet(plan) if part != "fp16"]  # costed like bf16, though not run yet
-    if open_points:
-        raise PlanError(f"this version cannot cost {', '.join(open_points)} yet: it costs {CAN}")
+    unknown = set(plan.blocks) - {block.name for block in graph.blocks}
+    missing = {block.name for block in graph.blocks if block.name} - set(plan.blocks)
+    if unknown or missing:
+        name, words = (min(unknown), "which the model does not have") if unknown else (min(missing), "missing in it")
+        raise PlanError(
+            f"the plan's stages and the model disagree on block '{name}', {words}: make the plan for this model"
+        )
 
 
-def time_parts(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, found: tuple[Call, ...]) -> TimeParts:
-    cost = ComputeCost(graph, cluster, plan.microbatch)
-    microbatches = plan.num_microbatches
-    recomputed = plan.recomputed("full")
-    forward = microbatches * cost.phase_seconds(graph.blocks, "forward")
-    backward = microbatches * cost.phase_seconds(graph.blocks, "backward")
-    redone = [block for block in graph.blocks if block.name in recomputed]
-    again = microbatches * cost.phase_seconds(redone, "forward")
-    gather, reduce, other = (phase_seconds(found, phase, plan, cluster) for phase in ("forward", "backward", "other"))
-    overlap = cluster.device.overlap_share
-    elements = total_elements(graph.own_parameters, plan.shard_degree, trainable_only=True)
-    update = update_seconds(elements, cluster.device)
-    if recipe.clips:
-        update += clip_seconds(elements, len(graph.trained), cluster.device)
-    return TimeParts(
-        forward=forward,
-        recompute=again,
-        backward=backward,
-        exposed_gather=exposed_seconds(gather, forward * gathered_share(plan), overlap),
-        exposed_reduce=exposed_seconds(reduce, (backward + again) * reduced_share(plan), overlap),
-        update=update,
-        other=other,
-    )
-
-
-def phase_seconds(found: tuple[Call, ...], phase: str, plan: Plan, cluster: Cluster) -> float:
-    """Communication of one phase, as if nothing hid it."""
-    return sum(
-        call.count * collective_seconds(call.kind, call.num_bytes, plan.mesh.dp, cluster)
-        for call in found
-        if call.phase == phase
-    )
-
-
-def gathered_share(plan: Plan) -> float:
-    """Share of the microbatches whose forward gathers parameters."""
-    return 1.0 if plan.zero == 3 else 1 / plan.num_microbatches
-
-
-def reduced_share(plan: Plan) -> float:
-    """Share of the microbatches whose backward reduces gradients."""
-    return 1.0 if plan.zero >= 2 else 1 / plan.num_microbatches
-
-
-def exposed_seconds(communication: float, compute: float, overlap: float) -> float:
-    return communication - overlap * min(communication, compute)
+def check_memory_of_all(graph: Graph, plan: Plan, cluster: Cluster) -> None:
+    """A model whose parameters no sharding could place is refused."""
+    parameters = graph.num_parameters * COMPUTE_BYTES[plan.precision]
+    if plan.offload.what == "none" and parameters > plan.world * cluster.device.memory_bytes:
+        raise InfeasibleError(
+            f"the parameters alone take {format_bytes(parameters)} in {plan.precision}, more than all {plan.world} devices "
+            f"of '{cluster.name}' together have ({format_bytes(plan.world * cluster.device.memory_bytes)}): use more hosts "
+            "with --hosts, or keep parameters on the hosts with --offload parameters"
+        )

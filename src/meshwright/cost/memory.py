@@ -1,145 +1,160 @@
-"""Peak memory of one rank over a step, by category.
+"""Peak memory of one rank over a step, by category and by moment.
 
-State (elements e, N ranks that share it, item bytes b): parameters e/N·b, gradients, optimizer slots · e/N·b.
-The rest follows the graph's timeline, segment by segment, for one microbatch:
+State (elements e, N ranks that share it, bytes by item): parameters, gradients, optimizer slots and master copies.
+The rest follows the passes of the rank's stages, one microbatch of each at a time:
 
-    live(s+1) = live(s) + kept(s)                  activations; a recomputed block keeps its output only
-    in use during s = state + live(s) + peak(s) + gathered parameters + buffers of the collectives that run then
+    live(0)   = what the stage before sent          nothing on the first stage; before backward the gradient that the stage
+                                                   behind sent comes to it
+    live(s+1) = live(s) + kept(s)                  activations of the microbatch at hand; a recomputed block keeps its output
+    in use during s = state + held + live(s) + peak(s) + gathered parameters + buffers of the collectives that run then
 
-A recomputed block rebuilds what it dropped at the start of its backward. The peak is the largest moment; the update of the
-optimizer is a moment too.
+held: what the other microbatches in flight keep, at the fullest place of the schedule. The peak is the largest moment over
+all pp coordinates; the update of the optimizer is a moment too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import msgspec
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from meshwright.core.cluster import Device
 from meshwright.core.estimate import MemoryParts
-from meshwright.core.graph import Graph, Parameter, Segment
+from meshwright.core.graph import Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.communication import stored_item_bytes
-from meshwright.cost.compute import ITEM_BYTES
-from meshwright.cost.state import groups_of, total_elements
+from meshwright.core.schedule import Action, Order
+from meshwright.cost.division import Division
+from meshwright.cost.footprint import Footprint, Footprints
+from meshwright.cost.holdings import Holdings
+from meshwright.cost.passes import StagePasses, handed_on_bytes
 
 
-def peak_memory(graph: Graph, plan: Plan, recipe: Recipe, device: Device) -> MemoryParts:
-    """The moment of the step that needs most."""
-    return max(moments(graph, plan, recipe, device), key=lambda moment: moment.total)
+@dataclass(frozen=True)
+class Moment:
+    """What is in use at one time of a step, and when that is."""
+
+    coordinate: int
+    when: str
+    memory: MemoryParts
 
 
-def moments(graph: Graph, plan: Plan, recipe: Recipe, device: Device) -> Iterator[MemoryParts]:
-    """Memory in every segment of the last microbatch, and in the update."""
-    state = _State(graph, plan, recipe)
-    yield from _segments(graph, plan, state)
-    yield state.during_update(device)
+class MemoryCost:
+    """Walks the memory of every pp coordinate of a plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        recipe: Recipe,
+        divisions: dict[str, Division],
+        stages: tuple[StagePasses, ...],
+        holdings: Callable[[int], Holdings],
+    ) -> None:
+        self.plan, self.recipe = plan, recipe
+        self.divisions, self.stages, self.holdings = divisions, stages, holdings
+        self.footprints = Footprints(plan, recipe)
+        self._kept = [self._stage_kept(number) for number in range(len(stages))]
+
+    def worst(self, order: Order, device: Device) -> Moment:
+        """The fullest moment of the fullest coordinate."""
+        peaks = (self.peak(coordinate, order, device) for coordinate in self._unlike(order))
+        return max(peaks, key=lambda moment: moment.memory.total)
+
+    def _unlike(self, order: Order) -> list[int]:
+        """Of coordinates with the same work, the one whose microbatches hold most."""
+        fullest: dict[tuple[object, ...], tuple[float, int]] = {}
+        for coordinate, row in enumerate(order):
+            stages = dict.fromkeys(action.stage for action in row)
+            work = tuple(
+                (id(self.divisions[s.block]), self.footprints.modes.get(s.block))
+                for stage in stages
+                for s in self.stages[stage].forward
+            )
+            held = max(max(forward, backward) for _, forward, backward in self._held(row))
+            key = (work, 0 in stages, len(self.stages) - 1 in stages)  # the ends hold the batch
+            if key not in fullest or held > fullest[key][0]:
+                fullest[key] = (held, coordinate)
+        return [coordinate for _, coordinate in fullest.values()]
+
+    def peak(self, coordinate: int, order: Order, device: Device) -> Moment:
+        return max(self.moments(coordinate, order, device), key=lambda moment: moment.memory.total)
+
+    def moments(self, coordinate: int, order: Order, device: Device) -> Iterator[Moment]:
+        """Memory in every pass of a microbatch on one coordinate, and in the update."""
+        holdings = self.holdings(coordinate)
+        for stage, held_forward, held_backward in self._held(order[coordinate]):
+            yield from self._walk(stage, (held_forward, held_backward), holdings, device)
+        yield Moment(coordinate, "update", holdings.during_update(device))
+
+    def _held(self, row: tuple[Action, ...]) -> Iterator[tuple[int, float, float]]:
+        """For each stage of a coordinate: the most that other microbatches hold when a forward, or a backward, begins."""
+        kept = {action.stage: self._kept[action.stage] for action in row}
+        most: dict[tuple[int, str], float] = {}
+        held = 0.0
+        for action in row:
+            kind, stage = action.kind, action.stage
+            if kind == "forward":
+                most[stage, "forward"] = max(most.get((stage, "forward"), 0.0), held)
+                held += kept[stage]
+            elif kind in ("backward", "backward_weights"):
+                held -= kept[stage]
+                most[stage, "backward"] = max(most.get((stage, "backward"), 0.0), held)
+            else:
+                most[stage, "backward"] = max(most.get((stage, "backward"), 0.0), held - kept[stage])
+        for stage in kept:
+            yield stage, most.get((stage, "forward"), 0.0), most.get((stage, "backward"), 0.0)
+
+    def _stage_kept(self, number: int) -> float:
+        """By one microbatch on a stage, between its forward and its backward: what it received is kept too."""
+        return self._received(number) + sum(self._footprint(segment).kept for segment in self.stages[number].forward)
+
+    def _received(self, number: int) -> float:
+        """What the stage before sent: no pass of this stage takes it, though one gives it back."""
+        if number == 0:
+            return 0.0
+        copies = 2 if self.recipe.copies_received else 1
+        return copies * handed_on_bytes(self.stages[number - 1], self.divisions, self.plan.microbatch)
+
+    def _returned(self, number: int) -> float:
+        """The gradient that the stage behind sends: as large as what it was sent."""
+        if number + 1 == len(self.stages):
+            return 0.0
+        return handed_on_bytes(self.stages[number], self.divisions, self.plan.microbatch)
+
+    def _footprint(self, segment: Segment) -> Footprint:
+        return self.footprints.of(self.divisions[segment.block], segment.block, segment.number)
+
+    def _walk(self, stage: int, held: tuple[float, float], holdings: Holdings, device: Device) -> Iterator[Moment]:
+        """One microbatch through a stage. Activations are what forward kept or recompute rebuilt, and what the other
+        microbatches hold; what backward itself hands on is a temporary."""
+        coordinate = self.plan.stages[stage].coordinate
+        received = self._received(stage)
+        live, cached = received, 0.0
+        kept: dict[str, float] = {"received": received}
+        for segment in self.stages[stage].forward:
+            footprint = self._footprint(segment)
+            before = held[0] + live + cached
+            parts = holdings.during("forward", segment.block, set(), activations=before, temporaries=footprint.peak)
+            yield Moment(coordinate, f"forward of {_words(segment)}", parts)
+            live += footprint.kept
+            cached += footprint.cached
+            kept[segment.block] = kept.get(segment.block, 0.0) + footprint.kept
+        done: set[str] = set()
+        kept["returned"] = self._returned(stage)
+        live += kept["returned"]
+        for segment in self.stages[stage].backward:
+            footprint, block = self._footprint(segment), segment.block
+            done.add(block)
+            mine = min(sum(kept.values()), live) + footprint.rebuilt
+            inside = live + footprint.peak - mine
+            parts = holdings.during("backward", block, done, activations=held[1] + mine, temporaries=inside)
+            yield Moment(coordinate, f"backward of {_words(segment)}", parts)
+            live += footprint.kept
+            kept.pop(block, None)
+            if holdings.packs and block:
+                mine = min(sum(kept.values()), live)
+                sizes = {"activations": held[1] + mine, "temporaries": live - mine}
+                yield Moment(coordinate, f"reduction of {block}", holdings.while_reducing(block, done, device, **sizes))
 
 
-class _State:
-    """What is held throughout a step, and what gradients and gathered parameters add at a moment."""
-
-    def __init__(self, graph: Graph, plan: Plan, recipe: Recipe) -> None:
-        self.graph, self.plan = graph, plan
-        self.item = stored_item_bytes(plan)
-        self.groups = groups_of(graph, plan)
-        alone = [name for name in plan.blocks if name in self.groups]
-        self._before = dict(zip(alone[1:], alone, strict=False))
-        self._gathered = {
-            name: total_elements(group) * ITEM_BYTES[plan.precision] for name, group in self.groups.items()
-        }
-        degree = plan.shard_degree
-        own = graph.own_parameters
-        trainable = total_elements(own, degree, trainable_only=True)
-        self.base = MemoryParts(
-            parameters=total_elements(own, degree) * self.item + graph.buffer_bytes,
-            optimizer_state=recipe.optimizer_slots * trainable * self.item
-            + recipe.optimizer_scalar_bytes * sum(parameter.trainable for parameter in own),
-            inputs=round(graph.batch_bytes.at(plan.microbatch * plan.num_microbatches)),
-        )
-        self.sharded_gradients = trainable * self.item
-        self.whole_gradients = total_elements(own, trainable_only=True) * self.item
-
-    def gradients(self, backward_done: set[str]) -> int:
-        """Bytes of gradients once the named blocks have gone backward in the last microbatch."""
-        accumulating = self.plan.num_microbatches > 1
-        if self.plan.zero == 0:
-            buckets = self.plan.mesh.dp > 1  # replicas keep their buckets between steps
-            return self.whole_gradients if buckets or accumulating else self._of(backward_done, degree=1)
-        if self.plan.zero == 1 and accumulating:
-            return self.whole_gradients
-        if accumulating:
-            return self.sharded_gradients
-        return self._of(backward_done, self.plan.shard_degree)
-
-    def _of(self, blocks: set[str], degree: int) -> int:
-        """Gradients of these blocks. What is in no group of its own is reduced at the end, and whole until then."""
-        alone = [p for p in self.graph.own_parameters if p.block in blocks and p.block in self.groups]
-        rest = [p for p in self.graph.own_parameters if p.block in blocks and p.block not in self.groups]
-        elements = total_elements(alone, degree, trainable_only=True) + total_elements(rest, trainable_only=True)
-        return elements * self.item
-
-    def gathered(self, block: str, phase: str) -> int:
-        """Bytes of whole parameters beside the shards while a block runs; backward already gathers the block before."""
-        if self.plan.zero == 0:
-            return 0
-        if self.plan.zero < 3:
-            return sum(self._gathered.values())
-        names = {"", block, self._before.get(block, "")} if phase == "backward" else {"", block}
-        return sum(self._gathered.get(name, 0) for name in names)
-
-    def buffers(self, block: str, phase: str) -> int:
-        """Bytes a group's collective holds for a moment: the flat copy, beside the tensors it is copied from or to."""
-        group = self.groups.get(block, ())
-        if self.plan.zero == 0 or not block or not group:
-            return 0
-        if phase == "backward":
-            return self._flat(group, self.item, trainable_only=True)
-        return self._flat(group, ITEM_BYTES[self.plan.precision]) if self.plan.zero == 3 else 0
-
-    def _flat(self, group: tuple[Parameter, ...], item: int, trainable_only: bool = False) -> int:
-        degree = self.plan.shard_degree
-        return degree * total_elements(group, degree, trainable_only=trainable_only) * item
-
-    def during_update(self, device: Device) -> MemoryParts:
-        """Optimizers that loop over tensors need one tensor's room; those that batch them (CUDA) need all at once."""
-        gradients = self.whole_gradients if self.plan.zero == 0 else self.sharded_gradients
-        largest = max((total_elements([p], self.plan.shard_degree) for p in self.graph.own_parameters), default=0)
-        rooms = self.sharded_gradients if device.kind == "cuda" else 2 * largest * self.item
-        return msgspec.structs.replace(self.base, gradients=gradients, temporaries=rooms)
-
-
-def _segments(graph: Graph, plan: Plan, state: _State) -> Iterator[MemoryParts]:
-    recomputed = plan.recomputed("full")
-    kept = {s.block: s.kept_bytes.at(plan.microbatch) for s in graph.timeline if s.phase == "forward"}
-    live = 0.0
-    backward_done: set[str] = set()
-    for segment in graph.timeline:
-        redone = segment.block in recomputed
-        peak, after = _redone(segment, kept, plan.microbatch) if redone else _plain(segment, plan.microbatch)
-        if segment.phase == "backward":
-            backward_done.add(segment.block)
-        yield msgspec.structs.replace(
-            state.base,
-            activations=round(live),
-            temporaries=round(peak),
-            gradients=state.gradients(backward_done),
-            gathered_parameters=state.gathered(segment.block, segment.phase),
-            communication_buffers=state.buffers(segment.block, segment.phase),
-        )
-        live += after
-
-
-def _plain(segment: Segment, samples: int) -> tuple[float, float]:
-    return segment.peak_at(samples), segment.kept_bytes.at(samples)
-
-
-def _redone(segment: Segment, kept: dict[str, float], samples: int) -> tuple[float, float]:
-    """Peak above the start and change, for a block that keeps only its output and rebuilds the rest in backward."""
-    output = segment.output_bytes.at(samples)
-    dropped = kept[segment.block] - output
-    if segment.phase == "forward":
-        return segment.peak_at(samples), output
-    return dropped + segment.peak_at(samples), dropped + segment.kept_bytes.at(samples)
+def _words(segment: Segment) -> str:
+    return segment.block or "what is outside the blocks"

@@ -1,16 +1,95 @@
-"""What one rank holds of the training state, in elements. Ψ: trainable parameters, N: ranks that share them.
+"""What one rank holds of the training state.
 
-ZeRO shards every tensor along its first dim, the last shard padded: a tensor of d rows gives each rank ⌈d / N⌉ of them.
+A rank's parameters are those of the blocks on its pp coordinate, each with the dims that lie over tp or ep cut:
+                                                                                                  -> local_parameters
+ZeRO then shards every tensor along its first dim over N ranks, the last shard padded: a tensor of d rows gives each rank
+⌈d / N⌉ of them.                                                                                  -> shard_elements
+
+Bytes a parameter, by item: as Meshwright keeps them 4 + 4 + 4 + 4 (parameter, gradient, two moments); with 16-bit
+parameters and an fp32 master 2 + 2 + 4 + 8.                                                       -> Items
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
 
 from meshwright.core.graph import Graph, Parameter
 from meshwright.core.groups import shard_groups
+from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
 from meshwright.core.units import ceil_div
+
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Items:
+    """Bytes of one element, by what it is."""
+
+    parameter: int
+    gradient: int
+    state: int
+    """Optimizer slots and the master copy together."""
+    gathered: int
+    reduced: int
+
+
+def items_of(plan: Plan, recipe: Recipe) -> Items:
+    stored = 8 if plan.precision == "fp64" else 4
+    parameter = recipe.parameter_item_bytes or stored
+    gradient = recipe.gradient_item_bytes or parameter
+    return Items(
+        parameter=parameter,
+        gradient=gradient,
+        state=recipe.optimizer_slots * stored + recipe.master_item_bytes,
+        gathered=recipe.gather_item_bytes or COMPUTE_BYTES[plan.precision],
+        reduced=recipe.reduce_item_bytes or gradient,
+    )
+
+
+def blocks_on(plan: Plan, coordinate: int) -> tuple[str, ...]:
+    """The blocks of one pp coordinate, in order."""
+    return tuple(name for stage in plan.stages if stage.coordinate == coordinate for name in expand_names(stage.blocks))
+
+
+def local_parameters(graph: Graph, plan: Plan, coordinate: int) -> tuple[Parameter, ...]:
+    """Each tensor a rank of this coordinate holds, once, in the shape it holds before ZeRO. Block '' is on the first."""
+    here = {*blocks_on(plan, coordinate), *([""] if coordinate == 0 else [])}
+    splits = split_dims(graph, plan)
+    present = {parameter.name for parameter in graph.parameters if parameter.block in here}
+    return tuple(
+        _cut(parameter, plan, splits.get((parameter.block, parameter.own_name)))
+        for parameter in graph.parameters
+        if parameter.block in here and (parameter.tied_to is None or parameter.tied_to not in present)
+    )
+
+
+def split_dims(graph: Graph, plan: Plan) -> dict[tuple[str, str], int]:
+    """(block, tensor) → the dim that lies over tp."""
+    if plan.mesh.tp == 1:
+        return {}
+    of_block = {name: rule for rule in plan.sharding for name in expand_names(rule.for_blocks)}
+    of_kind = {rule.for_kind: rule for rule in plan.sharding if rule.for_kind is not None}
+    found = {}
+    for block in graph.blocks:
+        rule = of_block.get(block.name) or of_kind.get(block.kind)
+        for tensor in rule.tensors if rule else ():
+            if "tp" in tensor.dims:
+                found[block.name, tensor.tensor] = tensor.dims.index("tp")
+    return found
+
+
+def _cut(parameter: Parameter, plan: Plan, split_dim: int | None) -> Parameter:
+    shape = list(parameter.shape)
+    if split_dim is not None:
+        shape[split_dim] = ceil_div(shape[split_dim], plan.mesh.tp)
+    if parameter.expert and shape:
+        shape[0] = ceil_div(shape[0], plan.mesh.ep)
+    return msgspec.structs.replace(parameter, shape=tuple(shape), tied_to=None)
 
 
 def shard_elements(parameter: Parameter, degree: int) -> int:
@@ -26,7 +105,19 @@ def total_elements(parameters: Iterable[Parameter], degree: int = 1, *, trainabl
     return sum(shard_elements(p, degree) for p in parameters if p.trainable or not trainable_only)
 
 
-def groups_of(graph: Graph, plan: Plan) -> dict[str, tuple[Parameter, ...]]:
+def shard_degree(parameter: Parameter, plan: Plan) -> int:
+    """Over how many ranks ZeRO splits a tensor: an expert's, over those that hold the same experts."""
+    if parameter.expert and plan.mesh.ep > 1:
+        return min(plan.shard_degree, plan.mesh.dp // plan.mesh.ep)
+    return plan.shard_degree
+
+
+def held_elements(parameters: Iterable[Parameter], plan: Plan, *, trainable_only: bool = False) -> int:
+    """Elements of the shards one rank holds under the plan's ZeRO."""
+    return sum(shard_elements(p, shard_degree(p, plan)) for p in parameters if p.trainable or not trainable_only)
+
+
+def groups_of(parameters: Iterable[Parameter], plan: Plan) -> dict[str, tuple[Parameter, ...]]:
     """Parameters gathered and reduced together; groups without parameters left out."""
-    groups = shard_groups(graph.parameters, plan.blocks)
+    groups = shard_groups(parameters, plan.blocks)
     return {name: group for name, group in groups.items() if group}

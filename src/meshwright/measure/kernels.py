@@ -25,7 +25,8 @@ from meshwright.models.source import resolve
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-CPU_MATMUL_EDGES = (32, 96, 256, 512, 1024)
+CPU_LAYERS = ((32, 32, 32), (128, 64, 128), (512, 128, 512), (2048, 256, 1024), (2048, 1024, 1024))
+"""Tokens, and the widths a linear layer leads from and to."""
 CUDA_MATMUL_EDGES = (1536, 2048, 4096, 8192)
 CPU_ELEMENTS = (2**8, 2**13, 2**16, 2**19, 2**22)
 CUDA_ELEMENTS = (2**23, 2**25, 2**27)
@@ -49,9 +50,28 @@ def _rates(device: torch.device, precision: Precision) -> Iterator[Rate]:
 
 
 def _matmuls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
-    for edge in CUDA_MATMUL_EDGES if device.type == "cuda" else CPU_MATMUL_EDGES:
+    if device.type == "cpu":
+        yield from _layers(dtype)
+        return
+    for edge in CUDA_MATMUL_EDGES:
         one, other = (torch.randn(edge, edge, device=device, dtype=dtype) for _ in range(2))
         yield 2.0 * edge**3, typical_seconds(lambda one=one, other=other: one @ other, device)  # type: ignore[misc]
+
+
+def _layers(dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    """The three products of a linear layer: forward, gradient of the input, gradient of the weight. A CPU runs products of
+    tall matrices, and of transposed ones, slower than square ones."""
+    for tokens, width, next_width in CPU_LAYERS:
+        entering = torch.randn(tokens, width).to(dtype)
+        weight = torch.randn(next_width, width).to(dtype)
+        gradient = torch.randn(tokens, next_width).to(dtype)
+
+        def work(x: torch.Tensor = entering, w: torch.Tensor = weight, g: torch.Tensor = gradient) -> None:
+            F.linear(x, w)
+            g @ w
+            g.t() @ x
+
+        yield 2.0 * tokens * width * next_width, typical_seconds(work, torch.device("cpu")) / 3
 
 
 def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
@@ -88,7 +108,13 @@ def _additions(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float
 
 
 def _gelus(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
-    return _elementwise(device, dtype, F.gelu, tensors_touched=2)
+    """Forward (reads 1, writes 1) and backward (reads 2, writes 1)."""
+
+    def both(tensor: torch.Tensor) -> None:
+        F.gelu(tensor)
+        torch.ops.aten.gelu_backward(tensor, tensor)
+
+    return _elementwise(device, dtype, both, tensors_touched=5)
 
 
 def _copies(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
@@ -99,12 +125,12 @@ def _elementwise(
     device: torch.device, dtype: torch.dtype, op: Callable[[Any], Any], tensors_touched: int
 ) -> Iterator[tuple[float, float]]:
     for num_elements in CUDA_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS:
-        inputs = _cold_inputs(num_elements, device, dtype)
+        inputs = cold_tensors(num_elements, device, dtype)
         size = tensors_touched * num_elements * dtype.itemsize
         yield float(size), typical_seconds(lambda inputs=inputs: op(next(inputs)), device)  # type: ignore[misc]
 
 
-def _cold_inputs(num_elements: int, device: torch.device, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def cold_tensors(num_elements: int, device: torch.device, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Tensors in turn, more than a CPU's caches hold: a training step comes back to a tensor long after it made it."""
     copies = 1 if device.type == "cuda" else max(1, min(256, COLD_BYTES // (num_elements * dtype.itemsize)))
     return cycle([torch.randn(num_elements, device=device).to(dtype) for _ in range(copies)])
@@ -113,9 +139,12 @@ def _cold_inputs(num_elements: int, device: torch.device, dtype: torch.dtype) ->
 def _sums(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
     """Column sums, as the gradient of a bias needs them."""
     for rows, width in _row_shapes(device):
-        tensor = torch.randn(rows, width, device=device).to(dtype)
-        seconds = typical_seconds(lambda tensor=tensor: tensor.sum(0), device)  # type: ignore[misc]
-        yield float(tensor.numel() * tensor.element_size()), seconds
+        inputs = cold_tensors(rows * width, device, dtype)
+
+        def work(inputs: Iterator[torch.Tensor] = inputs, rows: int = rows) -> None:
+            next(inputs).view(rows, -1).sum(0)
+
+        yield float(rows * width * dtype.itemsize), typical_seconds(work, device)
 
 
 def _row_shapes(device: torch.device) -> tuple[tuple[int, int], ...]:

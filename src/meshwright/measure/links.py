@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright.core.cluster import CollectiveTime
 from meshwright.core.collective import CollectiveKind
+from meshwright.measure.kernels import cold_tensors
 from meshwright.measure.stopwatch import typical_seconds
 from meshwright.runtime.ranks import Rank
 
@@ -24,7 +25,7 @@ def measure_collectives(rank: Rank) -> tuple[CollectiveTime, ...]:
     sizes = CUDA_SIZES if rank.device.type == "cuda" else CPU_SIZES
     kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
     keys = [(kind, size) for kind in kinds for size in sizes if size >= 4 * rank.num_ranks or kind != "reduce_scatter"]
-    seconds = [typical_seconds(_collective(kind, size, rank), rank.device, together=True) for kind, size in keys]
+    seconds = [typical_seconds(collective_call(kind, size, rank), rank.device, together=True) for kind, size in keys]
     shared = torch.tensor(seconds, dtype=torch.float64, device=rank.device if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return tuple(
@@ -33,22 +34,21 @@ def measure_collectives(rank: Rank) -> tuple[CollectiveTime, ...]:
     )
 
 
-def _collective(kind: CollectiveKind, num_bytes: int, rank: Rank) -> Callable[[], Any]:
-    """A call whose input tensor has this many bytes."""
+def collective_call(kind: CollectiveKind, num_bytes: int, rank: Rank) -> Callable[[], Any]:
+    """A call whose input tensor has this many bytes and was not used for a while."""
     length = num_bytes // 4
-    tensor = torch.ones(length, device=rank.device)
+    tensors = cold_tensors(length, rank.device, torch.float32)
     if kind == "all_gather":
-        output = torch.empty(length * rank.num_ranks, device=rank.device)
+        outputs = cold_tensors(length * rank.num_ranks, rank.device, torch.float32)
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
-        return lambda: all_gather(output, tensor)
+        return lambda: all_gather(next(outputs), next(tensors))
     if kind == "reduce_scatter":
         part = torch.empty(length // rank.num_ranks, device=rank.device)
-        whole = tensor[: part.numel() * rank.num_ranks]
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return lambda: reduce_scatter(part, whole)
+        return lambda: reduce_scatter(part, next(tensors)[: part.numel() * rank.num_ranks])
     if kind == "broadcast":
-        return lambda: dist.broadcast(tensor, src=0)
-    return lambda: dist.all_reduce(tensor)
+        return lambda: dist.broadcast(next(tensors), src=0)
+    return lambda: dist.all_reduce(next(tensors))
 
 
 def measure_overlap(rank: Rank) -> float:

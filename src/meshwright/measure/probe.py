@@ -3,9 +3,10 @@
 Every figure is the slowest rank's median. What is measured, and how:
 
     rates          flops/s or bytes/s of each kind of op at several sizes            -> kernels.measure_rates
-    launch         seconds per op of a model too small to compute anything           -> kernels.measure_launch
+    launch         seconds per op of a model too small to compute anything           -> kernels.measure_launches
     update         parameters per second through AdamW                               -> kernels.measure_update
     collectives    seconds by kind and input bytes                                   -> links.measure_collectives
+    sharding       seconds that fully_shard adds to each of its collectives              -> sharding.measure_shard_call
     overlap        share of the shorter of matmul and all-reduce hidden when both run -> links.measure_overlap
 """
 
@@ -23,10 +24,11 @@ from meshwright.core.cluster import Cluster, Device, Rate
 from meshwright.core.codec import stable_hash
 from meshwright.core.errors import InputError
 from meshwright.measure import kernels, links
+from meshwright.measure.sharding import measure_shard_call
 from meshwright.runtime.launch import launch
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
-PROBE_VERSION = 3
+PROBE_VERSION = 4
 """Raised when a probe measures other things than before: older measurements are then not used."""
 
 
@@ -90,6 +92,8 @@ def measure_cluster(rank: Rank) -> Cluster:
     update, forward_launches, backward_launches = _slowest([kernels.measure_update(rank.device), *launches], rank)
     collectives = links.measure_collectives(rank) if rank.num_ranks > 1 else ()
     (overlap,) = _slowest([links.measure_overlap(rank) if rank.num_ranks > 1 else 1.0], rank)
+    queues = rank.device.type == "cpu" and rank.num_ranks > 1
+    (negated,) = _slowest([-measure_shard_call(rank) if queues else 0.0], rank)
     return Cluster(
         name="local",
         origin="probe",
@@ -104,6 +108,7 @@ def measure_cluster(rank: Rank) -> Cluster:
             backward_launch_seconds=1 / backward_launches,
             update_elements_per_second=update,
             overlap_share=max(0.0, min(1.0, overlap)),
+            shard_call_seconds=-negated,
             peak_flops_per_second=max(rate.per_second for rate in shared if rate.kind == "matmul"),
         ),
         collectives=collectives,

@@ -1,4 +1,4 @@
-"""A decoder-only transformer in the manner of GPT-2: learned positions, pre-norm blocks, SDPA, tied or untied head."""
+"""A decoder-only transformer in the manner of GPT-2: learned positions, pre-norm blocks, tied or untied head."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+ATTENTIONS = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,12 @@ class GPTOptions:
     dropout: float = 0.0
     tied: bool = False
     """Whether the head shares the token embedding's weight."""
+    attention: str = "sdpa"
+    """sdpa: torch's fused attention. eager: scores, mask, softmax and dropout as ops of their own."""
 
     def __post_init__(self) -> None:
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention='{self.attention}' is not one of {', '.join(ATTENTIONS)}")
         if self.hidden % self.heads:
             raise ValueError(f"hidden={self.hidden} does not divide into heads={self.heads}")
 
@@ -32,6 +38,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = options.heads
         self.dropout = options.dropout
+        self.eager = options.attention == "eager"
         self.query = nn.Linear(options.hidden, options.hidden)
         self.key = nn.Linear(options.hidden, options.hidden)
         self.value = nn.Linear(options.hidden, options.hidden)
@@ -39,9 +46,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed = self.mix_eagerly(query, key, value) if self.eager else self.mix(query, key, value)
         return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+
+    def mix_eagerly(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The same in single steps, as in an unfused attention core: the scores of all pairs are kept."""
+        scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        return F.dropout(weights, self.dropout, self.training) @ value
 
     def split_heads(self, x: Tensor) -> Tensor:
         """[batch, seq, hidden] → [batch, heads, seq, hidden / heads]"""

@@ -11,6 +11,8 @@ from torch import nn
 from meshwright.core.errors import InputError, ModelError
 from meshwright.models.source import ImageShape, ModelSource, TextShape, random_images, random_text
 
+USUAL_IMAGE = 224
+"""Height and width of images where the config names none: a convolutional model takes any."""
 LONGEST_EXAMPLE = 2048
 """Sequence length of examples, unless the config's own limit is shorter."""
 
@@ -64,19 +66,21 @@ def _read(text: str) -> Any:
 def _build(config: Any) -> nn.Module:
     import transformers
 
+    config.use_cache = False  # keys and values of past tokens are for generation
     named = (config.architectures or [None])[0]
     if named is not None and hasattr(transformers, named):
         return getattr(transformers, named)(config)
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM.from_config(config)
-    if hasattr(config, "image_size"):
+    if hasattr(config, "num_channels"):
         return transformers.AutoModelForImageClassification.from_config(config)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def _shape(config: Any) -> TextShape | ImageShape:
-    if hasattr(config, "image_size") and hasattr(config, "num_channels"):
-        return ImageShape(size=config.image_size, classes=config.num_labels, channels=config.num_channels)
+    if hasattr(config, "num_channels") and (hasattr(config, "image_size") or not hasattr(config, "vocab_size")):
+        size = getattr(config, "image_size", USUAL_IMAGE)
+        return ImageShape(size=size, classes=config.num_labels, channels=config.num_channels)
     longest = (
         getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST_EXAMPLE
     )

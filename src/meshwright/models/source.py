@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ModelError, nearest
 from meshwright.models.gpt import GPT, GPTOptions
+from meshwright.models.llama import Llama, LlamaOptions
 from meshwright.models.objective import DEFAULT, Batch, Objective, map_batch, num_samples
 from meshwright.models.resnet import ResNet, ResNetOptions
 from meshwright.models.userfile import call_function
@@ -156,8 +157,22 @@ def _resnet(name: str, options: ResNetOptions) -> ModelSource:
     )
 
 
+def _llama(name: str, options: LlamaOptions) -> ModelSource:
+    shape = TextShape(seq=options.seq, vocab=options.vocab)
+    groups = min(options.heads // options.kv_heads, 2)
+    small = dataclasses.replace(
+        options,
+        layers=min(options.layers, 3), hidden=8 * 2 * groups, heads=2 * groups, kv_heads=2, intermediate=48,
+        seq=min(options.seq, 16), vocab=min(options.vocab, 61),
+    )  # fmt: skip
+    return ModelSource(
+        name, lambda: Llama(options), random_text(shape), shape, shrink=lambda: _llama(f"{name} (shrunk)", small)
+    )
+
+
 REFERENCE: dict[str, Reference] = {
-    "gpt": Reference(GPTOptions, "decoder-only transformer, learned positions, SDPA, tied or untied head", _gpt),
+    "gpt": Reference(GPTOptions, "decoder-only transformer, learned positions, tied or untied head", _gpt),
+    "llama": Reference(LlamaOptions, "decoder-only transformer, rotary positions, grouped keys, gated MLP", _llama),
     "resnet": Reference(ResNetOptions, "bottleneck ResNet-50/101, width=2 for Wide-ResNet", _resnet),
 }
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from itertools import groupby
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from meshwright.core.cluster import FLOP_KINDS, Cluster
-from meshwright.core.estimate import Estimate
+from meshwright.core.estimate import Estimate, TimeParts
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.core.result import SearchResult, describe
 from meshwright.core.trace import Trace
 from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.cost.activations import Activations, activations_by_block, total_activations
 
 TABLE_WIDTH = 100
 SHOWN_RUNNERS_UP = 5
@@ -89,9 +91,9 @@ def comparison_table(estimate: Estimate, trace: Trace) -> Table:
         table.add_column(name, justify="right")
     one, other = estimate.time_seconds, trace.time_seconds
     _row(table, "step", estimate.step_seconds, trace.step_seconds, format_seconds, bold=True)
-    _row(table, "  forward, with its communication", one.forward_total, other.forward_total, format_seconds)
-    _row(table, "  backward, with its communication", one.backward_total, other.backward_total, format_seconds)
-    _row(table, "  update", one.update, other.update, format_seconds)
+    for words, predicted, measured in _time_parts(one, other):
+        if predicted or measured:
+            _row(table, f"  {words}", predicted, measured, format_seconds)
     _row(table, "tokens per second", estimate.tokens_per_second, trace.tokens_per_second, lambda speed: f"{speed:,.0f}")
     table.add_section()
     if trace.peak_bytes is None or trace.memory_bytes is None:
@@ -114,24 +116,53 @@ def predicted_vs_measured(estimate: Estimate, trace: Trace) -> str:
 
 
 def graph_table(graph: Graph, seconds: float) -> Table:
-    """Parameters and flops by kind of block."""
+    """Parameters, flops and what is kept for backward by block, per sample; equal neighbours share a row."""
     table = Table(
         title=f"{graph.model}: {format_count(graph.num_parameters)} parameters, captured in {format_seconds(seconds)}",
         title_justify="left",
+        caption="each block, per sample; kept: bytes in use at the end of forward without, with selective and with full recompute",
+        caption_justify="left",
     )
-    for name in ("kind", "blocks", "parameters each", "flops each per sample", "kept for backward each per sample"):
-        table.add_column(name, justify="left" if name == "kind" else "right")
-    kept = {segment.block: segment.kept_bytes for segment in graph.timeline if segment.phase == "forward"}
-    for kind in graph.kinds:
-        blocks = [block for block in graph.blocks if block.kind == kind.name]
-        first = blocks[0].name
-        parameters = sum(p.num_elements for p in graph.own_parameters if p.block == first)
-        flops = sum(op.count * op.flops.per_sample for op in kind.ops)
-        bytes_kept = kept[first].per_sample if first in kept else 0
-        table.add_row(
-            kind.name, str(len(blocks)), format_count(parameters), format_count(flops), format_bytes(bytes_kept)
-        )
+    for name in ("blocks", "kind", "parameters", "flops", "kept", "kept, selective", "kept, full"):
+        table.add_column(name, justify="left" if name in ("blocks", "kind") else "right")
+    parameters, kinds, kept = graph.num_parameters_by_block, graph.kind_by_block, activations_by_block(graph, 1)
+    for names in _equal_neighbours(graph):
+        first = names[0]
+        _graph_row(table, (_folded(names), kinds[first].name), parameters[first], kinds[first].flops(1), kept[first])
+    table.add_section()
+    _graph_row(table, ("all", ""), graph.num_parameters, graph.flops(1), total_activations(graph, 1), style="bold")
     return table
+
+
+def guesses_table(graph: Graph) -> Table:
+    """What the graph assumes about values that are not known before the model runs."""
+    table = Table(title="guesses", title_justify="left")
+    for name in ("module", "line", "asked for", "assumed"):
+        table.add_column(name)
+    for guess in graph.guesses:
+        table.add_row(guess.module or "root", guess.line, guess.question, guess.answer)
+    return table
+
+
+def _graph_row(
+    table: Table, words: tuple[str, str], parameters: float, flops: float, kept: Activations, style: str | None = None
+) -> None:
+    sizes = (format_bytes(size) for size in (kept.none, kept.selective, kept.full))
+    table.add_row(*words, format_count(parameters), format_count(flops), *sizes, style=style)
+
+
+def _equal_neighbours(graph: Graph) -> list[list[str]]:
+    """Names of consecutive blocks of one kind and one container with equally many parameters."""
+    parameters = graph.num_parameters_by_block
+    found = groupby(graph.blocks, key=lambda b: (b.kind, b.name.rpartition(".")[0], parameters[b.name]))
+    return [[block.name for block in blocks] for _, blocks in found]
+
+
+def _folded(names: list[str]) -> str:
+    """`blocks.0-95` for the first to the last of them."""
+    if len(names) == 1:
+        return names[0] or "(outside)"
+    return f"{names[0]}-{names[-1].rpartition('.')[2]}"
 
 
 def cluster_table(cluster: Cluster) -> Table:
@@ -154,6 +185,8 @@ def cluster_table(cluster: Cluster) -> Table:
     if device.update_elements_per_second is not None:
         table.add_row("AdamW", f"{device.update_elements_per_second / 1e6:,.0f} M parameters/s")
     table.add_row("compute hides communication", f"{device.overlap_share:.0%}")
+    if device.shard_call_seconds:
+        table.add_row("sharding, beside each collective", format_seconds(device.shard_call_seconds))
     for name in dict.fromkeys(point.kind for point in cluster.collectives):
         points = [point for point in cluster.collectives if point.kind == name]
         fastest = max(point.num_bytes / point.seconds for point in points)
@@ -176,6 +209,18 @@ def _row(
 ) -> None:
     error = f"{predicted / measured - 1:+.1%}" if measured else ""
     table.add_row(name, show(predicted), show(measured), error, style="bold" if bold else None)
+
+
+def _time_parts(one: TimeParts, other: TimeParts) -> list[tuple[str, float, float]]:
+    """What a step consists of; lines that begin with two dots are part of the line above."""
+    return [
+        ("forward, with its communication", one.forward_total, other.forward_total),
+        (".. waiting for communication", one.exposed_gather, other.exposed_gather),
+        ("backward, with its communication", one.backward_total, other.backward_total),
+        (".. recompute", one.recompute, other.recompute),
+        (".. waiting for communication", one.exposed_reduce, other.exposed_reduce),
+        ("update", one.update, other.update),
+    ]
 
 
 def _collective_bytes(estimate: Estimate, trace: Trace) -> list[tuple[str, int, int]]:

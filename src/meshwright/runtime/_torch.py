@@ -5,8 +5,15 @@
 
 from __future__ import annotations
 
+# Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
+from torch._C import _current_autograd_node
+from torch._C._autograd import (
+    _get_sequence_nr,
+    _top_saved_tensors_default_hooks,  # whether saved tensors are packed (recompute): such blocks are not skipped
+)
+
 # The only hook that sees every op of forward and backward, below autograd; torch has no public name for it.
-# A value read on a fake tensor raises one of these; capture turns them into an error that names the module.
+# A value read on a fake tensor raises one of these; capture answers with a recorded guess.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -14,15 +21,20 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What a module returns may be any nest of dicts, tuples and dataclasses; torch's own walk knows them all.
-from torch.utils._pytree import tree_leaves
+# What a module takes and returns may be any nest of dicts, tuples and dataclasses; torch's own walk knows them all.
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "_current_autograd_node",
+    "_get_sequence_nr",
+    "_top_saved_tensors_default_hooks",
+    "tree_flatten",
     "tree_leaves",
+    "tree_unflatten",
 ]
 
 

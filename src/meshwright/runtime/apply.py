@@ -21,9 +21,10 @@ from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatc
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_runnable, check_same_plan
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.precision import compute_context, store
-from meshwright.runtime.program import Program, Recorder
+from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import join
 from meshwright.runtime.recompute import mark_recompute
+from meshwright.runtime.watch import Recorder, Watch
 
 
 def apply(
@@ -37,9 +38,10 @@ def apply(
     device: torch.device | None = None,
 ) -> Program:
     """Spread a module over the running ranks as the plan says. The module itself is changed."""
-    spread_module, bound, mesh = _spread(module, plan, optimizer, device)
+    watch = Watch(recorder)
+    spread_module, bound, mesh = _spread(module, plan, optimizer, device, watch)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
-    return Program(spread_module, bound, plan, schedule, mesh, compile_loss(objective, plan), max_norm, recorder)
+    return Program(spread_module, bound, plan, schedule, mesh, compile_loss(objective, plan), max_norm, watch)
 
 
 def wrap(
@@ -50,7 +52,7 @@ def wrap(
     The plan's `num_microbatches` backward passes make one step: ranks reduce gradients in the last of them, and
     `optimizer.step()` in between is refused. Divide each loss by their number, as with plain torch.
     """
-    spread_module, bound, mesh = _spread(module, plan, optimizer, device)
+    spread_module, bound, mesh = _spread(module, plan, optimizer, device, Watch(None))
     counter = _MicrobatchCounter(spread_module, plan)
     spread_module.register_forward_pre_hook(counter.before_forward)
     bound.register_step_pre_hook(counter.before_update)
@@ -60,7 +62,11 @@ def wrap(
 
 
 def _spread(
-    module: nn.Module, plan: Plan, optimizer: Optimizer | OptimizerFactory, device: torch.device | None
+    module: nn.Module,
+    plan: Plan,
+    optimizer: Optimizer | OptimizerFactory,
+    device: torch.device | None,
+    watch: Watch,
 ) -> tuple[nn.Module, Optimizer, DeviceMesh]:
     device = device or join().device
     check_same_plan(plan)
@@ -70,7 +76,7 @@ def _spread(
     check_precision(module, plan)
     before = named_parameters(module)
     store(module, plan, device)
-    mark_recompute(module, plan)
+    mark_recompute(module, plan, watch)
     compile_blocks(module, plan)  # after recompute, which belongs inside a compiled block
     spread_module = spread(module, plan, mesh)  # last: it must see the tensors the steps above made
     return spread_module, make_optimizer(optimizer, module, before), mesh

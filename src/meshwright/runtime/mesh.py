@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import identity
-from meshwright.core.limits import CAN, not_yet
+from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
 
@@ -61,8 +61,7 @@ def check_model(module: nn.Module, plan: Plan) -> None:
 
 def check_runnable(plan: Plan) -> None:
     """What this version cannot run yet is refused before anything is allocated."""
-    if reasons := not_yet(plan):
-        raise PlanError(f"this version cannot run {', '.join(reasons)} yet: it runs {CAN}")
+    check_runs(plan)
 
 
 def check_precision(module: nn.Module, plan: Plan) -> None:

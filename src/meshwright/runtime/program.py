@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from meshwright.core.collective import Collective
 from meshwright.core.errors import PlanError
-from meshwright.core.estimate import MemoryParts
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Schedule
 from meshwright.core.trace import Trace
@@ -42,25 +38,8 @@ from meshwright.runtime.data_parallel import (
 )
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
 from meshwright.runtime.precision import compute_context, to_device
-from meshwright.runtime.step import StepOutput, median_parts, steps_that_count
-
-SAMPLED_STEP = 2
-"""The step a recorder watches: the first ones still allocate what later ones reuse."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What a recorder saw of one step on one rank."""
-
-    peak_bytes: int
-    memory_bytes: MemoryParts
-    collectives: tuple[Collective, ...]
-
-
-class Recorder(Protocol):
-    """Runs one step and says what it saw."""
-
-    def record(self, program: Program, batch: Batch, run: Callable[[], Any]) -> tuple[Any, Sample]: ...
+from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
+from meshwright.runtime.watch import Watch
 
 
 class _UnusedError(Exception):
@@ -83,7 +62,7 @@ class Program:
         mesh: DeviceMesh,
         objective: Objective,
         max_norm: float | None = None,
-        recorder: Recorder | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.spread_module = module
         self.optimizer = optimizer
@@ -93,9 +72,7 @@ class Program:
         self.objective = objective
         self.max_norm = max_norm
         self.device = local_device(mesh)
-        self.sample: Sample | None = None
-        self._recorder = recorder
-        self._sampling = False
+        self.watch = watch or Watch(None)
         self._outputs: list[StepOutput] = []
         self._compute = compute_context(plan, self.device)
         self._dp = mesh.get_group("dp")
@@ -117,10 +94,10 @@ class Program:
         share = self.share_of(batch)
         if self.num_steps == 0:
             output = self._first_step(share, signal)
-        elif self._recorder is None or self.num_steps != SAMPLED_STEP:
-            output = self._step(share, signal)
+        elif self.watch.wants(self.num_steps):
+            output = self.watch.record(self, share, lambda: self._step(share, signal), self._outputs)
         else:
-            output, self.sample = self._record(share, signal)
+            output = self._step(share, signal)
         self._outputs.append(output)
         return output
 
@@ -167,6 +144,7 @@ class Program:
 
     def trace(self) -> Trace:
         """What this rank saw so far."""
+        sample = self.watch.sample
         records = tuple(output.record(index) for index, output in enumerate(self._outputs))
         counted = steps_that_count(records)
         seconds = statistics.median(record.seconds for record in counted) if counted else 0.0
@@ -176,12 +154,15 @@ class Program:
             rank=dist.get_rank(),
             num_ranks=dist.get_world_size(),
             step_seconds=seconds,
-            time_seconds=median_parts(counted),
-            peak_bytes=self.sample.peak_bytes if self.sample else None,
-            memory_bytes=self.sample.memory_bytes if self.sample else None,
+            time_seconds=divided(median_parts(counted), sample.time_seconds) if sample else median_parts(counted),
+            peak_bytes=sample.memory_bytes.total if sample else None,
+            memory_bytes=sample.memory_bytes if sample else None,
             host_bytes=peak_resident_bytes(),
             tokens_per_second=tokens / seconds if seconds else 0.0,
-            collectives=self.sample.collectives if self.sample else (),
+            collectives=sample.collectives if sample else (),
+            timeline=sample.timeline if sample else (),
+            part_seconds=sample.part_seconds if sample else (),
+            memory_over_time=sample.memory_over_time if sample else (),
             num_steps=len(records),
             steps=records,
             environment=describe_environment(self.device),
@@ -196,16 +177,6 @@ class Program:
         self.spread_module = replicate_again(self.spread_module, unused, self.mesh)
         gc.collect()  # the old replicas must be gone: as long as they live, their hooks see every backward
         return self._step(batch, signal)
-
-    def _record(self, batch: Batch, signal: float) -> tuple[StepOutput, Sample]:
-        assert self._recorder is not None
-        self._sampling = True
-        try:
-            output, sample = self._recorder.record(self, batch, lambda: self._step(batch, signal))
-        finally:
-            self._sampling = False
-        output.sampled = True
-        return output, sample
 
     def _step(self, batch: Batch, signal: float) -> StepOutput:
         marks: list[tuple[str, Mark]] = [("start", mark(self.device))]
@@ -244,11 +215,11 @@ class Program:
     def _forward(self, microbatch: Batch, is_last: bool) -> Tensor:
         prepare_microbatch(self.spread_module, self.plan, is_last)
         moved = to_device(microbatch, self.plan, self.device)
-        with self._region("forward"), self._compute():
+        with self.watch.region("forward"), self._compute():
             return self.objective.loss(call(self.spread_module, moved), moved)
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
-        with self._region("backward"):
+        with self.watch.region("backward"):
             (loss * scale.to(loss.dtype)).backward()
 
     def _update(self) -> Tensor | None:
@@ -256,17 +227,17 @@ class Program:
             unused = without_gradient(self.spread_module)
             if unused:
                 raise _UnusedError(unused)
-        with self._region("update"):
+        with self.watch.region("update"):
             norm = None
             if self.max_norm is not None:
-                norm = clip(self.module.parameters(), self.max_norm, self._dp if self.plan.zero else None)
+                norm = clip(
+                    self.module.parameters(),
+                    self.max_norm,
+                    self._dp if self.plan.zero and self.plan.mesh.dp > 1 else None,
+                )
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
             return norm
-
-    def _region(self, name: str) -> AbstractContextManager[Any]:
-        """A named stretch in the profile of a sampled step; nothing in other steps."""
-        return torch.profiler.record_function(f"meshwright/{name}") if self._sampling else nullcontext()
 
 
 def local_device(mesh: DeviceMesh) -> torch.device:

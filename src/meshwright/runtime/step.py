@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from meshwright.core.estimate import TimeParts
@@ -95,3 +97,27 @@ def median_parts(records: tuple[StepRecord, ...]) -> TimeParts:
         return TimeParts()
     names = TimeParts.__struct_fields__
     return TimeParts(**{name: statistics.median(getattr(r.time_seconds, name) for r in records) for name in names})
+
+
+def divided(plain: TimeParts, sampled: TimeParts) -> TimeParts:
+    """The parts of plain steps, each divided by the shares that waiting and recompute had of it in a sampled step.
+
+    A recorder slows a step down, so that its seconds do not count; what share of a part was what, does.
+    """
+    forward, backward = _shares(sampled.forward_total), _shares(sampled.backward_total)
+    update = _shares(sampled.update + sampled.other)
+    return msgspec.structs.replace(
+        plain,
+        forward=plain.forward * (1 - forward(sampled.exposed_gather)),
+        exposed_gather=plain.forward * forward(sampled.exposed_gather),
+        recompute=plain.backward * backward(sampled.recompute),
+        backward=plain.backward * (1 - backward(sampled.recompute + sampled.exposed_reduce)),
+        exposed_reduce=plain.backward * backward(sampled.exposed_reduce),
+        update=plain.update * (1 - update(sampled.other)),
+        other=plain.update * update(sampled.other),
+    )
+
+
+def _shares(total: float) -> Callable[[float], float]:
+    """What share of a total a part is; none where there is no total."""
+    return lambda part: part / total if total else 0.0

@@ -13,6 +13,7 @@ WORDS = {
     "backward": "backward",
     "exposed_gather": "gathering parameters",
     "exposed_reduce": "communication in backward",
+    "exposed_inner": "communication inside the blocks",
     "bubble": "bubble",
     "transfer": "transfers",
     "update": "the optimizer's update",
@@ -23,7 +24,7 @@ WORDS = {
 def reason_lost(lost: Estimate, best: Estimate) -> str:
     """The memory it is over, or the part of the step that costs it most against the best."""
     if not lost.fits:
-        over = lost.peak_bytes - lost.budget_bytes
+        over = max(lost.peak_bytes, lost.reserved_bytes) + lost.context_bytes - lost.budget_bytes
         return f"{format_bytes(over)} over the budget of {format_bytes(lost.budget_bytes)}"
     slower = lost.step_seconds / best.step_seconds - 1
     if slower == 0:

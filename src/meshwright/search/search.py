@@ -134,12 +134,13 @@ def _preference(pair: tuple[Plan, Estimate]) -> tuple[int, int, int, int, float]
 
 def _infeasible(missing: list[tuple[Plan, Estimate]], cluster: Cluster) -> InfeasibleError:
     plan, found = missing[0]
+    needed = max(found.peak_bytes, found.reserved_bytes) + found.context_bytes
     parts = msgspec.structs.asdict(found.memory_bytes)
     largest = sorted(parts, key=lambda name: -parts[name])[:2]
     words = ", ".join(f"{name.replace('_', ' ')} {format_bytes(parts[name])}" for name in largest)
     return InfeasibleError(
         f"none of {len(missing)} candidates fits {format_bytes(found.budget_bytes)} per device on {cluster.num_devices} × "
-        f"{cluster.device.name}. The nearest miss ({describe(plan)}) needs {format_bytes(found.peak_bytes)}, "
-        f"{format_bytes(found.peak_bytes - found.budget_bytes)} too much, most of it {words}. "
+        f"{cluster.device.name}. The nearest miss ({describe(plan)}) needs {format_bytes(needed)}, "
+        f"{format_bytes(needed - found.budget_bytes)} too much, most of it {words}. "
         "Use more devices, a smaller global batch, bf16, or a larger --memory"
     )

@@ -28,9 +28,10 @@ from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.environment import device_bytes
 from meshwright.runtime.gather import all_ranks
-from meshwright.runtime.program import Program, Recorder
+from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
 from meshwright.runtime.step import StepOutput
+from meshwright.runtime.watch import Recorder
 from meshwright.train import checkpoint
 from meshwright.train.checkpoint import Progress
 from meshwright.train.data import open_streams

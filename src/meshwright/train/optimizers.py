@@ -70,6 +70,8 @@ def recipe_of(settings: Settings) -> Recipe:
         optimizer_slots=slots,
         optimizer_scalar_bytes=0 if chosen.kind == "SGD" else STEP_COUNT_BYTES,
         clips=chosen.clip_norm != "none",
+        fused_update=chosen.kind in ("Adam", "AdamW")
+        and bool(chosen.options.get("fused", "foreach" not in chosen.options)),
     )
 
 

@@ -1,0 +1,140 @@
+"""Answers to reads of values that fake tensors do not have.
+
+    .item() of a float         1.0
+    .item() of an integer      what routing expects there, else 1
+    .item() of a truth value   True where it came from `all` or from routing, else False
+    equal, allclose            True
+    positions that are true    as many as routing expects; all of them for any other mask
+    distinct values            as many as there are values
+    repeats given as a tensor  one each
+
+Each answer is remembered with the question, the module and the line that asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.capture.location import line_now
+from meshwright.capture.opkinds import GROUPED, base_name, grouped_product
+from meshwright.capture.place import Place
+from meshwright.capture.recording import Recording
+from meshwright.capture.routing import ALL, Routing
+from meshwright.capture.storages import Storages
+from meshwright.core.graph import Guess
+from meshwright.runtime._torch import DataDependentOutputException, DynamicOutputShapeException
+
+Answer = Callable[["Guesser", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Guesser:
+    """Runs ops; answers those that ask for a value."""
+
+    def __init__(self, recording: Recording, place: Place, storages: Storages, num_samples: int) -> None:
+        self.recording = recording
+        self.place = place
+        self.storages = storages
+        self.routing = Routing(storages, num_samples)
+
+    def run(self, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if base_name(op) == GROUPED:
+            return grouped_product(*arguments, **options)
+        try:
+            return op(*arguments, **options)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            answer = _ANSWERS.get(base_name(op))
+            if answer is None:
+                raise
+            return answer(self, op, arguments, options)
+
+    def note(self, question: str, answer: str) -> None:
+        """Backward asks again what forward asked."""
+        if self.place.phase == "backward":
+            return
+        guess = Guess(module=self.place.last.path, line=line_now(), question=question, answer=answer)
+        self.recording.guesses[guess] = None
+
+    def num_true(self, mask: Tensor) -> int:
+        share = self.routing.density(mask)
+        words = "all" if share == ALL else f"{share.numerator} in {share.denominator}, an even spread over experts"
+        self.note("how many elements of a mask are true", words)
+        return self.routing.num_true(mask)
+
+
+def _item(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    tensor: Tensor = arguments[0]
+    answer: bool | int | float = 1.0
+    if tensor.dtype is torch.bool:
+        writer = guesser.storages.writer(tensor)
+        from_all = isinstance(writer, int) and guesser.recording.ops[writer].name == "all"
+        answer = from_all or guesser.routing.is_routing(tensor)
+    elif not tensor.is_floating_point():
+        answer = guesser.routing.count(tensor)
+    guesser.note(f"the value of a {str(tensor.dtype).removeprefix('torch.')} tensor", str(answer))
+    return answer
+
+
+def _equal(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    guesser.note("whether two tensors are equal", "True")
+    return True
+
+
+def _nonzero(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    mask: Tensor = arguments[0]
+    return torch.empty(guesser.num_true(mask), mask.dim(), dtype=torch.int64, device=mask.device)
+
+
+def _masked_select(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    tensor, mask = arguments
+    return torch.empty(guesser.num_true(mask), dtype=tensor.dtype, device=tensor.device)
+
+
+def _index(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Masks become the positions of their truths."""
+    positions: list[Tensor | None] = []
+    for index in arguments[1]:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            positions.extend(_nonzero(guesser, op, (index,), {}).unbind(1))
+        else:
+            positions.append(index)
+    return op(arguments[0], positions)
+
+
+def _unique(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """(values, where each element went, how often each value occurs), every element its own value."""
+    tensor: Tensor = arguments[0]
+    guesser.note("how many values are distinct", "all")
+    flat = tensor.flatten() if base_name(op) != "unique_dim" else tensor
+    places = torch.empty(tensor.shape, dtype=torch.int64, device=tensor.device)
+    return torch.empty_like(flat), places, torch.empty(flat.shape[0], dtype=torch.int64, device=tensor.device)
+
+
+def _repeat(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    guesser.note("how often elements are repeated", "once each")
+    return torch.empty_like(arguments[0])
+
+
+def _bincount(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    least = options.get("minlength", arguments[2] if len(arguments) > 2 else 0)
+    bins = max(1, least)
+    guesser.note("the largest value that is counted", str(bins - 1))
+    return torch.empty(bins, dtype=torch.int64, device=arguments[0].device)
+
+
+_ANSWERS: dict[str, Answer] = {
+    "_local_scalar_dense": _item,
+    "equal": _equal,
+    "allclose": _equal,
+    "nonzero": _nonzero,
+    "masked_select": _masked_select,
+    "index": _index,
+    "_unique2": _unique,
+    "unique_dim": _unique,
+    "unique_consecutive": _unique,
+    "repeat_interleave": _repeat,
+    "bincount": _bincount,
+}

@@ -1,0 +1,89 @@
+"""Graphs that were captured before, so that planning needs no torch.
+
+A file in the cache is found by all that a graph follows from: the model's name, the content of its config file, the
+precision, and the versions of what captured it. A user's own Python file may import anything: its graph is never kept.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright import __version__
+from meshwright.core.graph import CAPTURE_VERSION
+
+if TYPE_CHECKING:
+    from meshwright.core.graph import Casting, Graph, Precision
+
+
+def graph_of(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
+    """The graph of a named model, read where it is known and captured where it is not."""
+    return _read(model, precision, casting) or capture_now(model, precision, casting)
+
+
+def capture_now(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
+    """Capture, whatever is known, and keep the graph for the next time."""
+    from meshwright.capture.capture import capture_source
+    from meshwright.models.source import resolve
+
+    graph = capture_source(resolve(model), precision, casting)
+    _keep(model, graph)
+    return graph
+
+
+def graph_file(model: str, precision: Precision, casting: Casting = "autocast") -> Path | None:
+    """Where the graph is kept; None for a model that is not."""
+    from meshwright.core.codec import stable_hash
+
+    if ".py:" in model or model.endswith(".py"):
+        return None
+    facts = [model, precision, casting, __version__, CAPTURE_VERSION, _version("torch")]
+    if model.startswith("hf:"):
+        facts += [_content(model.removeprefix("hf:")), _version("transformers")]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "meshwright" / "graphs" / f"{stable_hash(facts)}.json"
+
+
+def _read(model: str, precision: Precision, casting: Casting) -> Graph | None:
+    """What cannot be read was written by another hand or cut short: it is captured again."""
+    import msgspec
+
+    from meshwright.core.graph import Graph
+
+    path = graph_file(model, precision, casting)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Graph) if path else None
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _keep(model: str, graph: Graph) -> None:
+    import msgspec
+
+    from meshwright.core.codec import write_whole
+    from meshwright.core.errors import InputError
+
+    path = graph_file(model, graph.precision, graph.casting)
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, msgspec.json.encode(graph).decode())
+    except (OSError, InputError):
+        return  # a cache that cannot be written is not worth failing for
+
+
+def _content(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,148 @@
+"""The constants of the cost model: each with a name, a unit and an origin.
+
+A *family* is a type of device (A100, H100, …). Its constants come from four places, and each value says which:
+
+    vendor sheet   printed by the vendor
+    probe          measured by us on such a device
+    fit            few numbers fitted to published runs of such devices, see docs/accuracy.md
+    assumed        nobody published it: the value of the nearest family we know
+
+`families.json` beside this file holds them. For every table of published runs it also holds what the fit gives *without*
+that table, so that a score on the table is out of sample.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import resources
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from meshwright.core.codec import Value
+
+Origin = Literal["probe", "vendor sheet", "measured elsewhere", "fit", "assumed"]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+
+
+class Constants(Value, kw_only=True):
+    """What the cost model needs to know beyond peaks and links."""
+
+    num_multiprocessors: Annotated[int, Meta(ge=1)] = 132
+    matmul_share: Share = 0.82
+    matmul_ramp_seconds: NotNegative = 1.9e-6
+    matmul_aligned_by_4_share: Share = 0.36
+    matmul_aligned_by_2_share: Share = 0.25
+    matmul_unaligned_share: Share = 0.16
+    attention_share: Share = 0.65
+    attention_backward_share: Share = 0.55
+    attention_ramp_length: NotNegative = 430.0
+    narrow_head_share: Share = 0.7
+    elementwise_share: Share = 0.88
+    cast_up_share: Share = 0.45
+    transcendental_share: Share = 0.68
+    normalisation_share: Share = 0.60
+    normalisation_backward_share: Share = 0.38
+    softmax_share: Share = 0.50
+    reduction_share: Share = 0.60
+    fused_share: Share = 0.60
+    copy_share: Share = 0.85
+    update_share: Share = 0.73
+    kernel_floor_seconds: NotNegative = 2e-6
+    launch_seconds: NotNegative = 26e-6
+    backward_launch_seconds: NotNegative = 21e-6
+    compiled_launch_seconds: NotNegative = 5e-6
+    intra_host_share: Share = 0.75
+    inter_host_share: Share = 0.60
+    hop_seconds: NotNegative = 8e-6
+    inner_hop_seconds: NotNegative = 2e-6
+    overlap_slowdown: NotNegative = 0.0
+    step_overhead_seconds: NotNegative = 0.0
+    context_bytes: NotNegative = 1.2e9
+    communicator_bytes: NotNegative = 0.4e9
+    allocator_slack_share: NotNegative = 0.08
+    compiled_slack_share: NotNegative = 0.02
+    assumed_inter_host_gb_per_second: Positive = 200.0
+
+
+MEANINGS: dict[str, tuple[str, str]] = {
+    "num_multiprocessors": ("", "matmul tiles that run at once"),
+    "matmul_share": ("of peak", "rate of a large matmul whose tiles fill every wave"),
+    "matmul_ramp_seconds": ("s", "start and end of a tile of 256 × 128, in which it does no sums"),
+    "matmul_aligned_by_4_share": ("of rate", "matmul whose widths divide by 4 but not by 8"),
+    "matmul_aligned_by_2_share": ("of rate", "matmul whose widths divide by 2 but not by 4"),
+    "matmul_unaligned_share": ("of rate", "matmul with an odd width"),
+    "attention_share": ("of peak", "fused attention, long sequences, heads 128 wide, forward"),
+    "attention_backward_share": ("of peak", "the same, backward"),
+    "attention_ramp_length": ("tokens", "sequence length at which fused attention reaches half its rate"),
+    "narrow_head_share": ("of rate", "fused attention with heads 64 wide against 128"),
+    "elementwise_share": ("of memory bandwidth", "adding, multiplying"),
+    "cast_up_share": ("of memory bandwidth", "copies into a wider dtype"),
+    "transcendental_share": ("of memory bandwidth", "gelu, silu, exp"),
+    "normalisation_share": ("of memory bandwidth", "layer norm, forward"),
+    "normalisation_backward_share": ("of memory bandwidth", "layer norm, backward"),
+    "softmax_share": ("of memory bandwidth", "softmax and log-softmax"),
+    "reduction_share": ("of memory bandwidth", "sums"),
+    "fused_share": ("of memory bandwidth", "groups of ops that compiling fuses"),
+    "copy_share": ("of memory bandwidth", "copies, embeddings"),
+    "update_share": ("of memory bandwidth", "fused AdamW: seven fp32 tensors read or written"),
+    "kernel_floor_seconds": ("s", "least time of one kernel on the device"),
+    "launch_seconds": ("s", "host time of one eager op in forward, Python and views included"),
+    "backward_launch_seconds": ("s", "the same in backward"),
+    "compiled_launch_seconds": ("s", "the same for a kernel of compiled code"),
+    "intra_host_share": ("of the link", "what a collective reaches inside a host"),
+    "inter_host_share": ("of the link", "what a collective reaches between hosts"),
+    "hop_seconds": ("s", "latency of one hop of a ring between hosts"),
+    "inner_hop_seconds": ("s", "latency of one hop of a ring inside a host"),
+    "overlap_slowdown": ("of hidden time", "how much compute slows while communication runs beside it"),
+    "step_overhead_seconds": ("s", "what a step takes beside its microbatches: data, logging, waiting for the slowest"),
+    "context_bytes": ("bytes", "what the driver and libraries hold of a device"),
+    "communicator_bytes": ("bytes", "buffers of one group of ranks that communicate"),
+    "allocator_slack_share": ("of allocated", "what the allocator holds but tensors do not use"),
+    "compiled_slack_share": ("of allocated", "the same for compiled code, which makes fewer tensors"),
+    "assumed_inter_host_gb_per_second": ("GB/s", "a host's outer link where its owner published none"),
+}
+"""Name → unit and meaning."""
+
+
+class Family(Value, kw_only=True):
+    """Constants of one type of device, with where each came from."""
+
+    name: str
+    constants: Constants
+    origins: dict[str, str]
+
+
+@lru_cache(maxsize=1)
+def _families() -> dict[str, Any]:
+    text = resources.files("meshwright.core").joinpath("families.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = msgspec.json.decode(text)
+    return found
+
+
+def family_names() -> list[str]:
+    return list(_families()["families"])
+
+
+def family_of(device: str, without: str | None = None) -> Family:
+    """The constants for a device by its name; `without` leaves one table of published runs out of the fit."""
+    file = _families()
+    names = list(file["families"])
+    name = next((name for name in names if name.casefold() in device.casefold()), file["default"])
+    base, base_origins = _values(file["common"])
+    own, own_origins = _values(file["families"][name])
+    fitted, fit_origins = _values(file["fits"].get(without or "", file["fits"]["all"]).get(name, {}))
+    known = name.casefold() in device.casefold()
+    origins = {**base_origins, **own_origins, **fit_origins}
+    if not known:
+        origins = {key: f"assumed: as {name} ({origin})" for key, origin in origins.items()}
+    values = {**base, **own, **fitted}
+    return Family(name=name if known else device, constants=msgspec.convert(values, Constants), origins=origins)
+
+
+def _values(entries: dict[str, list[Any]]) -> tuple[dict[str, float], dict[str, str]]:
+    """`{"name": [value, "origin"]}` → values and origins."""
+    return {key: entry[0] for key, entry in entries.items()}, {key: entry[1] for key, entry in entries.items()}

@@ -1,0 +1,201 @@
+"""Which weights lie over tp: the plain choice, and what a plan says. What follows for the ops: core/labels.py.
+
+The plain choice follows a block in order: a weight that reads a whole tensor is split by its outputs if a later weight reads
+what came of it, and that one is split by its inputs. For a transformer this is Megatron's: query, key, value and the MLP's
+first layer by outputs, the projection back into the stream by inputs, one all-reduce each way for attention and MLP. The
+table of tokens and the head that makes logits are split by the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.core.errors import PlanError, nearest
+from meshwright.core.graph import Graph, Kind, Op, Parameter, Source
+from meshwright.core.labels import Way, way_of, weight_copies
+from meshwright.core.names import expand_names
+from meshwright.core.plan import BlockSharding, Plan, TensorSharding
+
+VOCABULARY_ROWS = 1024
+"""A table or head of fewer rows is not worth splitting: it is a table of positions, a router or a small classifier."""
+
+
+def plain_sharding(graph: Graph) -> tuple[BlockSharding, ...]:
+    """The tensors split over tp, for every kind of block, as the plan writes them."""
+    found = []
+    rows = _most_rows(graph)
+    for kind, parameters in _kinds(graph):
+        ways = plain_ways(kind, parameters, rows)
+        tensors = tuple(_tensor(parameter, ways, kind, parameters) for parameter in parameters.values())
+        if any(any(tensor.dims) for tensor in tensors):
+            found.append(BlockSharding(for_kind=kind.name, tensors=tuple(t for t in tensors if any(t.dims))))
+    return tuple(found)
+
+
+def _kinds(graph: Graph) -> Iterator[tuple[Kind, dict[str, Parameter]]]:
+    """Each kind with the parameters of its first block, by the name ops call them."""
+    by_block: dict[str, dict[str, Parameter]] = {}
+    for parameter in graph.parameters:
+        by_block.setdefault(parameter.block, {})[parameter.own_name] = parameter
+    for kind in graph.kinds:
+        first = next((block.name for block in graph.blocks if block.kind == kind.name), None)
+        if first is not None:
+            yield kind, by_block.get(first, {})
+
+
+def _most_rows(graph: Graph) -> int:
+    """Rows of the largest table: the tokens'."""
+    tables = (
+        parameters[weight].shape[0]
+        for kind, parameters in _kinds(graph)
+        for op in kind.ops
+        if op.name == "embedding" and (weight := _weight(op, parameters, {})) is not None
+    )
+    return max(tables, default=0)
+
+
+def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0) -> dict[str, Way]:
+    """Which weights to split, and how: columns that some row reads, the table of tokens (`table_rows`), the head."""
+    ways: dict[str, Way] = {}
+    origins: dict[int, set[str]] = {}
+    used: set[str] = set()
+    copies = weight_copies(kind)
+    for number, op in enumerate(kind.ops):
+        if op.phase != "forward":
+            break
+        came_from = {name for source in op.inputs if isinstance(source, int) for name in origins.get(source, ())}
+        weight = _weight(op, parameters, copies)
+        origins[number] = came_from
+        if weight is None:
+            continue
+        rows = _num_outputs(op)
+        if op.name == "embedding":
+            if parameters[weight].shape[0] >= max(table_rows, VOCABULARY_ROWS):
+                ways[weight] = "table"
+        elif came_from and rows <= _num_inputs(op):
+            ways[weight] = "row"
+            used |= came_from
+            origins[number] = set()
+        elif not came_from:
+            ways[weight] = "column"
+            origins[number] = {weight}
+    return {name: way for name, way in ways.items() if way != "column" or name in used or _is_head(name, parameters)}
+
+
+def _is_head(name: str, parameters: dict[str, Parameter]) -> bool:
+    """A lone layer with very many outputs makes logits: the loss reads them split."""
+    shape = parameters[name].shape
+    alone = sum(len(parameter.shape) > 1 for parameter in parameters.values()) == 1
+    return alone and len(shape) == 2 and max(shape) >= VOCABULARY_ROWS and max(shape) >= 2 * min(shape)
+
+
+def _weight(op: Op, parameters: dict[str, Parameter], copies: dict[Source, str]) -> str | None:
+    """The matrix, filter or table an op applies."""
+    if op.kind not in ("matmul", "convolution") and op.name != "embedding":
+        return None
+    names = [copies.get(source, source) for source in op.inputs]
+    return next(
+        (name for name in names if isinstance(name, str) and name in parameters and len(parameters[name].shape) > 1),
+        None,
+    )
+
+
+def _num_outputs(op: Op) -> float:
+    return op.result_shape[1 if op.kind == "convolution" else -1].fixed if op.result_shape else 0.0
+
+
+def _num_inputs(op: Op) -> float:
+    """Features of the tensor the weight is applied to: the input that has tokens."""
+    shapes = [shape for shape in op.input_shapes if any(dim.per_sample for dim in shape)]
+    return shapes[0][1 if op.kind == "convolution" else -1].fixed if shapes else 0.0
+
+
+def _tensor(parameter: Parameter, ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> TensorSharding:
+    name = parameter.own_name
+    dims = [""] * len(parameter.shape)
+    if name in ways:
+        dims[_split_dim(ways[name], outputs_are_first(name, kind, parameters))] = "tp"
+    elif len(dims) == 1 and _is_bias_of_column(name, ways, kind):
+        dims[0] = "tp"
+    return TensorSharding(tensor=name, dims=tuple(dims))
+
+
+def _is_bias_of_column(name: str, ways: dict[str, Way], kind: Kind) -> bool:
+    copies = weight_copies(kind)
+    return any(
+        way_of(op, ways, copies) == "column" and name in {copies.get(source, source) for source in op.inputs}
+        for op in kind.ops
+        if op.phase == "forward" and op.kind in ("matmul", "convolution")
+    )
+
+
+def _split_dim(way: Way, outputs_first: bool) -> int:
+    """Which dim of a weight lies over tp. Linear keeps [outputs, inputs]; a few models keep [inputs, outputs]."""
+    if way == "table":
+        return 0
+    return 0 if (way == "column") == outputs_first else 1
+
+
+def outputs_are_first(name: str, kind: Kind, parameters: dict[str, Parameter]) -> bool:
+    """Told by the result's width where a weight is not square; a square one is like the others of its kind."""
+    votes = {}
+    copies = weight_copies(kind)
+    for op in kind.ops:
+        weight = _weight(op, parameters, copies) if op.phase == "forward" and op.kind == "matmul" else None
+        if weight is not None and op.result_shape and len(set(parameters[weight].shape)) > 1:
+            votes[weight] = parameters[weight].shape[0] == op.result_shape[-1].fixed
+    return votes.get(name, next(iter(votes.values()), True))
+
+
+# ---------------------------------------------------------------- what a plan says
+
+
+def ways_by_block(plan: Plan, graph: Graph) -> dict[str, dict[str, Way]]:
+    """For every block, the weights the plan splits over tp, and how."""
+    by_kind = {kind.name: (kind, parameters) for kind, parameters in _kinds(graph)}
+    of_kind = {rule.for_kind: rule for rule in plan.sharding if rule.for_kind is not None}
+    of_block = {name: rule for rule in plan.sharding for name in expand_names(rule.for_blocks)}
+    unknown = of_kind.keys() - by_kind.keys()
+    if unknown:
+        raise PlanError(
+            f"sharding is for kind '{min(unknown)}', which the model does not have: {nearest(min(unknown), by_kind)}"
+        )
+    read: dict[tuple[str, int], dict[str, Way]] = {}
+    found: dict[str, dict[str, Way]] = {}
+    for block in graph.blocks:
+        rule = of_block.get(block.name) or of_kind.get(block.kind)
+        if rule is None or plan.mesh.tp == 1:
+            found[block.name] = {}
+            continue
+        key = (block.kind, id(rule))
+        if key not in read:
+            read[key] = _read_ways(rule, *by_kind[block.kind])
+        found[block.name] = read[key]
+    return found
+
+
+def _read_ways(rule: BlockSharding, kind: Kind, parameters: dict[str, Parameter]) -> dict[str, Way]:
+    tables = {_weight(op, parameters, {}) for op in kind.ops if op.name == "embedding"}
+    ways: dict[str, Way] = {}
+    for tensor in rule.tensors:
+        parameter = parameters.get(tensor.tensor)
+        if parameter is None:
+            raise PlanError(
+                f"sharding for kind '{kind.name}' names tensor '{tensor.tensor}', which its blocks do not have: "
+                f"{nearest(tensor.tensor, parameters)}"
+            )
+        if len(tensor.dims) != len(parameter.shape):
+            raise PlanError(
+                f"sharding of '{tensor.tensor}' has {len(tensor.dims)} dims, but its shape is {list(parameter.shape)}: "
+                "give one entry a dim, empty where it is whole"
+            )
+        if len(tensor.dims) < 2 or "tp" not in tensor.dims:
+            continue
+        dim = tensor.dims.index("tp")
+        if tensor.tensor in tables:
+            ways[tensor.tensor] = "table"
+        else:
+            ways[tensor.tensor] = (
+                "column" if (dim == 0) == outputs_are_first(tensor.tensor, kind, parameters) else "row"
+            )
+    return ways

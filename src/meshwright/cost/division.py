@@ -1,0 +1,145 @@
+"""What one rank does and holds of a block: the ops of its kind under tp, sequence parallel, cp and ep.
+
+    tp    an op on a split tensor does 1/tp of its work and its result takes 1/tp of the memory        (core/labels.py)
+    sp    between the split parts the tokens lie over tp: whole tensors with tokens take 1/tp too
+    cp    tokens lie over cp: everything that grows with the samples takes 1/cp
+    ep    experts lie over ep: each rank keeps 1/ep of their weights and still works on as many tokens
+
+A quantity that grows with the samples is one that has tokens; weights and their gradients do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.core.errors import PlanError
+from meshwright.core.graph import Graph, Kind, Op, Source
+from meshwright.core.labels import Label, Labels, Way, labels_of
+from meshwright.core.plan import Plan
+from meshwright.core.sharding import ways_by_block
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Over how many ranks work is divided."""
+
+    tp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Division:
+    """The ops of one kind of block, as one rank does them."""
+
+    kind: Kind
+    labels: Labels
+    degrees: Degrees
+
+    def work_share(self, number: int) -> float:
+        """Of an op's work, what one rank does."""
+        return self.token_share(self.kind.ops[number]) / self.tp_degree(number)
+
+    def tp_degree(self, number: int) -> int:
+        return self.degrees.tp if self.labels.work_split[number] or self.along_tokens(number) else 1
+
+    def along_tokens(self, number: int) -> bool:
+        """Whether sequence parallel gives each tp rank a part of the op's tokens."""
+        return (
+            self.degrees.sequence_parallel and not self.labels.work_split[number] and _has_tokens(self.kind.ops[number])
+        )
+
+    def token_share(self, op: Op) -> float:
+        return 1 / self.degrees.cp if _has_tokens(op) else 1.0
+
+    def result_share(self, source: Source) -> float:
+        """Of a tensor's bytes, what one rank holds. What comes from outside is whole, as blocks hand it on."""
+        degrees = self.degrees
+        if isinstance(source, int):
+            tokens = 1 / degrees.cp if self.kind.ops[source].written_bytes.per_sample > 0 else 1.0
+            label = self.labels.results[source]
+        else:
+            tokens, label = 1 / degrees.cp, self.labels.outside.get(source, "whole")
+        if label == "split" or degrees.sequence_parallel:
+            return tokens / degrees.tp
+        return tokens
+
+
+def _has_tokens(op: Op) -> bool:
+    """Whether the op's work grows with the samples; of a weight's gradient the work does, though its result does not."""
+    return op.read_bytes.per_sample > 0 or op.written_bytes.per_sample > 0 or op.flops.per_sample > 0
+
+
+def divide(graph: Graph, plan: Plan) -> dict[str, Division]:
+    """Every block's ops as one rank of the plan does them. Blocks of one kind under one sharding share a Division."""
+    check_divides(graph, plan)
+    ways = ways_by_block(plan, graph)
+    kinds = graph.kind_by_block
+    degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel)
+    labels = _labels(graph, kinds, ways)
+    made: dict[int, Division] = {}
+    return {name: made.setdefault(id(labels[name]), Division(kinds[name], labels[name], degrees)) for name in kinds}
+
+
+def _labels(graph: Graph, kinds: dict[str, Kind], ways: dict[str, dict[str, Way]]) -> dict[str, Labels]:
+    """Repeated blocks alone; the others twice, since they read each other's results forward and backward."""
+    shared: dict[tuple[str, int], Labels] = {}
+    single = [block.name for block in graph.blocks if not block.repeated]
+    found = {}
+    for block in graph.blocks:
+        if block.repeated:
+            key = (block.kind, id(ways[block.name]))
+            if key not in shared:
+                shared[key] = labels_of(kinds[block.name], ways[block.name])
+            found[block.name] = shared[key]
+    outside: dict[Source, Label] = {}
+    for _ in range(3 if any(ways[name] for name in single) else 1):
+        for name in sorted(single, key=lambda name: name == ""):
+            found[name] = labels_of(kinds[name], ways[name], outside)
+            outside |= {f"@{name}#{number}": label for number, label in enumerate(found[name].results)}
+    return found
+
+
+def check_divides(graph: Graph, plan: Plan) -> None:
+    """Heads that do not divide over tp, and attention or sequences that do not divide over cp, are refused."""
+    tp, cp = plan.mesh.tp, plan.mesh.cp
+    if tp > 1 and not plan.sharding:
+        raise PlanError(
+            f"the plan has tp={tp} but splits no tensor: add `sharding`, or make the plan with --tp {tp}, which does"
+        )
+    if plan.sequence_parallel and tp == 1:
+        raise PlanError("sequence parallel lays tokens over tp, but tp=1: leave it out, or raise tp")
+    if cp > 1 and graph.tokens_per_sample % (2 * cp):
+        raise PlanError(
+            f"{graph.tokens_per_sample} tokens a sample do not divide into 2 · cp = {2 * cp} parts: change the sequence "
+            "length or cp"
+        )
+    for kind in graph.kinds:
+        _check_attention(kind, tp, cp)
+
+
+def _check_attention(kind: Kind, tp: int, cp: int) -> None:
+    for op in kind.ops:
+        heads = _num_heads(op)
+        if tp > 1 and heads and heads % tp:
+            raise PlanError(
+                f"{heads} attention heads in blocks of kind '{kind.name}' do not divide over tp={tp}: use a divisor of {heads}"
+            )
+        if cp > 1 and _makes_scores(op):
+            raise PlanError(
+                f"cp={cp} gathers keys and values for fused attention, but blocks of kind '{kind.name}' multiply queries and "
+                "keys themselves: use torch's scaled_dot_product_attention in the model, or set cp to 1"
+            )
+
+
+def _num_heads(op: Op) -> int:
+    """Query heads: of fused attention [samples, heads, tokens, width], of explicit [samples · heads, tokens, tokens]."""
+    if op.kind == "attention" and op.phase == "forward" and op.input_shapes and len(op.input_shapes[0]) == 4:
+        return round(op.input_shapes[0][1].fixed)
+    return round(op.result_shape[0].per_sample) if _makes_scores(op) else 0
+
+
+def _makes_scores(op: Op) -> bool:
+    """Whether it is a matmul of explicit attention, batched over samples and heads."""
+    core = op.kind == "matmul" and op.phase == "forward" and op.region == "attention"
+    return core and len(op.result_shape) == 3 and op.result_shape[0].per_sample > 0

@@ -1,0 +1,151 @@
+"""Memory one pass of a block takes and gives back on one rank, with recompute and compile.
+
+plain       the events of the pass, each tensor as large as its share on this rank
+recompute   forward keeps the block's output and what is not redone; backward first rebuilds the rest
+fused       results that stay inside fused groups take nothing; what backward needs of them it computes again
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.core.graph import Kind, Pass, Source
+from meshwright.core.labels import weight_copies
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.cost.division import Division
+from meshwright.cost.fusion import Fused, fused_groups, is_fused
+from meshwright.cost.redone import Mode, modes_of, redone_ops
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes above the beginning of a pass: when it ends, and at its fullest."""
+
+    kept: float
+    peak: float
+    rebuilt: float = 0.0
+    """Of the peak, what a recompute brings back."""
+    cached: float = 0.0
+    """What autocast keeps beside it until forward ends: its copies of weights, though the block is recomputed."""
+
+
+class Footprints:
+    """Looks up passes for one plan; each is walked once."""
+
+    def __init__(self, plan: Plan, recipe: Recipe) -> None:
+        self.plan, self.recipe = plan, recipe
+        self.samples = plan.microbatch
+        self.modes = modes_of(plan, recipe)
+        self._known: dict[tuple[int, int, str], Footprint] = {}
+        self._fused: dict[int, Fused | None] = {}
+        self._outputs: dict[int, frozenset[int]] = {}
+
+    def of(self, division: Division, block: str, number: int) -> Footprint:
+        mode = self.modes.get(block, "none")
+        key = (id(division), number, mode)
+        if key not in self._known:
+            if id(division) not in self._fused:
+                fused = is_fused(block, self.plan, self.recipe)
+                self._fused[id(division)] = fused_groups(division.kind) if fused else None
+            self._known[key] = self._walk(division, number, mode)
+        return self._known[key]
+
+    def _walk(self, division: Division, number: int, mode: Mode) -> Footprint:
+        one = division.kind.passes[number]
+        kept, peak = self._levels(division, number)
+        if mode == "none":
+            return Footprint(kept, peak)
+        forward = number if one.phase == "forward" else _forward_of(division.kind, number)
+        dropped = self._dropped(division, forward, mode)
+        if one.phase == "forward":
+            return Footprint(kept - dropped, peak, cached=self._weight_copies(division, one) if mode == "full" else 0.0)
+        return Footprint(dropped + kept, dropped + peak, dropped)
+
+    def _weight_copies(self, division: Division, one: Pass) -> float:
+        """Copies of parameters in another dtype; compiled code does not cache them."""
+        if self._fused[id(division)] is not None:
+            return 0.0
+        copies = weight_copies(division.kind)
+        return sum(
+            division.kind.ops[op].written_bytes.fixed * self._share(division, op) for op in one.op_range if op in copies
+        )
+
+    def _dropped(self, division: Division, forward: int, mode: Mode) -> float:
+        """Of what a forward keeps, what a recompute does without."""
+        kept, _ = self._levels(division, forward)
+        one, ops = division.kind.passes[forward], division.kind.ops
+        output = one.output_bytes.at(self.samples) * division.result_share("@input")
+        if mode == "full":
+            return max(0.0, kept - output)
+        again = redone_ops(division.kind, mode)
+        if mode == "selective ops":  # results that are not redone are kept, needed or not
+            rest = (op for op in one.op_range if op not in again)
+            return (
+                kept - output - sum(ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in rest)
+            )
+        fused = self._fused[id(division)]
+        freed = (  # what the core hands on is kept: its readers behind it need it
+            ops[op].saved_bytes.at(self.samples) * self._share(division, op)
+            for op in one.op_range
+            if op in again and (fused is None or op in fused.kept_ops) and not _read_behind(division.kind, op)
+        )
+        return min(kept, sum(freed))
+
+    def _levels(self, division: Division, number: int) -> tuple[float, float]:
+        """Bytes when the pass ends and at its fullest, nothing recomputed."""
+        one = division.kind.passes[number]
+        level = peak = gone = late = 0.0
+        for event in one.events:
+            size = event.num_bytes.at(self.samples) * self._share(division, event.source)
+            not_kept = self._not_kept(division, event.source)
+            if one.phase == "backward" and not_kept:
+                continue
+            if one.phase == "backward" and size < 0 and self._read_again(division, event.source):
+                late += size
+                continue
+            level += size
+            peak = max(peak, level)
+            gone += size if not_kept else 0.0
+        return level - gone + late, peak
+
+    def _read_again(self, division: Division, source: Source) -> bool:
+        """Whether fused code reads in backward what another block made, rather than keep its own copy of it: it is given
+        back when the pass ends."""
+        return self._fused[id(division)] is not None and isinstance(source, str) and "#" in source
+
+    def _share(self, division: Division, source: Source) -> float:
+        fused = self._fused[id(division)]
+        if fused is not None and isinstance(source, int) and fused.is_gone(source):
+            return 0.0
+        return division.result_share(source)
+
+    def _not_kept(self, division: Division, source: Source) -> bool:
+        """Whether fused code gives a result of forward back before backward, though plain code keeps it."""
+        fused = self._fused[id(division)]
+        if fused is None or not isinstance(source, int) or division.kind.ops[source].phase == "backward":
+            return False
+        return source not in fused.kept_ops and source not in self._outputs_of(division)
+
+    def _outputs_of(self, division: Division) -> frozenset[int]:
+        """Ops of forward that nothing in the block's forward reads: what it hands on."""
+        if id(division) not in self._outputs:
+            ops = division.kind.ops
+            read = {source for op in ops if op.phase == "forward" for source in op.inputs}
+            self._outputs[id(division)] = frozenset(
+                number for number, op in enumerate(ops) if op.phase == "forward" and number not in read
+            )
+        return self._outputs[id(division)]
+
+
+def _read_behind(kind: Kind, number: int) -> bool:
+    """Whether what the attention core made is read in forward behind it: the projection needs it in backward too."""
+    return any(number in op.inputs and op.region != kind.ops[number].region for op in kind.ops if op.phase == "forward")
+
+
+def _forward_of(kind: Kind, backward: int) -> int:
+    """The forward pass a backward pass belongs to: the last forward for the first backward, and so on."""
+    forwards = [number for number, one in enumerate(kind.passes) if one.phase == "forward"]
+    backwards = [number for number, one in enumerate(kind.passes) if one.phase == "backward"]
+    place = backwards.index(backward)
+    return forwards[max(0, len(forwards) - 1 - place)]

@@ -1,0 +1,202 @@
+"""What compiling changes: ops that only move bytes are fused into groups, each one kernel.
+
+Equal ops on equal inputs are done once. A group is a set of such ops of one phase that feed each other with no matmul or
+attention between them: all have as many of those before them. It reads what comes from outside it, once each, and writes
+what something outside it needs: a matmul, another phase, the next block. What stays inside is never in memory.
+
+What backward needs is chosen anew:                                                                -> Fused.kept_ops
+    results of matmuls and attention, and fused results that are written anyway       are kept, as without compiling
+    a sum (the residual stream) with the result of one matmul of fewer bytes          is computed again from that result
+    what stays inside a group                                                         is computed again from what it read
+This is what the partitioner of torch.compile was seen to choose for transformer blocks and for the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.core.cluster import FLOP_KINDS
+from meshwright.core.graph import Affine, Kind, Op, Source
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The groups of one kind of block."""
+
+    group_of: dict[int, int]
+    members: dict[int, tuple[int, ...]]
+    moved: dict[int, Affine]
+    """Bytes each group reads and writes."""
+    written: frozenset[int]
+    """Fused ops whose results are in memory all the same."""
+    kept_ops: frozenset[int]
+    """Ops of forward whose results are kept for backward."""
+
+    def bytes_at(self, group: int, samples: float) -> float:
+        return self.moved[group].at(samples)
+
+    def is_gone(self, number: int) -> bool:
+        """Whether a fused op's result is never in memory."""
+        return number in self.group_of and number not in self.written
+
+
+def is_fused(block: str, plan: Plan, recipe: Recipe) -> bool:
+    """Whether the ops of a block run fused: all of a compiled plan; the recipe may say otherwise of the loss."""
+    if block == "" and (recipe.fused_loss or recipe.plain_loss):
+        return recipe.fused_loss
+    return plan.compile or recipe.fused_ops
+
+
+def fused_groups(kind: Kind) -> Fused:
+    first_of = _first_of_equals(kind)
+    group_of = _groups(kind, first_of)
+    members: dict[int, list[int]] = {}
+    for number, group in group_of.items():
+        members.setdefault(group, []).append(number)
+    readers = _readers(kind, first_of)
+    written = frozenset(
+        number
+        for number in group_of
+        if first_of[number] == number and _needed_outside(kind, number, group_of, readers.get(number, []))
+    )
+    return Fused(
+        group_of=group_of,
+        members={group: tuple(numbers) for group, numbers in members.items()},
+        moved={group: _moved(kind, numbers, group_of, (written, first_of)) for group, numbers in members.items()},
+        written=written,
+        kept_ops=_kept(kind, group_of, written, first_of),
+    )
+
+
+def _fusible(op: Op) -> bool:
+    return op.kind not in FLOP_KINDS and op.name not in ("embedding", "embedding_dense_backward")
+
+
+def _first_of_equals(kind: Kind) -> dict[int, int]:
+    """Op → the first op that does the same with the same: copies of one tensor for several weights are made once."""
+    seen: dict[tuple[object, ...], int] = {}
+    first_of: dict[int, int] = {}
+    for number, op in enumerate(kind.ops):
+        inputs = tuple(first_of.get(source, source) if isinstance(source, int) else source for source in op.inputs)
+        key = (op.name, op.phase, op.dtype, inputs, op.result_shape)
+        first_of[number] = seen.setdefault(key, number) if _fusible(op) and "@input" not in inputs else number
+    return first_of
+
+
+def _groups(kind: Kind, first_of: dict[int, int]) -> dict[int, int]:
+    """Op → group, by joining neighbours along the edges, within a phase and between the same flop-bound ops."""
+    group_of: dict[int, int] = {}
+    depths: dict[int, int] = {}
+    for number, op in enumerate(kind.ops):
+        sources = [source for source in op.inputs if isinstance(source, int)]
+        before = max((depths[source] + (not _fusible(kind.ops[source])) for source in sources), default=0)
+        depths[number] = before
+        if not _fusible(op):
+            continue
+        joined = {
+            group_of[first_of[source]]
+            for source in sources
+            if first_of[source] in group_of and kind.ops[source].phase == op.phase and depths[source] == before
+        }
+        target = min(joined, default=number)
+        group_of[number] = group_of[first_of[number]] if first_of[number] != number else target
+        for other, group in group_of.items():
+            if group in joined:
+                group_of[other] = target
+    return group_of
+
+
+def _readers(kind: Kind, first_of: dict[int, int]) -> dict[int, list[int]]:
+    """Op → the ops that read its result, or that of its equals."""
+    found: dict[int, list[int]] = {}
+    for number, op in enumerate(kind.ops):
+        for source in op.inputs:
+            if isinstance(source, int):
+                found.setdefault(first_of[source], []).append(number)
+    return found
+
+
+def _needed_outside(kind: Kind, number: int, group_of: dict[int, int], readers: list[int]) -> bool:
+    """Whether something outside the group reads the result in the same phase, or nothing in the block reads it at all."""
+    phase = kind.ops[number].phase
+    now = [reader for reader in readers if kind.ops[reader].phase == phase]
+    return not now or any(group_of.get(reader) != group_of[number] for reader in now)
+
+
+def _moved(
+    kind: Kind, numbers: list[int], group_of: dict[int, int], known: tuple[frozenset[int], dict[int, int]]
+) -> Affine:
+    """Distinct outside inputs read once, needed results written."""
+    written, first_of = known
+    read: dict[Source, Affine] = {}
+    fixed = per_sample = 0.0
+    for number in numbers:
+        op = kind.ops[number]
+        for source, part in zip(op.inputs, _input_bytes(op), strict=False):
+            origin = first_of[source] if isinstance(source, int) else source
+            if not (isinstance(origin, int) and group_of.get(origin) == group_of[number]):
+                read[origin if origin != "@input" else f"@input{len(read)}"] = part
+        if number in written:
+            fixed += op.written_bytes.fixed
+            per_sample += op.written_bytes.per_sample
+    return Affine(
+        fixed + sum(part.fixed for part in read.values()), per_sample + sum(part.per_sample for part in read.values())
+    )
+
+
+def _input_bytes(op: Op) -> list[Affine]:
+    """What an op reads, divided over its inputs by their number of elements."""
+    sizes = [_elements(shape) for shape in op.input_shapes]
+    whole = sum(sizes) or 1.0
+    return [Affine(op.read_bytes.fixed * size / whole, op.read_bytes.per_sample * size / whole) for size in sizes]
+
+
+def _elements(shape: tuple[Affine, ...]) -> float:
+    result = 1.0
+    for dim in shape:
+        result *= dim.at(1)
+    return result
+
+
+def _kept(kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]) -> frozenset[int]:
+    """What backward needs itself, or what it computes that from."""
+    kept: set[int] = set()
+    for number, op in enumerate(kind.ops):
+        if op.phase != "forward" or not (op.saved_bytes.per_sample or op.saved_bytes.fixed):
+            continue
+        if number not in group_of:
+            kept.add(number)
+        elif first_of[number] in written:
+            kept.add(_smaller_origin(kind, first_of[number], group_of))
+        else:
+            kept |= _flop_inputs(kind, number, group_of)
+    return frozenset(kept)
+
+
+def _smaller_origin(kind: Kind, number: int, group_of: dict[int, int]) -> int:
+    """A sum with one matmul's result of fewer bytes is computed again from it."""
+    op = kind.ops[number]
+    made = [source for source in op.inputs if isinstance(source, int) and source not in group_of]
+    if op.kind == "elementwise" and len(op.inputs) == 2 and len(made) == 1:
+        other = kind.ops[made[0]]
+        if other.written_bytes.per_sample < op.saved_bytes.per_sample:
+            return made[0]
+    return number
+
+
+def _flop_inputs(kind: Kind, number: int, group_of: dict[int, int]) -> set[int]:
+    """Results of matmuls and attention that a fused result is computed from, inside its group."""
+    found: set[int] = set()
+    waiting, seen = [number], {number}
+    while waiting:
+        for source in kind.ops[waiting.pop()].inputs:
+            if not isinstance(source, int) or source in seen or kind.ops[source].phase != "forward":
+                continue
+            seen.add(source)
+            if source not in group_of:
+                found.add(source)
+            elif group_of[source] == group_of[number]:
+                waiting.append(source)
+    return found

@@ -1,0 +1,171 @@
+"""What a rank holds beside activations: the state, gradients, gathered parameters and buffers, at any moment of a step.
+
+Offload moves a share of the optimizer's state, or of the parameters too, to the host: on the device then remain the rest,
+and of the parameters the block at hand and the one that is on its way.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+
+from meshwright.core.cluster import Device
+from meshwright.core.estimate import MemoryParts
+from meshwright.core.graph import Graph
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.cost.state import groups_of, held_elements, items_of, local_parameters, shard_degree, total_elements
+
+
+class Holdings:
+    """The state of one rank on one pp coordinate."""
+
+    def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> None:
+        self.plan, self.recipe = plan, recipe
+        self.items = items_of(plan, recipe)
+        self.parameters = local_parameters(graph, plan, coordinate)
+        self.groups = groups_of(self.parameters, plan)
+        alone = [name for name in plan.blocks if name in self.groups]
+        self._before = dict(zip(alone[1:], alone, strict=False))
+        self._after = dict(pairwise(alone))
+        self.copies = (
+            graph.casting == "parameters"
+            and not recipe.master_item_bytes
+            and self.items.gathered < self.items.parameter
+        )
+        """Whether 16-bit copies of all parameters are kept beside those the optimizer updates."""
+        self._whole = {name: total_elements(group) for name, group in self.groups.items()}
+        self.trainable = held_elements(self.parameters, plan, trainable_only=True)
+        self.whole_trainable = total_elements(self.parameters, trainable_only=True)
+        self.sharded_gradients = self.trainable * self.items.gradient
+        self.whole_gradients = self.whole_trainable * self.items.gradient
+        kept = 1 - plan.offload.share if plan.offload.what != "none" else 1.0
+        stored = 1 if plan.offload.what != "parameters" else kept
+        stays_whole = recipe.master_item_bytes and plan.zero < 3  # a 16-bit parameter does
+        stored_elements = total_elements(self.parameters) if stays_whole else held_elements(self.parameters, plan)
+        self.parameter_bytes = stored_elements * self.items.parameter
+        self.state_bytes = self.trainable * self.items.state + recipe.optimizer_scalar_bytes * sum(
+            parameter.trainable for parameter in self.parameters
+        )
+        self.base = MemoryParts(
+            parameters=round(self.parameter_bytes * stored) + graph.buffer_bytes,
+            optimizer_state=round(self.state_bytes * kept),
+            inputs=round(
+                _batch_share(plan, coordinate) * graph.batch_bytes.at(plan.microbatch * plan.num_microbatches)
+            ),
+        )
+        self.host_bytes = round(self.state_bytes * (1 - kept) + self.parameter_bytes * (1 - stored))
+        if plan.offload.what != "none":
+            self.host_bytes += round(self.sharded_gradients * plan.offload.share)
+
+    def during(self, phase: str, block: str, done: set[str], *, activations: float, temporaries: float) -> MemoryParts:
+        """In a pass of one block; `done`: blocks that have gone backward in the last microbatch, it included."""
+        return msgspec.structs.replace(
+            self.base,
+            activations=round(activations),
+            temporaries=round(temporaries),
+            gradients=self.gradients(done, block),
+            gathered_parameters=self.gathered(block),
+            communication_buffers=self.buffers(block, phase),
+        )
+
+    def while_reducing(
+        self, block: str, done: set[str], device: Device, *, activations: float, temporaries: float
+    ) -> MemoryParts:
+        """The moment when a block's gradients are reduced, in flat form; gloo copies them once more."""
+        copies = 2 if device.kind == "cpu" and self.plan.mesh.dp > 1 else 1
+        before = self._before.get(block, "") if self.plan.zero == 3 else ""
+        gathered = self._flat(before, self.items.gathered) if before else 0
+        return msgspec.structs.replace(
+            self.base,
+            activations=round(activations),
+            temporaries=round(temporaries),
+            gradients=self.gradients(done - {block}, ""),
+            gathered_parameters=self.gathered(""),
+            communication_buffers=gathered + copies * self._flat(block, self.items.reduced, trainable_only=True),
+        )
+
+    @property
+    def packs(self) -> bool:
+        """Whether parameters are sharded as fully_shard does: packed flat for every collective."""
+        return self.plan.zero > 0 and not self.recipe.master_item_bytes
+
+    def gradients(self, backward_done: set[str], block: str = "") -> int:
+        """Bytes of gradients while a block goes backward, in the last microbatch: what earlier ones left, and its own."""
+        plan = self.plan
+        if plan.offload.what == "parameters":
+            largest = max((self._whole[name] for name in backward_done if name in self._whole), default=0)
+            return largest * self.items.gradient
+        accumulating = plan.num_microbatches > 1
+        if plan.zero == 0:
+            buckets = plan.mesh.dp * plan.mesh.cp > 1  # replicas keep their buckets between steps
+            return self.whole_gradients if buckets or accumulating else self._of(backward_done, sharded=False)
+        if plan.zero == 1 and accumulating:
+            return self.whole_gradients
+        left = self.sharded_gradients if accumulating else 0
+        if not self.packs:
+            return left or self._of(backward_done, sharded=True)
+        reduced = 0 if accumulating else self._of(backward_done - {block, ""}, sharded=True)
+        return left + reduced + self._of(backward_done & {block, ""}, sharded=False)
+
+    def _of(self, blocks: set[str], *, sharded: bool) -> int:
+        """Gradients of these blocks. What is in no group of its own is reduced at the end, and whole until then."""
+        alone = [p for p in self.parameters if p.block in blocks and p.block in self.groups]
+        rest = [p for p in self.parameters if p.block in blocks and p.block not in self.groups]
+        count = (
+            held_elements(alone, self.plan, trainable_only=True)
+            if sharded
+            else total_elements(alone, trainable_only=True)
+        )
+        return (count + total_elements(rest, trainable_only=True)) * self.items.gradient
+
+    def gathered(self, block: str) -> int:
+        """Bytes of whole parameters beside what is stored while a block runs."""
+        if self.plan.offload.what == "parameters":
+            names = {block, self._before.get(block, block)}
+            return sum(self._whole.get(name, 0) for name in names) * self.items.gathered
+        if self.plan.zero == 3:
+            return sum(self._whole.get(name, 0) for name in {"", block}) * self.items.gathered
+        return sum(self._whole.values()) * self.items.gathered if self.packs or self.copies else 0
+
+    def buffers(self, block: str, phase: str) -> int:
+        """Bytes of flat copies while a block computes.
+
+        ZeRO 3, forward: what the block was gathered into stays until the next block is. Backward: the block before is
+        already gathered, but not unpacked. Both: what the group before was reduced from stays until the next is reduced;
+        from one microbatch to the next that is the group of all that is in no block.
+        """
+        if not self.packs:
+            return self.recipe.bucket_bytes
+        gathered = (block if phase == "forward" else self._before.get(block, "")) if self.plan.zero == 3 else ""
+        reduced = self._after.get(block, "") if phase == "backward" else ""
+        carried = self.plan.zero >= 2 and self.plan.num_microbatches > 1
+        flat = self._flat(gathered, self.items.gathered) if gathered else 0
+        return flat + (self._flat(reduced, self.items.reduced, trainable_only=True) if reduced or carried else 0)
+
+    def _flat(self, group: str, item: int, trainable_only: bool = False) -> int:
+        padded = (
+            shard_degree(parameter, self.plan) * held_elements([parameter], self.plan, trainable_only=trainable_only)
+            for parameter in self.groups.get(group, ())
+        )
+        return sum(padded) * item
+
+    def during_update(self, device: Device) -> MemoryParts:
+        """Optimizers that loop over tensors need one tensor's room; those that batch them (CUDA) need all at once."""
+        gradients = self.whole_gradients if self.plan.zero == 0 else self.sharded_gradients
+        if self.plan.offload.what == "parameters":
+            gradients = 0
+        largest = max((held_elements([p], self.plan) for p in self.parameters), default=0)
+        rooms = 2 * largest * self.items.gradient
+        if device.kind == "cuda":
+            rooms = 0 if self.recipe.fused_update else self.sharded_gradients
+        if self.plan.offload.what != "none":
+            rooms = 0
+        return msgspec.structs.replace(self.base, gradients=gradients, temporaries=rooms)
+
+
+def _batch_share(plan: Plan, coordinate: int) -> float:
+    """Of a batch: the first stage needs what the model reads, the last the labels, taken as half of it each."""
+    ends = (plan.stages[0].coordinate, plan.stages[-1].coordinate)
+    return sum(end == coordinate for end in ends) / 2 / plan.mesh.cp

@@ -1,0 +1,240 @@
+"""What one microbatch costs on each stage of a plan, on one rank of it.
+
+forward  = compute + communication inside the blocks (tp, cp, ep)
+backward = the same, and the forward of what is recomputed once more
+dp       gathers and reductions play beside that (cost/streams.py): in every microbatch, or in the first forward and
+         the last backward of a step only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshwright.core.cluster import Cluster, Device
+from meshwright.core.graph import Graph, Phase, Segment
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.cost.communication import Call, block_calls, sends_shares, sent_bytes
+from meshwright.cost.compute import NO_WORK, ComputeCost, Work
+from meshwright.cost.division import Division
+from meshwright.cost.links import axis_group, collective_seconds, send_seconds
+from meshwright.cost.passes import StagePasses
+from meshwright.cost.redone import modes_of
+from meshwright.cost.step_calls import step_calls
+from meshwright.cost.streams import Lane, exposed_seconds, play_backward, play_forward
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds of one microbatch on one stage, by part."""
+
+    forward: float
+    backward: float
+    recompute: float
+    weights: float
+    """Of backward, what gradients of weights take: a schedule may do it later."""
+    inner_forward: float
+    inner_backward: float
+    """Communication inside the blocks."""
+    gather_each: float = 0.0
+    reduce_each: float = 0.0
+    """Exposed in every microbatch."""
+    gather_once: float = 0.0
+    reduce_once: float = 0.0
+    """Exposed once a step."""
+    transfer: float = 0.0
+    """To the next stage."""
+
+    @property
+    def forward_seconds(self) -> float:
+        return self.forward + self.inner_forward + self.gather_each
+
+    @property
+    def backward_seconds(self) -> float:
+        return self.backward + self.recompute + self.inner_backward + self.reduce_each
+
+
+class StageCosts:
+    """Costs the stages of one plan."""
+
+    def __init__(
+        self, graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, divisions: dict[str, Division]
+    ) -> None:
+        self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
+        self.divisions = divisions
+        self.compute = ComputeCost(graph, plan, cluster, recipe)
+        self.modes = modes_of(plan, recipe)
+        self._calls: dict[int, tuple[Call, ...]] = {}
+        self._inner: dict[tuple[int, Phase, tuple[int, ...]], float] = {}
+        constants = cluster.device.constants
+        self.slowdown = constants.overlap_slowdown if constants else 1 - overlap_share(plan, cluster.device)
+
+    def of(self, number: int, passes: StagePasses) -> StageCost:
+        forward = self._total(passes.forward)
+        backward = self._total(passes.backward)
+        again = self._recompute(passes.backward)
+        redone = sum(
+            self.inner_seconds(block, "forward", passes) for block in passes.numbers if self.modes.get(block) == "full"
+        )
+        inner_forward = sum(self.inner_seconds(block, "forward", passes) for block in passes.numbers)
+        inner_backward = sum(self.inner_seconds(block, "backward", passes) for block in passes.numbers)
+        device = self.cluster.device
+        data = self._data(number, passes)
+        return StageCost(
+            forward=forward.seconds(device),
+            backward=backward.seconds(device),
+            recompute=again.seconds(device),
+            weights=self._weights(passes.backward),
+            inner_forward=inner_forward,
+            inner_backward=inner_backward + redone,
+            transfer=self._transfer(number, passes),
+            **data,
+        )
+
+    def _total(self, segments: Iterable[Segment]) -> Work:
+        return sum((self._work(segment) for segment in segments), NO_WORK)
+
+    def _work(self, segment: Segment) -> Work:
+        return self.compute.pass_work(self.divisions[segment.block], segment.block, segment.number)
+
+    def _recompute(self, backward: tuple[Segment, ...]) -> Work:
+        """The forward work that backward does once more."""
+        found = NO_WORK
+        for segment in self._first(backward):
+            mode = self.modes.get(segment.block)
+            if mode is not None:
+                found += self.compute.redone_work(self.divisions[segment.block], segment.block, mode)
+        return found
+
+    @staticmethod
+    def _first(segments: tuple[Segment, ...]) -> list[Segment]:
+        """The first pass of each block: what is counted once a block is counted there."""
+        seen: dict[str, Segment] = {}
+        for segment in segments:
+            seen.setdefault(segment.block, segment)
+        return list(seen.values())
+
+    def _weights(self, backward: tuple[Segment, ...]) -> float:
+        """Seconds of the matmuls of backward whose result has no tokens: gradients of weights."""
+        found = 0.0
+        for segment in backward:
+            division = self.divisions[segment.block]
+            for number in division.kind.passes[segment.number].op_range:
+                op = division.kind.ops[number]
+                if op.kind in ("matmul", "convolution") and not any(dim.per_sample for dim in op.result_shape):
+                    found += op.count * self.compute.op_seconds(division, number)
+        return found
+
+    # ------------------------------------------------------------ communication
+
+    def inner_seconds(self, block: str, phase: Phase, passes: StagePasses) -> float:
+        """Collectives inside one block, as far as it is on the stage, one microbatch."""
+        division, numbers = self.divisions[block], passes.numbers.get(block, ())
+        key = (id(division), phase, numbers)
+        if key not in self._inner:
+            found = block_calls(division, self.plan, phase, numbers)
+            self._inner[key] = sum(self.call_seconds(call) for call in found)
+        return self._inner[key]
+
+    def call_seconds(self, call: Call) -> float:
+        """All `count` calls."""
+        return call.count * collective_seconds(call.kind, call.num_bytes, call.group, self.cluster)
+
+    def _transfer(self, number: int, passes: StagePasses) -> float:
+        plan = self.plan
+        if plan.mesh.pp == 1 or number + 1 == len(plan.stages):
+            return 0.0
+        size = sent_bytes(passes, plan, self.divisions, self.recipe)
+        seconds = send_seconds(size, axis_group(plan.mesh, "pp"), self.cluster)
+        if sends_shares(plan, self.recipe):
+            seconds += collective_seconds("all_gather", size, axis_group(plan.mesh, "tp"), self.cluster)
+        return seconds
+
+    def _data(self, number: int, passes: StagePasses) -> dict[str, float]:
+        """Exposed gathers and reductions along dp, each microbatch and once a step."""
+        coordinate = self.plan.stages[number].coordinate
+        blocks = {segment.block for segment in passes.forward}
+        calls = [
+            call
+            for call in self.data_calls(coordinate)
+            if call.phase in ("forward", "backward")
+            and (call.block in blocks if call.block else self._is_first(number, coordinate))
+        ]
+        each = self.plan.zero == 3
+        gathers = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "forward")
+        again = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "backward")
+        reduces = self._by_block(c for c in calls if c.kind != "all_gather")
+        forward = self._lanes(passes, "forward", gathers, {})
+        backward = self._lanes(passes, "backward", again, reduces)
+        gather = exposed_seconds(forward, play_forward(forward), self.slowdown)
+        reduce = exposed_seconds(backward, play_backward(backward), self.slowdown)
+        if not self.recipe.overlaps_reduction:
+            reduce = sum(reduces.values()) + sum(again.values())
+        every = self.plan.zero >= 2
+        return {
+            "gather_each" if each else "gather_once": gather,
+            "reduce_each" if every else "reduce_once": reduce,
+        }
+
+    def data_calls(self, coordinate: int) -> tuple[Call, ...]:
+        """Those of the state, of a rank on this coordinate; made once."""
+        if coordinate not in self._calls:
+            self._calls[coordinate] = step_calls(self.graph, self.plan, self.recipe, coordinate)
+        return self._calls[coordinate]
+
+    def _is_first(self, number: int, coordinate: int) -> bool:
+        """What belongs to no block of its own is counted with the coordinate's first stage."""
+        return number == next(place for place, stage in enumerate(self.plan.stages) if stage.coordinate == coordinate)
+
+    def _by_block(self, calls: Iterable[Call]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for call in calls:
+            found[call.block] = found.get(call.block, 0.0) + self.one_call(call)
+        return found
+
+    def one_call(self, call: Call) -> float:
+        """A collective along dp, with what is packed and unpacked around it."""
+        seconds = collective_seconds(call.kind, call.num_bytes, call.group, self.cluster)
+        return seconds + self._packing_seconds(call)
+
+    def _packing_seconds(self, call: Call) -> float:
+        """What fully_shard does around one of its collectives: copies, and the host's own work where that is on the way.
+
+        Bytes read and written: 2 n + 2 p n around an all-gather, 2 n around a reduce-scatter.
+        """
+        if self.plan.zero == 0 or self.recipe.master_item_bytes or call.kind not in ("all_gather", "reduce_scatter"):
+            return 0.0
+        copied = 2 * call.num_bytes * (1 + call.group.size if call.kind == "all_gather" else 1)
+        return self.compute.costs.copy_seconds(copied, self.plan.precision) + self.cluster.device.shard_call_seconds
+
+    def _lanes(
+        self, passes: StagePasses, phase: Phase, gathers: dict[str, float], reduces: dict[str, float]
+    ) -> list[Lane]:
+        """One lane a block in the order they run.
+
+        What is in no block of its own is gathered before the first and reduced after the last; replicas' buckets, which
+        name no block, follow the bytes' progress.
+        """
+        device = self.cluster.device
+        segments = passes.forward if phase == "forward" else passes.backward
+        blocks: dict[str, float] = {}
+        for segment in segments:
+            seconds = self._work(segment).seconds(device)
+            blocks[segment.block] = blocks.get(segment.block, 0.0) + seconds
+        for segment in self._first(segments):
+            blocks[segment.block] += self.inner_seconds(segment.block, phase, passes)
+            if phase == "backward" and self.modes.get(segment.block):
+                blocks[segment.block] += self._recompute((segment,)).seconds(device)
+        loose = reduces.get("", 0.0)
+        if self.plan.zero == 0:
+            return [Lane(blocks[name], reduce=loose / len(blocks)) for name in blocks]
+        first, last = next(iter(blocks), ""), next(reversed(blocks), "")
+        gathers = {**gathers, "": 0.0, first: gathers.get("", 0.0) + (gathers.get(first, 0.0) if first else 0.0)}
+        reduces = {**reduces, "": 0.0, last: loose + (reduces.get(last, 0.0) if last else 0.0)}
+        return [Lane(blocks[name], gathers.get(name, 0.0), reduces.get(name, 0.0)) for name in blocks]
+
+
+def overlap_share(plan: Plan, device: Device) -> float:
+    """On a CPU `fully_shard` waits for each of its collectives."""
+    return 0.0 if plan.zero and device.kind == "cpu" else device.overlap_share

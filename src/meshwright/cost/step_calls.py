@@ -1,0 +1,188 @@
+"""Which collectives one rank calls for the state: parameters, gradients, and the numbers of a step.
+
+Gradients come of all samples and tokens: they are added up over the dp · cp ranks that hold the same parameters, N below.
+m microbatches, one row per group of parameters (a block, or all that is in none):
+
+    ZeRO 0   all-reduce of the gradients over N, in buckets, once a step                  -> bucket_bytes
+    ZeRO 1   all-gather of each group once a step; reduce-scatter once a step
+    ZeRO 2   all-gather once a step; reduce-scatter in each microbatch
+    ZeRO 3   all-gather before forward and before backward in each microbatch (the rest group once); reduce-scatter in each
+
+ZeRO shards over the dp ranks, or groups of H of them (hybrid); the N/dp or N/H ranks that hold the same shard all-reduce it.
+All of it counts as axis dp. Once a step, beside that:
+
+    tied     a tensor with names on several pp coordinates: all-reduce of its gradient between them      -> _tied_calls
+    sp       each tp rank saw its part of the tokens: all-reduce over tp of the gradients of all tensors that are whole,
+             norms, rows' biases, positions, in one call                                                 -> _whole_calls
+    numbers  how many tokens, the loss; the squared norm where gradients are clipped, over every axis that
+             divides them                                                                                -> _number_calls
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from meshwright.core.collective import COUNT_BYTES, LOSS_BYTES, NORM_BYTES
+from meshwright.core.graph import Graph, Parameter
+from meshwright.core.names import expand_names
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.core.units import MIB
+from meshwright.cost.communication import Call
+from meshwright.cost.links import Group, axis_group
+from meshwright.cost.state import (
+    Items,
+    groups_of,
+    held_elements,
+    items_of,
+    local_parameters,
+    split_dims,
+    total_elements,
+)
+
+FIRST_BUCKET_BYTES = 1 * MIB
+BUCKET_BYTES = 25 * MIB
+"""torch's DistributedDataParallel closes its first bucket at 1 MiB and the others at 25 MiB."""
+
+
+def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tuple[Call, ...]:
+    """The collectives of a rank on this coordinate outside the blocks."""
+    parameters = local_parameters(graph, plan, coordinate)
+    dense = tuple(p for p in parameters if not p.expert or plan.mesh.ep == 1)
+    experts = tuple(p for p in parameters if p.expert and plan.mesh.ep > 1)
+    group = axis_group(plan.mesh, "dp")
+    rest = Group(plan.mesh.dp // plan.mesh.ep, group.stride * plan.mesh.ep)
+    return (
+        *_state_calls(graph, plan, recipe, dense, group),
+        *(_state_calls(graph, plan, recipe, experts, rest) if experts else ()),
+        *_tied_calls(graph, plan, recipe, parameters, coordinate),
+        *_whole_calls(graph, plan, recipe, parameters),
+        *_number_calls(plan, recipe),
+    )
+
+
+# ---------------------------------------------------------------- dp and cp
+
+
+def _state_calls(
+    graph: Graph, plan: Plan, recipe: Recipe, parameters: tuple[Parameter, ...], group: Group
+) -> Iterator[Call]:
+    """group: the dp ranks that hold these parameters."""
+    items, everyone = items_of(plan, recipe), with_cp(plan, group)
+    if everyone.size == 1:
+        return
+    if plan.zero == 0:
+        yield from _replicated(graph, parameters, items, everyone)
+    elif plan.zero == 1 and recipe.reduces_whole:
+        yield from _reduced_whole(parameters, items, group, everyone)
+    else:
+        yield from _sharded(plan, parameters, items, group)
+
+
+def with_cp(plan: Plan, group: Group) -> Group:
+    """The ranks of a dp group and those beside them along cp; taken as evenly spread where they are not."""
+    if plan.mesh.cp == 1:
+        return group
+    if group.size == 1:
+        return axis_group(plan.mesh, "cp")
+    return Group(group.size * plan.mesh.cp, group.stride // plan.mesh.cp)
+
+
+def _replicated(graph: Graph, parameters: tuple[Parameter, ...], items: Items, group: Group) -> Iterator[Call]:
+    ready = {parameter.name: place for place, parameter in enumerate(graph.trained)}
+    trained = sorted(
+        (parameter for parameter in parameters if parameter.trainable),
+        key=lambda parameter: ready.get(parameter.name, -1),  # a tied name that is held apart: the head's, ready first
+    )
+    for size in bucket_bytes(trained, items.reduced):
+        yield Call("all_reduce", size, 1, "backward", "dp", group)
+
+
+def bucket_bytes(parameters: Iterable[Parameter], item_bytes: int) -> list[int]:
+    """Buckets fill as gradients become ready; a full one is closed."""
+    sizes: list[int] = []
+    filled = 0
+    for parameter in parameters:
+        filled += parameter.num_elements * item_bytes
+        if filled >= (BUCKET_BYTES if sizes else FIRST_BUCKET_BYTES):
+            sizes.append(filled)
+            filled = 0
+    return [*sizes, filled] if filled else sizes
+
+
+def _reduced_whole(parameters: tuple[Parameter, ...], items: Items, group: Group, everyone: Group) -> Iterator[Call]:
+    elements = total_elements(parameters, trainable_only=True)
+    yield Call("all_reduce", elements * items.reduced, 1, "update", "dp", everyone)
+    if group.size > 1:
+        yield Call("all_gather", elements * items.gathered // group.size, 1, "update", "dp", group)
+
+
+def _sharded(plan: Plan, parameters: tuple[Parameter, ...], items: Items, group: Group) -> Iterator[Call]:
+    degree, microbatches = min(plan.shard_degree, group.size), plan.num_microbatches
+    inner = Group(degree, group.stride)
+    outer = with_cp(plan, Group(group.size // degree, group.stride * degree))
+    for name, members in groups_of(parameters, plan).items():
+        gathered = total_elements(members, degree) * items.gathered
+        shard = total_elements(members, degree, trainable_only=True)
+        gathers = microbatches if plan.zero == 3 else 1
+        times = 1 if plan.zero == 1 else microbatches
+        if inner.size > 1:
+            yield Call("all_gather", gathered, gathers, "forward", "dp", inner, name)
+        if inner.size > 1 and plan.zero == 3 and name:
+            yield Call("all_gather", gathered, gathers, "backward", "dp", inner, name)
+        if inner.size > 1 and shard:
+            yield Call("reduce_scatter", degree * shard * items.reduced, times, "backward", "dp", inner, name)
+        if outer.size > 1 and shard:
+            yield Call("all_reduce", shard * items.reduced, times, "backward", "dp", outer, name)
+
+
+# ---------------------------------------------------------------- once a step
+
+
+def _tied_calls(
+    graph: Graph, plan: Plan, recipe: Recipe, parameters: tuple[Parameter, ...], coordinate: int
+) -> Iterator[Call]:
+    """What each rank holds of the gradient, its shard under ZeRO, once dp has added it up."""
+    if plan.mesh.pp == 1:
+        return
+    homes = {name: stage.coordinate for stage in plan.stages for name in expand_names(stage.blocks)}
+    first_name = {p.name: p.tied_to or p.name for p in graph.parameters}
+    places: dict[str, set[int]] = {}
+    for parameter in graph.parameters:
+        places.setdefault(first_name[parameter.name], set()).add(homes.get(parameter.block, 0))
+    apart = axis_group(plan.mesh, "pp").stride
+    for parameter in parameters:
+        here = places[first_name[parameter.name]]
+        if len(here) > 1 and coordinate in here and parameter.trainable:
+            group = Group(len(here), apart * (max(here) - min(here)) // (len(here) - 1))
+            size = held_elements([parameter], plan) * items_of(plan, recipe).reduced
+            yield Call("all_reduce", size, 1, "other", "pp", group)
+
+
+def _whole_calls(graph: Graph, plan: Plan, recipe: Recipe, parameters: tuple[Parameter, ...]) -> Iterator[Call]:
+    if not plan.sequence_parallel:
+        return
+    split = split_dims(graph, plan)
+    whole = [p for p in parameters if (p.block, p.own_name) not in split and not p.expert]
+    elements = total_elements(whole, trainable_only=True)
+    if elements:
+        size = elements * items_of(plan, recipe).reduced
+        yield Call("all_reduce", size, 1, "other", "tp", axis_group(plan.mesh, "tp"))
+
+
+def _number_calls(plan: Plan, recipe: Recipe) -> Iterator[Call]:
+    mesh, group = plan.mesh, axis_group(plan.mesh, "dp")
+    everyone = with_cp(plan, group)
+    if everyone.size > 1:
+        yield Call("all_reduce", COUNT_BYTES, 1, "other", "dp", everyone)
+        yield Call("all_reduce", LOSS_BYTES, 1, "other", "dp", everyone)
+    if not recipe.clips:
+        return
+    if plan.shard_degree > 1:
+        yield Call("all_reduce", NORM_BYTES, 1, "other", "dp", Group(plan.shard_degree, group.stride))
+    elif mesh.ep > 1:
+        yield Call("all_reduce", NORM_BYTES, 1, "other", "ep", axis_group(mesh, "ep"))
+    if mesh.tp > 1:
+        yield Call("all_reduce", NORM_BYTES, 1, "other", "tp", axis_group(mesh, "tp"))
+    if mesh.pp > 1:
+        yield Call("all_reduce", NORM_BYTES, 1, "other", "pp", axis_group(mesh, "pp"))

@@ -1,0 +1,76 @@
+"""Where an estimate comes from: every figure of the cluster and constant of the model, with unit and origin."""
+
+from __future__ import annotations
+
+import msgspec
+from rich.table import Table
+
+from meshwright.core.cluster import Cluster, Link
+from meshwright.core.codec import Value
+from meshwright.core.constants import MEANINGS
+from meshwright.core.units import format_bytes
+
+
+class Figure(Value, kw_only=True):
+    """One number an estimate rests on."""
+
+    name: str
+    value: float
+    unit: str
+    origin: str
+    meaning: str = ""
+
+
+def figures(cluster: Cluster) -> tuple[Figure, ...]:
+    """Vendor figures, links and constants of a cluster; of a probed one, what was measured."""
+    device, sheet = cluster.device, "vendor sheet"
+    found = [_figure("memory_bytes", device.memory_bytes, "bytes", cluster.origin, "of one device")]
+    found += [
+        _figure(f"peak_{dtype}", peak, "flop/s", sheet, f"matmuls in {dtype}") for dtype, peak in device.peaks.items()
+    ]
+    if device.bytes_per_second:
+        found.append(_figure("bytes_per_second", device.bytes_per_second, "bytes/s", sheet, "memory of one device"))
+    found += _link("intra_host", cluster.intra_host, "between devices of a host, per device each way")
+    found += _link("inter_host", cluster.inter_host, "between hosts, per host each way")
+    found += _link("host_link", cluster.host_link, "between a device and its host's memory, each way")
+    return (*found, *(_constants(cluster) if device.constants else _measured(cluster)))
+
+
+def _figure(name: str, value: float, unit: str, origin: str, meaning: str) -> Figure:
+    return Figure(name=name, value=value, unit=unit, origin=origin, meaning=meaning)
+
+
+def _link(name: str, link: Link | None, meaning: str) -> list[Figure]:
+    return [_figure(name, link.bytes_per_second, "bytes/s", link.origin, meaning)] if link else []
+
+
+def _constants(cluster: Cluster) -> list[Figure]:
+    found = []
+    for name, value in msgspec.structs.asdict(cluster.device.constants).items() if cluster.device.constants else ():
+        unit, meaning = MEANINGS[name]
+        found.append(_figure(name, value, unit, cluster.device.origins.get(name, "assumed"), meaning))
+    return found
+
+
+def _measured(cluster: Cluster) -> list[Figure]:
+    device, origin = cluster.device, cluster.origin
+    found = [
+        _figure(f"{rate.kind}_{rate.dtype}", rate.per_second, "flop/s or bytes/s", origin, f"at size {rate.size:.3g}")
+        for rate in device.rates
+    ]
+    found.append(_figure("launch_seconds", device.launch_seconds, "s", origin, "one op in forward"))
+    for point in cluster.collectives:
+        name = f"{point.kind} of {format_bytes(point.num_bytes)}"
+        found.append(_figure(name, point.seconds, "s", origin, f"between {point.num_ranks} ranks"))
+    return found
+
+
+def explain_table(cluster: Cluster) -> Table:
+    table = Table(title=f"what the estimate rests on: {cluster.name}", title_justify="left")
+    for name in ("figure", "value", "unit", "origin", "meaning"):
+        table.add_column(name, justify="right" if name == "value" else "left")
+    for figure in figures(cluster):
+        table.add_row(figure.name, f"{figure.value:.4g}", figure.unit, figure.origin, figure.meaning)
+    for note in cluster.notes:
+        table.add_row("note", "", "", "", note)
+    return table

@@ -1,0 +1,195 @@
+"""Modules that read values: fake tensors have none, so capture answers, says what it assumed, and where."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ASSETS
+from torch import Tensor, nn
+
+import meshwright
+from meshwright.capture.capture import capture_source
+from meshwright.core.errors import CaptureError, GuessWarning
+from meshwright.core.graph import Graph
+from meshwright.models.source import resolve
+
+WIDTH, SEQ, EXPERTS = 8, 12, 4
+LINEAR = 4 * SEQ * WIDTH**2
+"""Flops per sample of one linear whose input needs no gradient."""
+
+
+class Reads(nn.Module):
+    def __init__(self, compute: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self.linear, x)
+
+
+def mean(output: Tensor, batch: Any) -> Tensor:
+    return output.mean()
+
+
+def capture(module: nn.Module) -> Graph:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GuessWarning)
+        return meshwright.capture(module, torch.randn(2, SEQ, WIDTH), loss=mean)
+
+
+def rows(x: Tensor) -> Tensor:
+    """Which positions count: one truth each."""
+    return x.sum(-1) > 0
+
+
+ONE_VALUE = {
+    "float": (lambda f, x: f(x) * x.abs().max().item(), "the value of a float32 tensor", "1.0"),
+    "integer": (lambda f, x: f(x)[:, : int(x.argmax()) + 1], "the value of a int64 tensor", "1"),
+    "truth": (lambda f, x: f(x) if x.sum() > 0 else f(-x), "the value of a bool tensor", "False"),
+    "all": (lambda f, x: f(x) if (x > 0).all() else x, "the value of a bool tensor", "True"),
+    "list": (lambda f, x: f(x) * sum(x[0, 0].tolist()), "the value of a float32 tensor", "1.0"),
+    "equal": (lambda f, x: f(x) if torch.equal(x, x) else x, "whether two tensors are equal", "True"),
+    "close": (lambda f, x: f(x) if torch.allclose(x, x) else x, "whether two tensors are equal", "True"),
+    "nonzero": (lambda f, x: f(x.flatten(0, 1)[rows(x).flatten().nonzero()[:, 0]]), "how many elements of a mask are true", "all"),
+    "where": (lambda f, x: f(x)[torch.where(rows(x))], "how many elements of a mask are true", "all"),
+    "mask": (lambda f, x: f(x[rows(x)]), "how many elements of a mask are true", "all"),
+    "select": (lambda f, x: f(x).masked_select(x > 0), "how many elements of a mask are true", "all"),
+    "unique": (lambda f, x: f(x) * x.unique().numel(), "how many values are distinct", "all"),
+    "repeat": (lambda f, x: f(x.repeat_interleave(rows(x)[0].long(), dim=1)), "how often elements are repeated", "once each"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", ONE_VALUE)
+def test_a_value_is_guessed_and_the_guess_recorded(read: str) -> None:
+    compute, question, answer = ONE_VALUE[read]
+    graph = capture(Reads(compute))
+    (guess,) = graph.guesses
+    assert (guess.question, guess.answer, guess.module) == (question, answer, "")
+    assert guess.line.startswith("test_capture_guesses.py:")
+    assert [graph.flops(samples) for samples in (1, 5)] == [LINEAR, 5 * LINEAR]
+
+
+def test_the_user_is_warned_with_module_and_line() -> None:
+    with pytest.warns(GuessWarning, match=r"module 'gate' \(models\.py:\d+\) asks for the value of a bool tensor"):
+        graph = capture_source(resolve(f"{ASSETS}/models.py:data_dependent"))
+    assert graph.guesses[0].module == "gate"
+
+
+def test_a_value_that_is_known_is_not_guessed() -> None:
+    graph = capture(Reads(lambda f, x: f(x) * torch.tensor(3.0).item()))
+    assert graph.guesses == ()
+
+
+# Routing to experts.
+
+
+class Experts(nn.Module):
+    """Top-k routing written by hand in one of the usual ways."""
+
+    def __init__(self, top: int, run: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.top = top
+        self.run = run
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gate(tokens).softmax(-1).topk(self.top, dim=-1)
+        return self.run(self, tokens, weights, chosen).view_as(x)
+
+
+def by_one_hot(module: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    result = torch.zeros_like(tokens)
+    mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    for number, expert in enumerate(module.experts):
+        place, token = torch.where(mask[number])
+        result.index_add_(0, token, expert(tokens[token]) * weights[token, place, None])
+    return result
+
+
+def by_comparing(module: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    result = torch.zeros_like(tokens)
+    for number, expert in enumerate(module.experts):
+        token, place = torch.where(chosen == number)
+        if (chosen == number).any():
+            result.index_add_(0, token, expert(tokens[token]) * weights[token, place, None])
+    return result
+
+
+def by_mask(module: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    result = torch.zeros_like(tokens)
+    for number, expert in enumerate(module.experts):
+        mask = (chosen == number).any(dim=-1)
+        result[mask] = expert(tokens[mask])
+    return result * weights.sum(-1, keepdim=True)
+
+
+def by_sorting(module: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    order = chosen.flatten().argsort()
+    counts = chosen.flatten().bincount(minlength=EXPERTS).tolist()
+    parts = (tokens.repeat_interleave(module.top, 0)[order] * weights.flatten()[order, None]).split(counts)
+    mixed = torch.cat([expert(part) for expert, part in zip(module.experts, parts, strict=True)])
+    return mixed.unflatten(0, (-1, module.top)).sum(1)
+
+
+@pytest.mark.parametrize("top", [1, 2])
+@pytest.mark.parametrize("run", [by_one_hot, by_comparing, by_mask, by_sorting])
+def test_experts_do_the_work_of_those_chosen(run: Callable[..., Tensor], top: int) -> None:
+    """An even spread: k of the experts' products for each token, not all of them."""
+    graph = capture(Experts(top, run))
+    products = [op for kind in graph.kinds for op in kind.ops if op.region == "expert" and op.kind == "matmul"]
+    for samples in (1, 4):
+        forward = sum(op.flops.at(samples) for op in products if op.phase == "forward")
+        assert forward == samples * SEQ * top * 2 * WIDTH**2
+    assert graph.guesses
+    assert {p.name.split(".")[0] for p in graph.parameters if p.expert} == {"experts"}
+
+
+class Stacked(nn.Module):
+    """Experts of one three-dimensional parameter; the class says what they are."""
+
+    class ManyExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+            self.scale = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale).unflatten(1, (EXPERTS, -1)).transpose(0, 1).flatten(1, 2) @ self.up
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Stacked.ManyExperts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixture(x)
+
+
+def test_experts_stacked_in_one_parameter() -> None:
+    graph = capture(Stacked())
+    assert {p.name for p in graph.parameters if p.expert} == {"mixture.up"}
+    assert any(op.region == "expert" and op.kind == "matmul" for kind in graph.kinds for op in kind.ops)
+
+
+# What cannot be guessed.
+
+
+def test_memory_that_is_read_is_refused_with_module_and_line() -> None:
+    said = r"module 'gate' \(models\.py:\d+\) reads a tensor's value \(.*numpy.*cannot be guessed: compute that value outside"
+    with pytest.raises(CaptureError, match=said):
+        capture_source(resolve(f"{ASSETS}/models.py:reads_memory"))
+
+
+def test_an_error_names_the_users_line() -> None:
+    def wrong(linear: nn.Module, x: Tensor) -> Tensor:
+        return linear(x[..., :3])
+
+    with pytest.raises(CaptureError, match=r"module 'linear' \(test_capture_guesses\.py:\d+\) failed in forward"):
+        capture(Reads(wrong))

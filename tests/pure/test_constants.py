@@ -1,0 +1,97 @@
+"""The constants of the cost model: each has a name, a unit, a meaning and an origin."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from meshwright.core import constants
+from meshwright.core.cluster import Cluster, catalogue, from_facts
+from meshwright.core.constants import MEANINGS, Constants, Origin, family_names, family_of
+
+FIELDS = Constants.__struct_fields__
+NAMES = family_names()
+
+
+def test_every_constant_has_a_meaning_and_every_meaning_a_constant() -> None:
+    assert set(MEANINGS) == set(FIELDS)
+    assert all(meaning for _, meaning in MEANINGS.values())
+    assert {unit for name, (unit, _) in MEANINGS.items() if name.endswith("_seconds")} == {"s"}
+    assert {unit for name, (unit, _) in MEANINGS.items() if name.endswith("_bytes")} == {"bytes"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_constant_of_a_family_has_an_origin(name: str) -> None:
+    family = family_of(name)
+    assert set(family.origins) == set(FIELDS)
+    for origin in family.origins.values():
+        assert origin.partition(":")[0] in get_args(Origin)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_is_within_bounds_and_believable(name: str) -> None:
+    found = family_of(name).constants
+    assert msgspec.convert(msgspec.to_builtins(found), Constants) == found
+    assert found.matmul_unaligned_share <= found.matmul_aligned_by_2_share <= found.matmul_aligned_by_4_share < 1
+    assert found.attention_backward_share <= found.attention_share <= found.matmul_share
+    assert found.compiled_launch_seconds <= found.backward_launch_seconds <= found.launch_seconds < 1e-4
+    assert found.inner_hop_seconds <= found.hop_seconds < 1e-3
+    assert 16 <= found.num_multiprocessors <= 256
+
+
+def test_a_value_out_of_bounds_is_refused() -> None:
+    for wrong in ({"matmul_share": 1.2}, {"matmul_share": 0.0}, {"hop_seconds": -1.0}, {"num_multiprocessors": 0}):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(wrong, Constants)
+
+
+@pytest.mark.parametrize(
+    ("device", "family"), [("A100-80GB SXM", "A100"), ("NVIDIA H100 80GB HBM3", "H100"), ("rtx 4090", "RTX 4090")]
+)
+def test_a_device_belongs_to_the_family_in_its_name(device: str, family: str) -> None:
+    found = family_of(device)
+    assert found == family_of(family)
+    assert not any(origin.startswith("assumed: as") for origin in found.origins.values())
+
+
+def test_an_unknown_device_is_taken_as_the_nearest_and_says_so() -> None:
+    found = family_of("TPU v9")
+    assert found.name == "TPU v9"
+    assert set(found.origins) == set(FIELDS)
+    assert all(origin.startswith("assumed: as H200 (") for origin in found.origins.values())
+
+
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_every_named_cluster_is_of_a_known_family(name: str) -> None:
+    device = Cluster.named(name).device
+    assert device.constants is not None
+    assert family_of(device.name).name in NAMES, "an unknown device keeps its own name"
+    assert device.launch_seconds == device.constants.launch_seconds
+
+
+FILE: dict[str, Any] = {
+    "default": "B",
+    "common": {"matmul_share": [0.8, "probe"], "hop_seconds": [1e-5, "assumed"]},
+    "families": {"A": {"matmul_share": [0.7, "vendor sheet"]}, "B": {}},
+    "fits": {"all": {"A": {"hop_seconds": [2e-5, "fit: all"]}}, "table 1": {"A": {"hop_seconds": [3e-5, "fit: less"]}}},
+}
+
+
+def test_a_family_wins_over_what_is_common_and_a_fit_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "_families", lambda: FILE)
+    found = family_of("A")
+    assert (found.constants.matmul_share, found.constants.hop_seconds) == (0.7, 2e-5)
+    assert found.origins == {"matmul_share": "vendor sheet", "hop_seconds": "fit: all"}
+    assert (family_of("B").constants.matmul_share, family_of("B").constants.hop_seconds) == (0.8, 1e-5)
+
+
+def test_a_score_out_of_sample_takes_the_fit_without_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "_families", lambda: FILE)
+    assert family_of("A", without="table 1").constants.hop_seconds == 3e-5
+    assert family_of("A", without="table 1").origins["hop_seconds"] == "fit: less"
+    assert family_of("A", without="a table no fit used").constants.hop_seconds == 2e-5
+    facts = msgspec.structs.replace(catalogue()["a100-80g-selene"], device="A")
+    one, other = (from_facts("mine", facts, without) for without in (None, "table 1"))
+    assert (one.device.constants.hop_seconds, other.device.constants.hop_seconds) == (2e-5, 3e-5)

@@ -1,0 +1,175 @@
+"""What one rank does and holds of a block: shares under tp, sequence parallel and cp add up to the whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from machines import plan_for
+from strategies import quick
+from transformer import Sizes, transformer_graph
+
+from meshwright.core.errors import PlanError
+from meshwright.core.graph import Graph, Op
+from meshwright.core.recipe import Recipe
+from meshwright.cost.compute import matmul_size
+from meshwright.cost.division import Division, divide
+from meshwright.cost.footprint import Footprints
+
+sizes_of = st.builds(
+    Sizes,
+    layers=st.integers(1, 2),
+    hidden=st.sampled_from([32, 64]),
+    heads=st.sampled_from([4, 8]),
+    seq=st.sampled_from([16, 32]),
+    attention=st.sampled_from(["fused", "eager"]),
+    dropout=st.booleans(),
+    outputs_first=st.booleans(),
+)
+layouts = st.sampled_from([{}, {"tp": 2}, {"tp": 4, "sequence_parallel": True}, {"cp": 2}, {"cp": 2, "tp": 2}])
+
+
+def block_of(graph: Graph, **request: object) -> Division:
+    return divide(graph, plan_for(graph, **request))["blocks.0"]
+
+
+def has_weight_result(op: Op) -> bool:
+    return op.written_bytes.per_sample == 0
+
+
+def test_one_rank_alone_does_everything() -> None:
+    division = block_of(transformer_graph())
+    for number in range(len(division.kind.ops)):
+        assert division.work_share(number) == division.result_share(number) == 1
+    assert division.result_share("@input") == 1
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tp_divides_split_work_only(tp: int) -> None:
+    division = block_of(transformer_graph(), tp=tp)
+    for number, op in enumerate(division.kind.ops):
+        share = 1 / tp if division.labels.work_split[number] else 1
+        assert division.work_share(number) == share, op.name
+    assert division.result_share("@input") == 1, "blocks hand on whole tensors"
+
+
+def test_sequence_parallel_divides_the_rest_too() -> None:
+    division = block_of(transformer_graph(attention="eager", dropout=True), tp=4, sequence_parallel=True)
+    for number, op in enumerate(division.kind.ops):
+        if op.written_bytes.per_sample:
+            assert division.work_share(number) == division.result_share(number) == 1 / 4, op.name
+    assert division.result_share("@input") == 1 / 4
+
+
+def test_cp_divides_all_that_has_tokens_and_no_weight() -> None:
+    division = block_of(transformer_graph(), cp=2)
+    for number, op in enumerate(division.kind.ops):
+        assert division.work_share(number) == 1 / 2, "also of a weight's gradient: a sum over tokens"
+        assert division.result_share(number) == (1 if has_weight_result(op) else 1 / 2)
+
+
+def test_blocks_of_one_kind_share_a_division() -> None:
+    graph = transformer_graph(layers=2)
+    found = divide(graph, plan_for(graph, tp=2))
+    assert found["blocks.0"] is found["blocks.1"]
+    assert set(found) == {block.name for block in graph.blocks}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_vocabulary_lies_over_tp_up_to_the_loss(tp: int) -> None:
+    """The head's logits stay split, and what block '' makes of them too; the stream before and after is whole."""
+    graph = transformer_graph()
+    found = divide(graph, plan_for(graph, tp=tp))
+    assert found["head"].result_share(0) == 1 / tp
+    assert [found[""].result_share(number) for number in (1, 3, 4)] == [1 / tp] * 3
+    assert found[""].result_share(0) == found["norm"].result_share(0) == found["token_embedding"].result_share(0) == 1
+    assert found["head"].result_share("@#4") == found[""].result_share("@head#0") == 1 / tp
+    assert found["head"].labels.reduced_backward == (0,)
+    assert found["token_embedding"].labels.reduced_forward == (0,)
+    assert found["position_embedding"].labels.reduced_forward == ()
+
+
+@quick
+@given(sizes_of, layouts, st.sampled_from([None, "full", "selective"]), st.booleans())
+def test_what_is_taken_is_given_back(
+    sizes: Sizes, layout: dict[str, object], recompute: str | None, compiled: bool
+) -> None:
+    """Over a whole step every layout gives back what it took.
+
+    Positions, which do not grow with the samples, are known to be whole where they are made, but not to who reads them:
+    under cp they are given back in part.
+    """
+    assume(sizes.attention == "fused" or "cp" not in layout)
+    graph = transformer_graph(sizes)
+    plan = plan_for(graph, **layout, recompute=recompute, compile=compiled)
+    divisions, footprints = divide(graph, plan), Footprints(plan, Recipe())
+    live = most = 0.0
+    for segment in graph.timeline:
+        footprint = footprints.of(divisions[segment.block], segment.block, segment.number)
+        live += footprint.kept
+        most = max(most, live + footprint.peak)
+        assert footprint.peak >= footprint.rebuilt >= 0
+        assert live >= -1e-6
+    positions = 2 * sizes.stream_bytes if "cp" in layout else 0
+    assert live == pytest.approx(0, abs=1e-6 * most + positions)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_split_table_has_a_split_gradient(tp: int) -> None:
+    """A rank adds up the rows it has; the table of positions, which is whole, is added up whole."""
+    graph = transformer_graph()
+    found = divide(graph, plan_for(graph, tp=tp))
+    assert found["token_embedding"].kind.ops[1].name == "embedding_dense_backward"
+    assert found["token_embedding"].work_share(1) == found["token_embedding"].result_share(1) == 1 / tp
+    assert found["position_embedding"].work_share(1) == found["position_embedding"].result_share(1) == 1
+
+
+@pytest.mark.parametrize("attention", ["fused", "eager"])
+def test_heads_must_divide_over_tp(attention: str) -> None:
+    graph = transformer_graph(heads=4, hidden=96, attention=attention)
+    said = "4 attention heads in blocks of kind 'Block' do not divide over tp=3: use a divisor of 4"
+    with pytest.raises(PlanError, match=said):
+        divide(graph, plan_for(graph, tp=3))
+    assert divide(graph, plan_for(graph, tp=4))
+
+
+def test_explicit_attention_does_not_run_under_cp() -> None:
+    graph = transformer_graph(attention="eager")
+    with pytest.raises(PlanError, match="multiply queries and keys themselves: use torch's scaled_dot_product_attent"):
+        divide(graph, plan_for(graph, cp=2))
+
+
+# The sizes of a matmul on one rank
+
+
+def matmuls(**request: object) -> dict[str, tuple[float, ...]]:
+    """Weight → batch, rows, columns, depth of the matmul that applies it, one sample."""
+    graph = transformer_graph(hidden=64, seq=32)
+    division = block_of(graph, **request)
+    found = {}
+    for number, op in enumerate(division.kind.ops):
+        if op.phase == "forward" and op.kind == "matmul":
+            size = matmul_size(division, number, 1)
+            found[str(op.inputs[-1])] = (size.batch, size.rows, size.columns, size.depth)
+    return found
+
+
+def test_a_column_has_fewer_columns_and_a_row_less_depth() -> None:
+    assert matmuls()["mlp.expand.weight"] == (1, 32, 256, 64)
+    assert matmuls(tp=2)["mlp.expand.weight"] == (1, 32, 128, 64)
+    assert matmuls(tp=2)["mlp.contract.weight"] == (1, 32, 64, 128)
+    assert matmuls(tp=2, sequence_parallel=True) == matmuls(tp=2), "the split part sees all tokens"
+    assert matmuls(cp=2)["mlp.expand.weight"] == (1, 16, 256, 64)
+
+
+@quick
+@given(sizes_of, layouts)
+def test_a_rank_multiplies_its_share_of_the_flops(sizes: Sizes, layout: dict[str, object]) -> None:
+    assume(sizes.attention == "fused" or "cp" not in layout)
+    graph = transformer_graph(sizes)
+    for name, division in divide(graph, plan_for(graph, **layout)).items():
+        for number, op in enumerate(division.kind.ops):
+            if op.kind == "matmul":
+                size = matmul_size(division, number, 3)
+                flops = 2 * size.batch * size.rows * size.columns * size.depth
+                assert flops == pytest.approx(division.work_share(number) * op.flops.at(3)), (name, op.inputs)

@@ -1,0 +1,136 @@
+"""State on the host: what leaves the device, and what the traffic costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machines import chain_graph, flat_plan, machine
+from strategies import quick
+
+from meshwright.core.cluster import Cluster, Link
+from meshwright.core.errors import InputError
+from meshwright.core.estimate import Estimate
+from meshwright.core.plan import Offload
+from meshwright.core.recipe import Recipe
+from meshwright.cost.estimate import estimate
+
+GRAPH = chain_graph(4, (64, 1000))
+PSI = 4 * 64 * 1000
+RECIPE = Recipe(optimizer_scalar_bytes=0)
+
+
+def hosted(num_devices: int = 1, link: float = 1e6, updates: float | None = 1e6, **device: Any) -> Cluster:
+    return msgspec.structs.replace(
+        machine(num_devices, **device),
+        host_link=Link(bytes_per_second=link, origin="assumed"),
+        host_updates_per_second=updates,
+    )
+
+
+def cost(what: Any = "none", cluster: Cluster | None = None, dp: int = 1, zero: int = 0, **fields: Any) -> Estimate:
+    changes = {key: fields.pop(key) for key in ("microbatch", "num_microbatches") if key in fields}
+    plan = flat_plan(GRAPH, dp, zero=zero, offload=Offload(what=what, **fields), **changes)
+    return estimate(GRAPH, plan, cluster or hosted(dp), RECIPE)
+
+
+# Memory
+
+
+def test_the_optimizers_state_moves_to_the_host() -> None:
+    plain, moved = cost(), cost("optimizer")
+    assert plain.host_bytes == 0
+    assert moved.memory_bytes.optimizer_state == 0
+    assert moved.host_bytes == 8 * PSI + 4 * PSI, "two moments, and room for the gradients"
+    assert moved.peak_bytes < plain.peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_a_share_of_it(share: float) -> None:
+    plain, moved = cost(), cost("optimizer", share=share)
+    assert moved.memory_bytes.optimizer_state == (1 - share) * 8 * PSI
+    assert moved.host_bytes == share * 8 * PSI + share * 4 * PSI
+    assert plain.memory_bytes.parameters == moved.memory_bytes.parameters
+
+
+def test_parameters_are_there_two_blocks_at_a_time() -> None:
+    moved = cost("parameters")
+    assert moved.memory_bytes.parameters == moved.memory_bytes.optimizer_state == 0
+    assert moved.memory_bytes.gathered_parameters <= 2 * 4 * PSI // 4
+    assert moved.memory_bytes.gradients <= 4 * PSI // 4
+    assert moved.host_bytes == 16 * PSI
+
+
+def test_depth_does_not_need_device_memory_when_parameters_are_streamed() -> None:
+    """L2L: what the device holds of the state is the same for 4 and 16 blocks."""
+    held = []
+    for num_blocks in (4, 16):
+        graph = chain_graph(num_blocks, (64, 1000))
+        plan = flat_plan(graph, offload=Offload(what="parameters"), recompute="full")
+        parts = estimate(graph, plan, hosted(), RECIPE).memory_bytes
+        held.append(parts.total - parts.activations)
+    assert held[0] == held[1]
+
+
+def test_ranks_of_a_host_add_up_and_zero_shares_them() -> None:
+    whole, shared = cost("optimizer", dp=4), cost("optimizer", dp=4, zero=2)
+    assert whole.host_bytes == 4 * 12 * PSI
+    assert shared.host_bytes == 12 * PSI
+
+
+def test_on_a_cpu_the_host_is_the_device() -> None:
+    found = cost("optimizer", hosted(kind="cpu"))
+    assert found.host_bytes == found.peak_bytes
+
+
+# Time
+
+
+def test_gradients_go_out_under_backward_and_parameters_come_back_after_the_update() -> None:
+    slow = cost("optimizer", hosted(link=1e6, updates=1e6)).time_seconds
+    backward = slow.backward
+    assert slow.update == pytest.approx(PSI / 1e6)
+    assert slow.transfer == pytest.approx(4 * PSI / 1e6 - backward + 4 * PSI / 1e6)
+    quick_link = cost("optimizer", hosted(link=4 * PSI / backward)).time_seconds
+    assert quick_link.transfer == pytest.approx(backward), "out hides, back does not"
+
+
+def test_a_delayed_update_hides_under_the_next_step() -> None:
+    prompt, late = (cost("optimizer", hosted(link=1e9, updates=1e9), delayed=delayed) for delayed in (False, True))
+    assert late.time_seconds.update == 0
+    assert late.step_seconds <= prompt.step_seconds
+    very_slow = cost("optimizer", hosted(link=1e6, updates=1e3), delayed=True)
+    assert very_slow.time_seconds.transfer > 0, "what is longer than a step shows"
+
+
+def test_streamed_parameters_come_in_twice_a_microbatch() -> None:
+    found = cost("parameters", hosted(link=1e6), num_microbatches=3).time_seconds
+    compute = found.forward + found.backward
+    assert found.transfer == pytest.approx(3 * 3 * 4 * PSI / 1e6 - compute)
+
+
+def test_ranks_share_the_hosts_cores() -> None:
+    alone, four = (cost("optimizer", dp=dp).time_seconds.update for dp in (1, 4))
+    assert four == pytest.approx(4 * alone)
+    assert cost("optimizer", dp=4, zero=1).time_seconds.update == pytest.approx(alone)
+
+
+def test_a_share_of_nothing_is_no_offload() -> None:
+    plain, moved = cost(), cost("optimizer", share=0.0)
+    assert moved.time_seconds == plain.time_seconds
+    assert moved.host_bytes == plain.host_bytes == 0
+
+
+@quick
+@given(st.sampled_from(["optimizer", "parameters"]), st.floats(1e4, 1e10), st.floats(1e4, 1e10), st.booleans())
+def test_a_faster_link_to_the_host_is_never_slower(what: str, one: float, other: float, delayed: bool) -> None:
+    slow, fast = (cost(what, hosted(link=speed), delayed=delayed).step_seconds for speed in sorted((one, other)))
+    assert fast <= slow
+
+
+def test_a_link_without_a_figure_is_refused() -> None:
+    with pytest.raises(InputError, match="'machine' has no figure for the link between device and host, which offload"):
+        cost("optimizer", machine(1))

@@ -1,0 +1,72 @@
+"""What a recompute does again: everything, the attention core, or all but attention and every second matmul."""
+
+from __future__ import annotations
+
+import pytest
+from machines import named_machine, plan_for
+from transformer import Sizes, transformer_graph
+
+from meshwright.core.graph import Graph
+from meshwright.core.recipe import Recipe
+from meshwright.cost.compute import ComputeCost
+from meshwright.cost.division import divide
+from meshwright.cost.footprint import Footprints
+from meshwright.cost.redone import Mode, modes_of, redone_ops
+
+EAGER = transformer_graph(attention="eager", dropout=True, hidden=512, heads=8, seq=256)
+FUSED = transformer_graph(hidden=512, heads=8, seq=256)
+OPS = Recipe(selective_ops=True)
+
+
+def names(mode: Mode, graph: Graph = FUSED) -> list[str]:
+    kind = graph.kind_by_block["blocks.0"]
+    return [kind.ops[number].name for number in sorted(redone_ops(kind, mode))]
+
+
+def test_full_does_all_of_forward_again() -> None:
+    kind = FUSED.kind_by_block["blocks.0"]
+    assert len(redone_ops(kind, "full")) == sum(op.phase == "forward" for op in kind.ops)
+    assert redone_ops(kind, "none") == frozenset()
+
+
+def test_selective_does_the_attention_core_again() -> None:
+    assert names("selective", EAGER) == ["bmm", "_softmax", "native_dropout", "bmm"]
+
+
+def test_selective_ops_keep_attention_and_every_second_matmul() -> None:
+    """Query, value and the MLP's first of six are kept; key, the projection and the MLP's second are redone."""
+    assert names("selective ops").count("addmm") == 3
+    assert "_scaled_dot_product_flash_attention" not in names("selective ops")
+    assert names("selective ops").count("native_layer_norm") == 2
+
+
+def test_the_recipe_says_what_selective_means() -> None:
+    plan = plan_for(FUSED, recompute="selective")
+    assert set(modes_of(plan, Recipe()).values()) == {"selective"}
+    assert set(modes_of(plan, OPS).values()) == {"selective ops"}
+    assert set(modes_of(plan_for(FUSED, recompute="full"), OPS).values()) == {"full"}
+    assert modes_of(plan_for(FUSED), OPS) == {}
+
+
+@pytest.mark.parametrize("graph", [EAGER, FUSED])
+def test_selective_ops_lie_between_none_and_full(graph: Graph) -> None:
+    """In what is kept, and in the work that is done again."""
+    kept, redone = [], []
+    modes: tuple[Mode, ...] = ("none", "selective ops", "full")
+    for mode in modes:
+        plan = plan_for(graph, recompute=mode.split()[0], microbatch=4)
+        division = divide(graph, plan)["blocks.0"]
+        kept.append(Footprints(plan, OPS).of(division, "blocks.0", 0).kept)
+        cost = ComputeCost(graph, plan, named_machine(), OPS)
+        redone.append(cost.redone_work(division, "blocks.0", mode).kernel)
+    assert kept == sorted(kept, reverse=True)
+    assert redone == sorted(redone)
+    assert len(set(kept)) == len(set(redone)) == 3
+
+
+def test_selective_ops_keep_what_they_do_not_redo() -> None:
+    """s h items of 2 bytes: the block's result, query, value, attention's result; 4 s h of the MLP's first."""
+    sizes = Sizes(hidden=512, heads=8, seq=256)
+    plan = plan_for(FUSED, recompute="selective")
+    found = Footprints(plan, OPS).of(divide(FUSED, plan)["blocks.0"], "blocks.0", 0).kept
+    assert found == pytest.approx(sizes.stream_bytes * (1 + 2 + 1 + 4))
