@@ -510,15 +510,16 @@ def test_capture_as_json(here: Cli, tmp_path: Path) -> None:
     ended = here("capture", MODELS["gpt"], "--samples", 3, "--json", "-o", tmp_path / "graph.json")
     said = ended.json
     assert said.keys() == {
-        "num_parameters", "flops", "activation_bytes", "blocks", "guesses", "capture_seconds", "peak_host_bytes",
+        "num_parameters", "flops", "activation_bytes", "activation_bytes_by_recompute", "blocks", "guesses",
+        "capture_seconds", "peak_host_bytes",
     }  # fmt: skip
     assert [block["name"] for block in said["blocks"]][-1] == "head"
     for figure in ("num_parameters", "flops"):
         assert sum(block[figure] for block in said["blocks"]) == said[figure]
     for recompute in ("none", "selective", "full"):
-        parts = [block["activation_bytes"][recompute] for block in said["blocks"]]
-        assert sum(parts) == said["activation_bytes"][recompute]
-    assert said["activation_bytes"]["full"] < said["activation_bytes"]["none"]
+        parts = [block["activation_bytes_by_recompute"][recompute] for block in said["blocks"]]
+        assert sum(parts) == said["activation_bytes_by_recompute"][recompute]
+    assert said["activation_bytes_by_recompute"]["full"] < said["activation_bytes"]
     assert said["guesses"] == []
     assert said["peak_host_bytes"] > 2**26
     assert said["flops"] == 3 * (6 * (2 * 12 * 32**2 + 61 * 32) * 16 + 2 * 14 * 16**2 * 32)

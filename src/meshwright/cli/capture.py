@@ -51,10 +51,12 @@ def _facts(graph: Graph, samples: int) -> dict[str, Any]:
 
     parameters = graph.num_parameters_by_block
     kinds, kept = graph.kind_by_block, activations_by_block(graph, samples)
+    total = total_activations(graph, samples)
     return {
         "num_parameters": graph.num_parameters,
         "flops": graph.flops(samples),
-        "activation_bytes": total_activations(graph, samples),
+        "activation_bytes": round(total.none),
+        "activation_bytes_by_recompute": total,
         "blocks": [
             {
                 "name": block.name,
@@ -62,7 +64,8 @@ def _facts(graph: Graph, samples: int) -> dict[str, Any]:
                 "repeated": block.repeated,
                 "num_parameters": parameters[block.name],
                 "flops": kinds[block.name].flops(samples),
-                "activation_bytes": kept[block.name],
+                "activation_bytes": round(kept[block.name].none),
+                "activation_bytes_by_recompute": kept[block.name],
             }
             for block in graph.blocks
         ],

@@ -80,6 +80,13 @@ def estimate_table(plan: Plan, estimate: Estimate) -> Table:
     for part, num_bytes in msgspec.structs.asdict(estimate.memory_bytes).items():
         if num_bytes:
             table.add_row(f"  {MEMORY_WORDS[part]}", format_bytes(num_bytes))
+    if estimate.reserved_bytes:
+        beside = f"{format_bytes(estimate.reserved_bytes)} and {format_bytes(estimate.context_bytes)}"
+        table.add_row("reserved by the allocator, held by the driver", beside)
+    if estimate.host_bytes:
+        table.add_row("memory per host", format_bytes(estimate.host_bytes))
+    if estimate.worst_moment:
+        table.add_row("fullest", f"rank {estimate.worst_rank}, {estimate.worst_moment}")
     return table
 
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 SAMPLED_STEP = 2
 """The first step a recorder watches: the ones before still allocate what later ones reuse."""
-SHARE = 0.02
-"""Of the time of plain steps, that recording may cost. The promise is 3 %; a third is left for how samples vary."""
+SHARE = 0.015
+"""Of the time of plain steps, that recording may cost. The promise is 3 %; half is left for how samples vary."""
 
 
 @dataclass(frozen=True)
