@@ -27,7 +27,7 @@ from transformer import Sizes, transformer_graph
 
 from meshwright.core.cluster import Cluster, Device
 from meshwright.core.estimate import MemoryParts
-from meshwright.core.graph import Graph, Parameter
+from meshwright.core.graph import Affine, Graph, MemoryEvent, Parameter, Pass, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.schedules import make_order
@@ -484,3 +484,22 @@ def test_the_worst_coordinate_and_its_moment_are_named() -> None:
     found = estimate(graph, plan_for(graph, pp=2, dp=2, microbatch=8, global_batch=16), named_machine(8))
     assert found.worst_rank == 2, "the first rank of the second coordinate"
     assert found.worst_moment == "backward of what is outside the blocks"
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_an_input_that_is_given_back_outside_the_blocks(recompute: str) -> None:
+    """Blocks that save a copy of their own: their input goes right behind them, unless a recompute needs it again."""
+    graph = chain_graph(4)
+    root, block = graph.kinds
+    freed = Pass(phase="forward", events=(MemoryEvent("@input", Affine(0.0, -OUTPUT)),))
+    names = graph.repeated_blocks
+    forward = [step for name in names for step in (Segment(name, 0), *([Segment("", 0)] if name != names[0] else []))]
+    kinds = (msgspec.structs.replace(root, passes=(freed,)), block)
+    behind = msgspec.structs.replace(
+        graph, kinds=kinds, timeline=(*forward, *(Segment(name, 1) for name in reversed(names)))
+    )
+    found = [moment.memory for moment in walk(behind, plan_for(behind, recompute=recompute))]
+    assert all(parts.activations >= 0 for parts in found)
+    at_the_end = found[len(forward)].activations
+    kept = KEPT * 4 - OUTPUT * 3 if recompute == "none" else OUTPUT * 4 + KEPT - OUTPUT
+    assert at_the_end == kept

@@ -331,8 +331,10 @@ def test_every_k_recomputes_blocks_0_k_2k(num_blocks: int, stride: int) -> None:
     assert expand_names(rule.blocks) == tuple(name for i, name in enumerate(blocks) if i % stride == 0)
 
 
-def test_nothing_is_recomputed_where_nothing_repeats() -> None:
-    assert recompute_rules("full", ()) == recompute_rules("none", ("blocks.0",)) == ()
+def test_recompute_where_nothing_repeats_is_refused() -> None:
+    assert recompute_rules("none", ()) == ()
+    with pytest.raises(PlanError, match="redoes repeated blocks, and the model has none: leave it out"):
+        recompute_rules("full", ())
 
 
 def test_an_unknown_offload_is_refused() -> None:

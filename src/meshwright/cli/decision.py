@@ -23,8 +23,10 @@ class Decision:
     result: SearchResult | None
 
 
-def decide(settings: Settings, graph: Graph, cluster: Cluster, world: int | None) -> Decision:
-    """The plan of a run: read, searched, or plain."""
+def decide(
+    settings: Settings, graph: Graph, cluster: Cluster, world: int | None, other_casting: Graph | None = None
+) -> Decision:
+    """The plan of a run: read, searched, or plain. `other_casting`: the graph of plans that reach 16 bits in another way."""
     from meshwright.core.errors import InfeasibleError, PlanError
     from meshwright.core.limits import check_runs
     from meshwright.core.plan import Plan
@@ -36,7 +38,15 @@ def decide(settings: Settings, graph: Graph, cluster: Cluster, world: int | None
 
     recipe = recipe_of(settings)
     if settings.plan_file is None and settings.planner == "search":
-        result = search(graph, cluster, settings.plan, recipe=recipe, budget_bytes=settings.memory_bytes, world=world)
+        result = search(
+            graph,
+            cluster,
+            settings.plan,
+            recipe=recipe,
+            budget_bytes=settings.memory_bytes,
+            world=world,
+            other_casting=other_casting,
+        )
         return Decision(result.plan, result.estimate, result)
     plan = (
         Plan.load(settings.plan_file)
@@ -49,11 +59,12 @@ def decide(settings: Settings, graph: Graph, cluster: Cluster, world: int | None
             f"{settings.plan_file} is for {plan.world} ranks, but {world} were asked for: use --nproc {plan.world}"
         )
     check_runs(plan)
-    found = estimate(graph, plan, cluster, recipe, settings.memory_bytes)
+    seen = other_casting if other_casting is not None and other_casting.casting == plan.casting else graph
+    found = estimate(seen, plan, cluster, recipe, settings.memory_bytes)
     if not found.fits:
-        over = found.peak_bytes - found.budget_bytes
+        over = found.needed_bytes - found.budget_bytes
         raise InfeasibleError(
-            f"the plan needs {format_bytes(found.peak_bytes)} per device, {format_bytes(over)} more "
+            f"the plan needs {format_bytes(found.needed_bytes)} per device, {format_bytes(over)} more "
             f'than the budget of {format_bytes(found.budget_bytes)}: use planner = "search", --zero, --recompute full or a '
             "smaller --microbatch"
         )

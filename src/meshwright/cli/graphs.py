@@ -23,6 +23,12 @@ def graph_of(model: str, precision: Precision, casting: Casting = "autocast") ->
     return _read(model, precision, casting) or capture_now(model, precision, casting)
 
 
+def both_castings(model: str, precision: Precision) -> tuple[Graph, Graph | None]:
+    """The model as replicas run it, and, in 16 bits, as sharded plans do."""
+    plain = graph_of(model, precision)
+    return plain, graph_of(model, precision, "parameters") if precision in ("bf16", "fp16") else None
+
+
 def capture_now(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
     """Capture, whatever is known, and keep the graph for the next time."""
     from meshwright.capture.capture import capture_source

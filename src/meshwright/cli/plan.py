@@ -29,7 +29,7 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Search the best plan for a model on a cluster. A plan flag fixes that part; the rest is searched."""
-    from meshwright.cli.graphs import graph_of
+    from meshwright.cli.graphs import both_castings
     from meshwright.cli.output import make_console, print_json
     from meshwright.cli.wiring import budget_of, find_cluster, plain_precision
     from meshwright.core.errors import InputError
@@ -42,8 +42,8 @@ def plan(
         )
     console = make_console(as_json)
     found = find_cluster(console, cluster, hosts, nproc)
-    graph = graph_of(model, flags.request.precision or plain_precision(found))
-    result = search(graph, found, flags.request, budget_bytes=budget_of(memory))
+    graph, other = both_castings(model, flags.request.precision or plain_precision(found))
+    result = search(graph, found, flags.request, budget_bytes=budget_of(memory), other_casting=other)
     console.print(candidates_table(result))
     console.print(estimate_table(result.plan, result.estimate))
     if result.plan.world < found.num_devices:

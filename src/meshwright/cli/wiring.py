@@ -106,12 +106,14 @@ def _check_uses_all(plan: Plan, cluster: Cluster, devices: int | None) -> None:
     """Devices are left idle only where somebody says so."""
     from meshwright.core.errors import PlanError
 
-    available = devices or cluster.num_devices
-    if plan.world < available:
-        mesh = plan.mesh
+    mesh = plan.mesh
+    used = f"pp {mesh.pp} · dp {mesh.dp} · cp {mesh.cp} · tp {mesh.tp} = {plan.world}"
+    if devices is not None and plan.world != devices:
+        raise PlanError(f"--devices is {devices}, but the plan uses {used}: make them equal")
+    if devices is None and plan.world < cluster.num_devices:
         raise PlanError(
-            f"the plan uses pp {mesh.pp} · dp {mesh.dp} · cp {mesh.cp} · tp {mesh.tp} = {plan.world} of {available} devices of "
-            f"'{cluster.name}': change a degree or --hosts, or add --devices {plan.world} to leave the others idle"
+            f"the plan uses {used} of {cluster.num_devices} devices of '{cluster.name}': change a degree or --hosts, or add "
+            f"--devices {plan.world} to leave the others idle"
         )
 
 

@@ -55,7 +55,7 @@ class Constants(Value, kw_only=True):
     launch_seconds: NotNegative = 26e-6
     backward_launch_seconds: NotNegative = 21e-6
     compiled_launch_seconds: NotNegative = 5e-6
-    intra_host_share: Share = 0.75
+    intra_host_share: Share = 0.78
     inter_host_share: Share = 0.60
     hop_seconds: NotNegative = 8e-6
     inner_hop_seconds: NotNegative = 2e-6
@@ -121,10 +121,6 @@ def _families() -> dict[str, Any]:
     text = resources.files("meshwright.core").joinpath("families.json").read_text(encoding="utf-8")
     found: dict[str, Any] = msgspec.json.decode(text)
     return found
-
-
-def family_names() -> list[str]:
-    return list(_families()["families"])
 
 
 def family_of(device: str, without: str | None = None) -> Family:

@@ -73,6 +73,7 @@ class Estimate(Value, kw_only=True):
     model_flops_utilisation: float
     budget_bytes: int
     fits: bool
+    """Whether `needed_bytes` stay within the budget."""
     reserved_bytes: int = 0
     """What the allocator takes for the peak, its slack included; 0 where memory is not held in reserve (CPU)."""
     context_bytes: int = 0
@@ -85,3 +86,8 @@ class Estimate(Value, kw_only=True):
     """Idle time over ideal time, on the pp coordinate with the most work."""
     collectives: tuple[Collective, ...] = ()
     """Of one rank in one step."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a device must have: the peak, or what the allocator reserves for it, and what the driver holds."""
+        return max(self.peak_bytes, self.reserved_bytes) + self.context_bytes

@@ -66,8 +66,10 @@ def parse_recompute(text: str) -> tuple[str, int]:
 def recompute_rules(text: str, blocks: tuple[str, ...]) -> tuple[Recompute, ...]:
     """The flag's words as rules over the repeated blocks; `every:K` recomputes blocks 0, K, 2K, …"""
     mode, stride = parse_recompute(text)
-    if mode == "none" or not blocks:
+    if mode == "none":
         return ()
+    if not blocks:
+        raise PlanError(f"recompute '{text}' redoes repeated blocks, and the model has none: leave it out")
     return (Recompute(mode="selective" if mode == "selective" else "full", blocks=compact_names(blocks[::stride])),)
 
 

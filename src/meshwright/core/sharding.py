@@ -162,10 +162,11 @@ def ways_by_block(plan: Plan, graph: Graph) -> dict[str, dict[str, Way]]:
         )
     read: dict[tuple[str, int], dict[str, Way]] = {}
     found: dict[str, dict[str, Way]] = {}
+    nothing: dict[str, Way] = {}  # one for all, so that blocks of a kind share what follows from it
     for block in graph.blocks:
         rule = of_block.get(block.name) or of_kind.get(block.kind)
         if rule is None or plan.mesh.tp == 1:
-            found[block.name] = {}
+            found[block.name] = nothing
             continue
         key = (block.kind, id(rule))
         if key not in read:

@@ -196,17 +196,22 @@ def _product(numbers: Iterable[float]) -> float:
     return result
 
 
-UPDATE_BYTES_PER_ELEMENT = 28
-"""AdamW reads parameter, gradient and two moments, and writes three of them back, in fp32."""
+ADAM_SLOTS = 2
 
 
-def update_seconds(num_elements: float, device: Device) -> float:
-    """The optimizer's pass over the elements this rank holds."""
+def update_bytes(slots: int, item_bytes: int = 4) -> int:
+    """An optimizer reads a parameter, its gradient and its slots, and writes all but the gradient back."""
+    return item_bytes * (3 + 2 * slots)
+
+
+def update_seconds(num_elements: float, device: Device, slots: int = ADAM_SLOTS, item_bytes: int = 4) -> float:
+    """The optimizer's pass over the elements this rank holds. The probe measures AdamW's in fp32; others move fewer bytes."""
+    num_bytes = num_elements * update_bytes(slots, item_bytes)
     if device.update_elements_per_second is not None:
-        return num_elements / device.update_elements_per_second
+        return num_bytes / update_bytes(ADAM_SLOTS) / device.update_elements_per_second
     if device.constants is not None:
-        return Kernels(device, device.constants).update_seconds(num_elements * UPDATE_BYTES_PER_ELEMENT)
-    return kernel_seconds(num_elements * UPDATE_BYTES_PER_ELEMENT, _plain_points(device))
+        return Kernels(device, device.constants).update_seconds(num_bytes)
+    return kernel_seconds(num_bytes, _plain_points(device))
 
 
 def clip_seconds(num_elements: float, num_tensors: int, device: Device) -> float:

@@ -82,7 +82,7 @@ def divide(graph: Graph, plan: Plan) -> dict[str, Division]:
 
 
 def _labels(graph: Graph, kinds: dict[str, Kind], ways: dict[str, dict[str, Way]]) -> dict[str, Labels]:
-    """Repeated blocks alone; the others twice, since they read each other's results forward and backward."""
+    """Repeated blocks alone; the others three times, since they read each other's results forward and backward."""
     shared: dict[tuple[str, int], Labels] = {}
     single = [block.name for block in graph.blocks if not block.repeated]
     found = {}
@@ -135,7 +135,9 @@ def _check_attention(kind: Kind, tp: int, cp: int) -> None:
 def _num_heads(op: Op) -> int:
     """Query heads: of fused attention [samples, heads, tokens, width], of explicit [samples · heads, tokens, tokens]."""
     if op.kind == "attention" and op.phase == "forward" and op.input_shapes and len(op.input_shapes[0]) == 4:
-        return round(op.input_shapes[0][1].fixed)
+        return min(
+            round(shape[1].fixed) for shape in op.input_shapes[:3] if len(shape) == 4
+        )  # of keys there may be fewer
     return round(op.result_shape[0].per_sample) if _makes_scores(op) else 0
 
 

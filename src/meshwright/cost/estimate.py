@@ -73,7 +73,7 @@ class Estimator:
             tokens_per_second=self.plan.global_batch * self.graph.tokens_per_sample / seconds,
             model_flops_utilisation=flops / (seconds * self.plan.world * self.cluster.device.peak_flops_per_second),
             budget_bytes=budget,
-            fits=max(peak, reserved) + context <= budget,
+            fits=max(peak, reserved) + context <= budget,  # Estimate.needed_bytes
             reserved_bytes=reserved,
             context_bytes=context,
             worst_rank=moment.coordinate * self.plan.world // self.plan.mesh.pp,
@@ -112,7 +112,8 @@ class Estimator:
 
     def update_seconds(self, coordinate: int) -> float:
         holdings = self.holdings(coordinate)
-        seconds = update_seconds(holdings.trainable, self.cluster.device)
+        item = 8 if self.plan.precision == "fp64" else 4
+        seconds = update_seconds(holdings.trainable, self.cluster.device, self.recipe.optimizer_slots, item)
         if self.recipe.clips:
             seconds += clip_seconds(holdings.trainable, len(holdings.parameters), self.cluster.device)
         return seconds

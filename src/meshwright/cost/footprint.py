@@ -7,7 +7,7 @@ fused       results that stay inside fused groups take nothing; what backward ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.graph import Kind, Pass, Source
 from meshwright.core.labels import weight_copies
@@ -26,6 +26,8 @@ class Footprint:
     peak: float
     rebuilt: float = 0.0
     """Of the peak, what a recompute brings back."""
+    given_back: float = 0.0
+    """Of other blocks' results, what a forward pass outside the blocks gives back."""
     cached: float = 0.0
     """What autocast keeps beside it until forward ends: its copies of weights, though the block is recomputed."""
 
@@ -48,8 +50,16 @@ class Footprints:
             if id(division) not in self._fused:
                 fused = is_fused(block, self.plan, self.recipe)
                 self._fused[id(division)] = fused_groups(division.kind) if fused else None
-            self._known[key] = self._walk(division, number, mode)
+            found = self._walk(division, number, mode)
+            self._known[key] = found if block else replace(found, given_back=self._given_back(division, number))
         return self._known[key]
+
+    def _given_back(self, division: Division, number: int) -> float:
+        one = division.kind.passes[number]
+        if one.phase == "backward":
+            return 0.0
+        sizes = (event.num_bytes.at(self.samples) for event in one.events if event.source == "@input")
+        return -sum(min(0.0, size) for size in sizes) * division.result_share("@input")
 
     def _walk(self, division: Division, number: int, mode: Mode) -> Footprint:
         one = division.kind.passes[number]

@@ -103,6 +103,8 @@ class Holdings:
             return self.whole_gradients if buckets or accumulating else self._of(backward_done, sharded=False)
         if plan.zero == 1 and accumulating:
             return self.whole_gradients
+        if plan.zero == 1 and not self.packs:  # reduced when all are there
+            return self._of(backward_done, sharded=False)
         left = self.sharded_gradients if accumulating else 0
         if not self.packs:
             return left or self._of(backward_done, sharded=True)
@@ -153,7 +155,8 @@ class Holdings:
 
     def during_update(self, device: Device) -> MemoryParts:
         """Optimizers that loop over tensors need one tensor's room; those that batch them (CUDA) need all at once."""
-        gradients = self.whole_gradients if self.plan.zero == 0 else self.sharded_gradients
+        whole = self.plan.zero == 0 or self.recipe.reduces_whole
+        gradients = self.whole_gradients if whole else self.sharded_gradients
         if self.plan.offload.what == "parameters":
             gradients = 0
         largest = max((held_elements([p], self.plan) for p in self.parameters), default=0)

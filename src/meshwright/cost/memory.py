@@ -26,6 +26,7 @@ from meshwright.core.schedule import Action, Order
 from meshwright.cost.division import Division
 from meshwright.cost.footprint import Footprint, Footprints
 from meshwright.cost.holdings import Holdings
+from meshwright.cost.ledger import Ledger
 from meshwright.cost.passes import StagePasses, handed_on_bytes
 
 
@@ -105,54 +106,64 @@ class MemoryCost:
 
     def _stage_kept(self, number: int) -> float:
         """By one microbatch on a stage, between its forward and its backward: what it received is kept too."""
-        return self._received(number) + sum(self._footprint(segment).kept for segment in self.stages[number].forward)
+        ledger = Ledger(self._received(number))
+        for segment, behind in self._forward(number):
+            ledger.forward(segment.block, self._footprint(segment), behind, keeps_input=self._keeps_input(behind))
+        return ledger.live
+
+    def _forward(self, number: int) -> Iterator[tuple[Segment, str]]:
+        """The forward passes of a stage, each with the last named block up to it."""
+        behind = ""
+        for segment in self.stages[number].forward:
+            behind = segment.block or behind
+            yield segment, behind
+
+    def _keeps_input(self, block: str) -> bool:
+        return self.footprints.modes.get(block) in ("full", "selective ops")
 
     def _received(self, number: int) -> float:
         """What the stage before sent: no pass of this stage takes it, though one gives it back."""
-        if number == 0:
+        if number == 0 or self._same_coordinate(number - 1):
             return 0.0
         copies = 2 if self.recipe.copies_received else 1
         return copies * handed_on_bytes(self.stages[number - 1], self.divisions, self.plan.microbatch)
 
     def _returned(self, number: int) -> float:
         """The gradient that the stage behind sends: as large as what it was sent."""
-        if number + 1 == len(self.stages):
+        if number + 1 == len(self.stages) or self._same_coordinate(number):
             return 0.0
         return handed_on_bytes(self.stages[number], self.divisions, self.plan.microbatch)
+
+    def _same_coordinate(self, number: int) -> bool:
+        """Whether a stage and the next share a coordinate: then they share the tensor between them too."""
+        stages = self.plan.stages
+        return stages[number].coordinate == stages[number + 1].coordinate
 
     def _footprint(self, segment: Segment) -> Footprint:
         return self.footprints.of(self.divisions[segment.block], segment.block, segment.number)
 
     def _walk(self, stage: int, held: tuple[float, float], holdings: Holdings, device: Device) -> Iterator[Moment]:
-        """One microbatch through a stage. Activations are what forward kept or recompute rebuilt, and what the other
-        microbatches hold; what backward itself hands on is a temporary."""
+        """One microbatch through a stage; `held`: what the others hold when a forward, or a backward, begins."""
         coordinate = self.plan.stages[stage].coordinate
-        received = self._received(stage)
-        live, cached = received, 0.0
-        kept: dict[str, float] = {"received": received}
-        for segment in self.stages[stage].forward:
+        ledger = Ledger(self._received(stage))
+        for segment, behind in self._forward(stage):
             footprint = self._footprint(segment)
-            before = held[0] + live + cached
+            before = held[0] + ledger.live + ledger.cached
             parts = holdings.during("forward", segment.block, set(), activations=before, temporaries=footprint.peak)
             yield Moment(coordinate, f"forward of {_words(segment)}", parts)
-            live += footprint.kept
-            cached += footprint.cached
-            kept[segment.block] = kept.get(segment.block, 0.0) + footprint.kept
+            ledger.forward(segment.block, footprint, behind, keeps_input=self._keeps_input(behind))
+        ledger.returned(self._returned(stage))
         done: set[str] = set()
-        kept["returned"] = self._returned(stage)
-        live += kept["returned"]
         for segment in self.stages[stage].backward:
             footprint, block = self._footprint(segment), segment.block
             done.add(block)
-            mine = min(sum(kept.values()), live) + footprint.rebuilt
-            inside = live + footprint.peak - mine
+            mine = ledger.activations + footprint.rebuilt
+            inside = ledger.live + footprint.peak - mine
             parts = holdings.during("backward", block, done, activations=held[1] + mine, temporaries=inside)
             yield Moment(coordinate, f"backward of {_words(segment)}", parts)
-            live += footprint.kept
-            kept.pop(block, None)
+            ledger.backward(block, footprint)
             if holdings.packs and block:
-                mine = min(sum(kept.values()), live)
-                sizes = {"activations": held[1] + mine, "temporaries": live - mine}
+                sizes = {"activations": held[1] + ledger.activations, "temporaries": ledger.live - ledger.activations}
                 yield Moment(coordinate, f"reduction of {block}", holdings.while_reducing(block, done, device, **sizes))
 
 

@@ -75,14 +75,16 @@ def estimate_table(plan: Plan, estimate: Estimate) -> Table:
     table.add_row("tokens per second", f"{estimate.tokens_per_second:,.0f}")
     table.add_row("model-flops utilisation", f"{estimate.model_flops_utilisation:.1%}")
     fits = "fits" if estimate.fits else "does not fit"
-    words = f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.budget_bytes)}: {fits}"
+    words = f"{format_bytes(estimate.needed_bytes)} of {format_bytes(estimate.budget_bytes)}: {fits}"
     table.add_row("memory per device", words, style="bold")
+    if estimate.needed_bytes != estimate.peak_bytes:
+        table.add_row("  allocated at the peak", format_bytes(estimate.peak_bytes))
     for part, num_bytes in msgspec.structs.asdict(estimate.memory_bytes).items():
         if num_bytes:
-            table.add_row(f"  {MEMORY_WORDS[part]}", format_bytes(num_bytes))
+            table.add_row(f"    {MEMORY_WORDS[part]}", format_bytes(num_bytes))
     if estimate.reserved_bytes:
-        beside = f"{format_bytes(estimate.reserved_bytes)} and {format_bytes(estimate.context_bytes)}"
-        table.add_row("reserved by the allocator, held by the driver", beside)
+        table.add_row("  the allocator's slack", format_bytes(estimate.reserved_bytes - estimate.peak_bytes))
+        table.add_row("  held by the driver", format_bytes(estimate.context_bytes))
     if estimate.host_bytes:
         table.add_row("memory per host", format_bytes(estimate.host_bytes))
     if estimate.worst_moment:
@@ -231,7 +233,9 @@ def _time_parts(one: TimeParts, other: TimeParts) -> list[tuple[str, float, floa
 
 
 def _collective_bytes(estimate: Estimate, trace: Trace) -> list[tuple[str, int, int]]:
-    predicted = {call.kind: call.total_bytes for call in estimate.collectives}
-    measured = {call.kind: call.total_bytes for call in trace.collectives}
-    kinds = list(dict.fromkeys([*predicted, *measured]))
-    return [(kind, predicted.get(kind, 0), measured.get(kind, 0)) for kind in kinds]
+    predicted = {(call.kind, call.axis): call.total_bytes for call in estimate.collectives}
+    measured = {(call.kind, call.axis): call.total_bytes for call in trace.collectives}
+    keys = list(dict.fromkeys([*predicted, *measured]))
+    return [
+        (f"{kind} along {axis}", predicted.get((kind, axis), 0), measured.get((kind, axis), 0)) for kind, axis in keys
+    ]

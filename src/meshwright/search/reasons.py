@@ -24,7 +24,7 @@ WORDS = {
 def reason_lost(lost: Estimate, best: Estimate) -> str:
     """The memory it is over, or the part of the step that costs it most against the best."""
     if not lost.fits:
-        over = max(lost.peak_bytes, lost.reserved_bytes) + lost.context_bytes - lost.budget_bytes
+        over = lost.needed_bytes - lost.budget_bytes
         return f"{format_bytes(over)} over the budget of {format_bytes(lost.budget_bytes)}"
     slower = lost.step_seconds / best.step_seconds - 1
     if slower == 0:

@@ -43,11 +43,16 @@ def search(
     recipe: Recipe | None = None,
     budget_bytes: int | None = None,
     world: int | None = None,
+    other_casting: Graph | None = None,
 ) -> SearchResult:
-    """The best plan for a graph on a cluster. `world` fixes the number of ranks; without it fewer devices may be used."""
+    """The best plan for a graph on a cluster. `world` fixes the number of ranks; without it fewer devices may be used.
+
+    other_casting: the same model as the plans that reach 16 bits in the other way run it; without it, all are costed alike.
+    """
     started = time.perf_counter()
     plans = list(candidates(graph, cluster, request or PlanRequest(), world))
-    costed = [(plan, estimate(graph, plan, cluster, recipe, budget_bytes)) for plan in plans]
+    graphs = {found.casting: found for found in (other_casting, graph) if found is not None}
+    costed = [(plan, estimate(graphs.get(plan.casting, graph), plan, cluster, recipe, budget_bytes)) for plan in plans]
     fitting = sorted((pair for pair in costed if pair[1].fits), key=_preference)
     missing = sorted((pair for pair in costed if not pair[1].fits), key=lambda pair: pair[1].peak_bytes)
     if not fitting:
@@ -134,7 +139,7 @@ def _preference(pair: tuple[Plan, Estimate]) -> tuple[int, int, int, int, float]
 
 def _infeasible(missing: list[tuple[Plan, Estimate]], cluster: Cluster) -> InfeasibleError:
     plan, found = missing[0]
-    needed = max(found.peak_bytes, found.reserved_bytes) + found.context_bytes
+    needed = found.needed_bytes
     parts = msgspec.structs.asdict(found.memory_bytes)
     largest = sorted(parts, key=lambda name: -parts[name])[:2]
     words = ", ".join(f"{name.replace('_', ' ')} {format_bytes(parts[name])}" for name in largest)
