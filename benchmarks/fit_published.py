@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from math import log
@@ -24,9 +25,10 @@ from typing import Any
 from meshwright.cli.graphs import graph_of
 from meshwright.core import constants
 from meshwright.core.cluster import Facts, read_facts
+from meshwright.core.errors import MeshwrightError
 from meshwright.core.published import Run, read_runs
 from meshwright.report.published import read
-from meshwright.report.score import predict
+from meshwright.report.score import facts_of, predict
 
 FREE: dict[str, dict[str, tuple[float, float, float]]] = {
     "A100": {"matmul_share": (0.55, 0.95, 0.06)},
@@ -46,8 +48,11 @@ def main() -> None:
     parser.add_argument("clusters")
     parser.add_argument("--write", action="store_true", help="put the fits into core/families.json")
     options = parser.parse_args()
-    runs = [run for run in read_runs(options.runs) if run.step_seconds]
-    facts = read_facts(Path(options.clusters).read_bytes(), options.clusters)
+    try:
+        facts = read_facts(Path(options.clusters).read_bytes(), options.clusters)
+        runs = timed_runs(options.runs, facts)
+    except MeshwrightError as error:
+        sys.exit(str(error))
     file = json.loads(FILE.read_text(encoding="utf-8"))
     fits = all_fits(runs, facts, file)
     print(json.dumps(fits, indent=1))
@@ -55,6 +60,14 @@ def main() -> None:
         file["fits"] = fits
         FILE.write_text(as_text(file), encoding="utf-8")
         print(f"wrote {FILE}")
+
+
+def timed_runs(path: str, facts: dict[str, Facts]) -> list[Run]:
+    """Rows with a time that can be read; one that names an unknown cluster is refused."""
+    runs = [run for run in read_runs(path) if isinstance(run, Run) and run.step_seconds]
+    for run in runs:
+        facts_of(run, facts)
+    return runs
 
 
 def all_fits(runs: list[Run], facts: dict[str, Facts], file: dict[str, Any]) -> dict[str, Any]:
@@ -83,13 +96,13 @@ def thinned(runs: list[Run]) -> list[Run]:
 def fit(family: str, runs: list[Run], facts: dict[str, Facts], file: dict[str, Any]) -> dict[str, Any]:
     """The constants of one family that suit these runs best."""
     origin = f"fit: {', '.join(sorted({run.source_table for run in runs}))}"
-    graphs = {
-        (key := (reading.model, reading.casting)): graph_of(key[0], "bf16", key[1]) for reading in map(read, runs)
-    }
+    readings = [read(run, facts[run.cluster]) for run in runs]
+    keys = dict.fromkeys((reading.model, reading.precision, reading.casting) for reading in readings)
+    graphs = {key: graph_of(*key) for key in keys}
 
     def cost(values: dict[str, float]) -> float:
         file["fits"] = {"all": {family: {name: [round(value, 3), origin] for name, value in values.items()}}}
-        return distance(runs, facts, lambda model, casting: graphs[model, casting])
+        return distance(runs, facts, lambda *key: graphs[key])
 
     start = {name: (file["families"][family].get(name) or file["common"][name])[0] for name in FREE[family]}
     best = descend(cost, start, FREE[family])

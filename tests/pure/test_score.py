@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from importlib import resources
 from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_published import run_of
+from test_published import HEADER, ROW, run_of, write
 from transformer import transformer_graph
 
+from meshwright.cli.score import score as score_command
 from meshwright.core.cluster import Facts, catalogue
-from meshwright.core.errors import InputError
-from meshwright.core.graph import Casting, Graph
-from meshwright.core.published import Run
+from meshwright.core.errors import CaptureError, InputError, ModelError
+from meshwright.core.graph import Casting, Graph, Precision
+from meshwright.core.published import Run, Unreadable
 from meshwright.core.units import GIB
 from meshwright.report.accuracy import BEGIN, END, score_table, worst_table, write_section
 from meshwright.report.explain import explain_table, figures
@@ -88,16 +91,8 @@ def test_quantiles() -> None:
 SIZES = {"layers": 4, "hidden": 64, "heads": 4, "seq": 32, "vocab": 2048}
 
 
-def graph_of(model: str, casting: Casting) -> Graph:
-    graph = transformer_graph(layers=4)
-    return msgspec.structs.replace(graph, precision="bf16", casting=casting, kinds=_in_bf16(graph))
-
-
-def _in_bf16(graph: Graph) -> tuple[object, ...]:
-    return tuple(
-        msgspec.structs.replace(kind, ops=tuple(msgspec.structs.replace(op, dtype="bf16") for op in kind.ops))
-        for kind in graph.kinds
-    )
+def graph_of(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
+    return msgspec.structs.replace(transformer_graph(layers=4, precision=precision), casting=casting)
 
 
 def test_runs_are_predicted_and_one_that_cannot_be_says_why() -> None:
@@ -113,6 +108,89 @@ def test_runs_are_predicted_and_one_that_cannot_be_says_why() -> None:
     assert "did you mean 'a100-80g-selene'?" in unknown.failure
     assert "do not divide over tp=8" in undivided.failure
     assert unknown.time_error == undivided.time_error == 1.0
+
+
+@pytest.mark.parametrize(
+    ("cluster", "word", "precision"),
+    [("v100-16g-p3", "fp16", "fp16"), ("a100-80g-selene", "fp16", "bf16"), ("a100-80g-selene", "fp32", "fp32")],
+)
+def test_the_graph_is_captured_in_the_precision_of_the_row(cluster: str, word: str, precision: str) -> None:
+    asked: list[str] = []
+
+    def graph(model: str, precision: Precision, casting: Casting) -> Graph:
+        asked.append(precision)
+        return graph_of(model, precision, casting)
+
+    (found,) = predict([run_of(cluster=cluster, precision=word, **SIZES)], catalogue(), graph)
+    assert asked == [precision]
+    assert found.failure == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModelError("no such model"), "no such model"),
+        (CaptureError("cannot be followed"), "cannot be followed"),
+        (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero"),
+        (KeyError("missing"), "KeyError: 'missing'"),
+        (ValueError("odd"), "ValueError: odd"),
+        (TypeError("wrong"), "TypeError: wrong"),
+        (AssertionError("never"), "AssertionError: never"),
+        (RuntimeError("torch\nits stack"), "RuntimeError: torch"),
+    ],
+)
+def test_whatever_one_row_raises_the_others_are_predicted(error: Exception, said: str) -> None:
+    def graph(model: str, precision: Precision, casting: Casting) -> Graph:
+        if "layers=5" in model:
+            raise error
+        return graph_of(model, precision, casting)
+
+    fine = run_of(cluster="a100-80g-selene", step_seconds=1.0, **SIZES)
+    bad = msgspec.structs.replace(fine, layers=5)
+    found = predict([bad, fine], catalogue(), graph)
+    assert [p.failure for p in found] == [said, ""]
+    assert score(found).num_failures == 1
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 4}, {"tp": 3, "dp": 2}])
+def test_degrees_that_are_not_all_gpus_fail_the_row(degrees: dict[str, object]) -> None:
+    (found,) = predict([run_of(**{"cluster": "a100-80g-selene", **SIZES, **degrees})], catalogue(), graph_of)
+    assert "ranks, but there are 8: change a degree" in found.failure
+
+
+def test_a_row_that_cannot_be_read_is_an_error_of_100_percent() -> None:
+    row = Unreadable(id="a", source_table="t", problem="hidden is 'wide'", step_seconds=2.0, peak_gb=3.0, fits=False)
+    (found,) = predict([row], {}, graph_of)
+    total = score([found])
+    assert (total.num_rows, total.num_failures, total.num_sweeps) == (1, 1, 0)
+    assert (total.step_time_median_error, total.memory_median_error, total.oom_recall) == (1.0, 1.0, 0.0)
+    assert "hidden is 'wide'" in as_text(worst_table([found]), width=200)
+
+
+def test_no_row_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captured: list[str] = []
+
+    def capture(model: str, precision: Precision, casting: Casting) -> Graph:
+        captured.append(model)
+        if "layers=72" in model:
+            raise ModelError("cannot be built")
+        return graph_of(model, precision, casting)
+
+    monkeypatch.setattr("meshwright.cli.graphs.graph_of", capture)
+    fine = "b,new,,4,64,4,2048,32,a100-80g-selene,8,2,1,,1,1,8,none,0,0,bf16,0,,1.0,1.0,1,,,"
+    lines = (
+        HEADER, ROW, ROW, fine, fine.replace("selene", "nowhere"), fine.replace(",4,64", ",[/b],64"),
+        fine.replace(",8,2,1,,", ",8,2,1,3,"), fine.replace("a100-80g-selene", "v100-16g-p3"),
+    )  # fmt: skip
+    clusters = tmp_path / "clusters.json"
+    clusters.write_bytes(resources.files("meshwright.core").joinpath("clusters.json").read_bytes())
+    score_command(str(write(tmp_path, *lines)), str(clusters), rows=True, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_rows"], found["num_failures"]) == (7, 5)
+    assert [bool(row["failure"]) for row in found["rows"]] == [True, True, False, True, True, True, False]
+    assert sum("layers=72" in model for model in captured) == 1
 
 
 def test_a_table_is_predicted_without_itself() -> None:
@@ -146,6 +224,21 @@ def test_the_page_is_rewritten_between_its_marks(tmp_path: Path) -> None:
     assert "old" not in text
     assert text.count("| all |") == 1
     assert (tmp_path / "accuracy-published.svg").read_text().count("<title>") == 6
+
+
+def test_a_page_without_predicted_times_has_no_picture(tmp_path: Path) -> None:
+    page = tmp_path / "accuracy.md"
+    page.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
+    write_section(page, [predicted(10.0, None)], "meshwright score")
+    text = page.read_text(encoding="utf-8")
+    assert "| all |" in text
+    assert "![" not in text
+    assert not (tmp_path / "accuracy-published.svg").exists()
+
+
+@pytest.mark.parametrize("value", [1.0, 10.0, 3.0])
+def test_points_in_one_place_are_drawn(value: float) -> None:
+    assert scatter([("t", value, value)], "s").count("<title>") == 1
 
 
 def test_a_page_without_marks_is_left_alone(tmp_path: Path) -> None:

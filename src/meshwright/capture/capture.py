@@ -16,7 +16,7 @@ from meshwright.capture.regions import expert_parameters
 from meshwright.capture.stand_ins import Arithmetic
 from meshwright.capture.trace import trace
 from meshwright.core.errors import GuessWarning, ModelError
-from meshwright.core.graph import Casting, Graph, Guess, Parameter, Precision
+from meshwright.core.graph import Casting, Graph, Parameter, Precision
 from meshwright.models.objective import DEFAULT, Batch, Objective
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import ModelSource, repeat_samples
@@ -34,7 +34,7 @@ def capture(
     subject = Subject(module, batch, objective, Arithmetic(precision, casting))
     graph = subject.follow(name, find_groups(module, subject.blocks))
     for guess in graph.guesses:
-        warnings.warn(_words(guess), GuessWarning, stacklevel=2)
+        warnings.warn(guess.words, GuessWarning, stacklevel=2)
     return graph
 
 
@@ -102,10 +102,3 @@ class Subject:
             )
             for parameter in list_parameters(self.module)
         )
-
-
-def _words(guess: Guess) -> str:
-    return (
-        f"module '{guess.module or 'root'}' ({guess.line}) asks for {guess.question}, which fake tensors do not have: "
-        f"the graph assumes {guess.answer}"
-    )

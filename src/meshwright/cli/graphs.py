@@ -7,11 +7,13 @@ precision, and the versions of what captured it. A user's own Python file may im
 from __future__ import annotations
 
 import os
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import __version__
+from meshwright.core.errors import GuessWarning
 from meshwright.core.graph import CAPTURE_VERSION
 
 if TYPE_CHECKING:
@@ -20,7 +22,12 @@ if TYPE_CHECKING:
 
 def graph_of(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
     """The graph of a named model, read where it is known and captured where it is not."""
-    return _read(model, precision, casting) or capture_now(model, precision, casting)
+    known = _read(model, precision, casting)
+    if known is None:
+        return capture_now(model, precision, casting)
+    for guess in known.guesses:  # a capture says so itself
+        warnings.warn(guess.words, GuessWarning, stacklevel=2)
+    return known
 
 
 def both_castings(model: str, precision: Precision) -> tuple[Graph, Graph | None]:

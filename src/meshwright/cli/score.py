@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.cli.options import JsonFlag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import Console
 
-    from meshwright.core.graph import Casting, Graph
-    from meshwright.core.published import Run
+    from meshwright.core.cluster import Facts
+    from meshwright.core.graph import Casting, Graph, Precision
+    from meshwright.core.published import Run, Unreadable
+    from meshwright.report.score import GraphOf, Prediction
 
 
 def score(
@@ -34,49 +34,80 @@ def score(
     from pathlib import Path
 
     from meshwright.cli.output import make_console, print_json
-    from meshwright.core.cluster import read_facts
-    from meshwright.core.errors import InputError
     from meshwright.core.published import read_runs
-    from meshwright.report.accuracy import score_table, worst_table, write_section
-    from meshwright.report.score import by_table, predict
-    from meshwright.report.score import score as score_of
+    from meshwright.report.accuracy import write_section
 
     console = make_console(as_json)
-    found = read_runs(runs)
-    try:
-        facts = read_facts(Path(clusters).read_bytes(), clusters)
-    except OSError as error:
-        raise InputError(f"{clusters}: cannot be read: {error}") from error
-    predictions = predict(found, facts, _graphs(console, found))
-    console.print(score_table(predictions))
-    console.print(worst_table(predictions))
-    for prediction in predictions:
-        if prediction.failure:
-            console.print(f"{prediction.run.id}: {prediction.failure}")
+    predictions = _predictions(console, read_runs(runs), _facts(clusters))
+    _show(console, predictions)
     if write is not None:
         command = f"meshwright score {Path(runs).name} --clusters {Path(clusters).name} --write {Path(write).name}"
         console.print(f"wrote {write_section(write, predictions, command)}")
     if as_json:
-        import msgspec
-
-        result = msgspec.to_builtins(score_of(predictions))
-        result["by_source_table"] = msgspec.to_builtins(by_table(predictions))
-        if rows:
-            result["rows"] = msgspec.to_builtins(predictions)
-        print_json(result)
+        print_json(_as_builtins(predictions, rows))
 
 
-def _graphs(console: Console, runs: tuple[Run, ...]) -> Callable[[str, Casting], Graph]:
-    """Every model captured first, with a bar: a cold start takes most of a minute, later ones none."""
+def _facts(path: str) -> dict[str, Facts]:
+    from pathlib import Path
+
+    from meshwright.core.cluster import read_facts
+    from meshwright.core.errors import InputError
+
+    try:
+        return read_facts(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+
+
+def _predictions(console: Console, runs: tuple[Run | Unreadable, ...], facts: dict[str, Facts]) -> list[Prediction]:
+    """With a bar: a cold start captures every model and takes most of a minute, later ones take seconds."""
     from rich.progress import track
 
-    from meshwright.cli.graphs import graph_of
-    from meshwright.report.published import read
+    from meshwright.report.score import predict
 
-    readings = (read(run) for run in runs)
-    models = dict.fromkeys((reading.model, reading.casting) for reading in readings)
-    known = {
-        key: graph_of(key[0], "bf16", key[1])
-        for key in track(models, "capturing models", console=console, transient=True)
-    }
-    return lambda model, casting: known[model, casting]
+    return predict(track(runs, "predicting runs", console=console, transient=True), facts, _captures())
+
+
+def _captures() -> GraphOf:
+    """Every model captured once. One that cannot be says so for each of its rows."""
+    from functools import cache
+
+    from meshwright.cli.graphs import graph_of
+    from meshwright.core.errors import MeshwrightError
+
+    @cache
+    def attempt(model: str, precision: Precision, casting: Casting) -> Graph | MeshwrightError:
+        try:
+            return graph_of(model, precision, casting)
+        except MeshwrightError as error:
+            return error
+
+    def graph(model: str, precision: Precision, casting: Casting) -> Graph:
+        found = attempt(model, precision, casting)
+        if isinstance(found, MeshwrightError):
+            raise found
+        return found
+
+    return graph
+
+
+def _show(console: Console, predictions: list[Prediction]) -> None:
+    from meshwright.report.accuracy import score_table, worst_table
+
+    console.print(score_table(predictions))
+    console.print(worst_table(predictions))
+    for prediction in predictions:
+        if prediction.failure:
+            console.print(f"{prediction.run.id}: {prediction.failure}", markup=False)
+
+
+def _as_builtins(predictions: list[Prediction], rows: bool) -> dict[str, Any]:
+    import msgspec
+
+    from meshwright.report.score import by_table, score
+
+    result: dict[str, Any] = msgspec.to_builtins(score(predictions))
+    result["by_source_table"] = msgspec.to_builtins(by_table(predictions))
+    if rows:
+        result["rows"] = msgspec.to_builtins(predictions)
+    return result

@@ -172,6 +172,13 @@ class Guess(Value, kw_only=True):
     question: str
     answer: str
 
+    @property
+    def words(self) -> str:
+        return (
+            f"module '{self.module or 'root'}' ({self.line}) asks for {self.question}, which fake tensors do not have: "
+            f"the graph assumes {self.answer}"
+        )
+
 
 class Graph(Value, kw_only=True):
     format: Literal[2] = 2

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from meshwright.core.errors import InputError
+from meshwright.core.published import Unreadable
 from meshwright.report.scatter import scatter
 from meshwright.report.score import Prediction, Score, by_table, score
 
@@ -25,7 +27,7 @@ def score_table(predictions: Sequence[Prediction]) -> Table:
     for words, field in COLUMNS:
         table.add_column(words, justify="right" if field else "left")
     for cells in _rows(predictions):
-        table.add_row(*cells, style="bold" if cells[0] == "all" else None)
+        table.add_row(*map(escape, cells), style="bold" if cells[0] == "all" else None)
     return table
 
 
@@ -35,7 +37,7 @@ def worst_table(predictions: Sequence[Prediction]) -> Table:
     for words in ("run", "model", "plan", "measured", "predicted", "error"):
         table.add_column(words, justify="left" if words in ("run", "model", "plan") else "right")
     for prediction in worst(predictions):
-        table.add_row(*_run_cells(prediction))
+        table.add_row(*map(escape, _run_cells(prediction)))
     return table
 
 
@@ -60,16 +62,17 @@ def _cell(found: Score, field: str) -> str:
 
 def _run_cells(prediction: Prediction) -> tuple[str, ...]:
     run = prediction.run
-    plan = f"tp {run.tp} · pp {run.pp} · dp {run.dp}, ZeRO {run.zero}, microbatch {run.micro_batch}, {run.recompute} recompute"
     predicted = f"{prediction.step_seconds:.3g} s" if prediction.step_seconds else prediction.failure
-    return (
-        run.id, f"{run.layers} × {run.hidden}, {run.heads} heads, {run.seq} tokens", f"{run.num_gpus} GPUs: {plan}",
-        f"{run.step_seconds:.3g} s", predicted, f"{prediction.time_error:+.0%}",
-    )  # fmt: skip
+    told = (f"{run.step_seconds:.3g} s", predicted, f"{prediction.time_error:+.0%}")
+    if isinstance(run, Unreadable):
+        return (run.id, "–", "–", *told)
+    plan = f"tp {run.tp} · pp {run.pp} · dp {run.dp}, ZeRO {run.zero}, microbatch {run.micro_batch}, {run.recompute} recompute"
+    model = f"{run.layers} × {run.hidden}, {run.heads} heads, {run.seq} tokens"
+    return (run.id, model, f"{run.num_gpus} GPUs: {plan}", *told)
 
 
 def write_section(path: str | Path, predictions: Sequence[Prediction], command: str) -> Path:
-    """Replace what stands between the marks, and draw the picture beside the file."""
+    """Replace what stands between the marks, and draw the picture beside the file where there is a run to show."""
     target = Path(path)
     text = target.read_text(encoding="utf-8") if target.exists() else ""
     before, begin, rest = text.partition(BEGIN)
@@ -82,17 +85,20 @@ def write_section(path: str | Path, predictions: Sequence[Prediction], command: 
         for p in predictions
         if p.run.step_seconds and p.step_seconds
     ]
-    picture.write_text(scatter(points, "step time, s"), encoding="utf-8")
-    target.write_text(f"{before}{BEGIN}\n{_section(predictions, command, picture.name)}{END}{after}", encoding="utf-8")
+    if points:
+        picture.write_text(scatter(points, "step time, s"), encoding="utf-8")
+    section = _section(predictions, command, picture.name if points else None)
+    target.write_text(f"{before}{BEGIN}\n{section}{END}{after}", encoding="utf-8")
     return target
 
 
-def _section(predictions: Sequence[Prediction], command: str, picture: str) -> str:
+def _section(predictions: Sequence[Prediction], command: str, picture: str | None) -> str:
+    image = [f"![predicted against measured step time of published runs]({picture})", ""] if picture else []
     header = [words for words, _ in COLUMNS]
     lines = [
         f"Made by `{command}`.", "",
         _line(header), _line(["---", *["---:"] * (len(header) - 1)]), *(_line(cells) for cells in _rows(predictions)), "",
-        f"![predicted against measured step time of published runs]({picture})", "",
+        *image,
         "Furthest off:", "",
         _line(["run", "model", "plan", "measured", "predicted", "error"]), _line(["---"] * 3 + ["---:"] * 3),
         *(_line(_run_cells(prediction)) for prediction in worst(predictions)), "",
@@ -101,4 +107,5 @@ def _section(predictions: Sequence[Prediction], command: str, picture: str) -> s
 
 
 def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    """A row of a Markdown table; a message may hold line breaks and bars."""
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in cells)} |"

@@ -8,6 +8,8 @@ it, and written down here once a system, never a row:
     DeepSpeed              its default buckets of 5e8 elements, one to reduce and one to gather; all-reduce, then all-gather
     BigScience's DeepSpeed also launches kernels one by one (CUDA_LAUNCH_BLOCKING in its scripts)
     FSDP                   fp32 shards, gathered and reduced in 16 bits; fused attention
+
+16 bits are bf16 where the device has it, whatever a row says: fp16 has the same peak there, and a model is captured once.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.core.graph import Casting, Graph
+import msgspec
+
+from meshwright.core.cluster import Facts
+from meshwright.core.graph import Casting, Graph, Precision
 from meshwright.core.plan import Plan, ScheduleKind
 from meshwright.core.published import Run
 from meshwright.core.recipe import Recipe
@@ -27,11 +32,28 @@ SYSTEMS: dict[str, System] = {
     "tr11": "deepspeed", "sc21-table1": "megatron", "mosaicml-fsdp": "fsdp", "torchtitan-llama3": "torchtitan",
 }  # fmt: skip
 
+WORDS: dict[str, System] = {
+    "torchtitan": "torchtitan", "deepspeed": "deepspeed", "megatron": "megatron", "nemo": "megatron", "fsdp": "fsdp",
+    "mosaic": "fsdp",
+}  # fmt: skip
+"""What a row of an unknown table may say of its system; the first that is found counts."""
+
+LLAMAS: dict[tuple[int, bool], tuple[int, int]] = {
+    (2048, True): (8, 8192), (3072, True): (8, 8192), (4096, True): (8, 14336), (8192, True): (8, 28672),
+    (16384, True): (8, 53248), (8192, False): (8, 28672),
+}  # fmt: skip
+"""Hidden, and whether the vocabulary is Llama 3's → heads of keys and values, width of the MLP. Others follow Llama 1."""
+LLAMA_3_VOCAB = 100_000
+MISTRAL = (8, 14336)
+
+LAUNCHED_ONE_BY_ONE = ("tr11",)
+"""Tables whose published scripts set CUDA_LAUNCH_BLOCKING."""
+
 RECIPES: dict[System, Recipe] = {
     "deepspeed": Recipe(
         fused_update=True, parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=8, reduces_whole=True,
         blocking_transfers=True, overlaps_reduction=False, copies_received=True, fused_ops=True,
-        blocking_launches=True, bucket_bytes=2 * 500_000_000 * 2,
+        bucket_bytes=2 * 500_000_000 * 2,
     ),
     "megatron": Recipe(
         fused_update=True, parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=4, whole_transfers=False,
@@ -47,7 +69,9 @@ class Reading:
     """What a run is to us, before its model is captured."""
 
     model: str
+    precision: Precision
     casting: Casting
+    num_ranks: int
     request: PlanRequest
     recipe: Recipe
 
@@ -56,25 +80,39 @@ def system_of(run: Run) -> System:
     """The system that made a run; of an unknown table, the one whose ways the row shows."""
     if run.source_table in SYSTEMS:
         return SYSTEMS[run.source_table]
-    if "deepspeed" in run.schedule.lower():
-        return "deepspeed"
+    said = " ".join((run.source_table, run.schedule, run.source, run.notes)).casefold()
+    for word, system in WORDS.items():
+        if word in said:
+            return system
+    if run.compiled and run.zero == 3:
+        return "torchtitan"
     return "megatron" if run.tp > 1 or run.pp > 1 or run.zero < 2 else "fsdp"
 
 
-def read(run: Run) -> Reading:
-    system = system_of(run)
+def precision_of(run: Run, facts: Facts) -> Precision:
+    """What a run computes in, on the devices these facts describe."""
+    said = run.precision.casefold()
+    if "16" not in said and any(word in said for word in ("fp32", "tf32", "float32")):
+        return "fp32"
+    return "bf16" if facts.peak_bf16_tflops else "fp16"
+
+
+def read(run: Run, facts: Facts) -> Reading:
+    system, precision = system_of(run), precision_of(run, facts)
     explicit = system in ("deepspeed", "megatron")
     return Reading(
         model=model_of(run, "eager" if explicit else "sdpa"),
+        precision=precision,
         casting="parameters",
-        request=_request(run),
-        recipe=_recipe(run, system),
+        num_ranks=run.num_gpus,
+        request=_request(run, precision),
+        recipe=_recipe(run, system, precision),
     )
 
 
 def model_of(run: Run, attention: str) -> str:
-    if "llama" in run.model.lower():
-        kv_heads, wide = (8, 14336) if run.hidden == 4096 else (run.heads, round(run.hidden * 8 / 3 / 256) * 256)
+    if any(name in run.model.casefold() for name in ("llama", "mistral")):
+        kv_heads, wide = _llama_sizes(run)
         return (
             f"llama:layers={run.layers},hidden={run.hidden},heads={run.heads},kv_heads={kv_heads},intermediate={wide},"
             f"seq={run.seq},vocab={run.vocab}"
@@ -85,25 +123,34 @@ def model_of(run: Run, attention: str) -> str:
     )
 
 
+def _llama_sizes(run: Run) -> tuple[int, int]:
+    """Heads of keys and values, and the MLP's width: 8/3 of hidden, up to a multiple of 256, where no table says."""
+    if "mistral" in run.model.casefold() and run.hidden == 4096:
+        return MISTRAL
+    plain = (run.heads, -(-8 * run.hidden // (3 * 256)) * 256)
+    return LLAMAS.get((run.hidden, run.vocab >= LLAMA_3_VOCAB), plain)
+
+
 def plan_of(reading: Reading, graph: Graph, cluster: str) -> Plan:
-    wish = reading.request
-    world = (wish.tp or 1) * (wish.pp or 1) * (wish.dp or 1)
-    return plain_plan(wish, graph, world, cluster)
+    return plain_plan(reading.request, graph, reading.num_ranks, cluster)
 
 
-def _request(run: Run) -> PlanRequest:
+def _request(run: Run, precision: Precision) -> PlanRequest:
     schedule: ScheduleKind = "interleaved" if run.vpp > 1 else "1f1b"
     return PlanRequest(
         tp=run.tp, pp=run.pp, dp=run.dp, virtual=run.vpp, zero=run.zero if run.dp > 1 else 0,
         sequence_parallel=run.sequence_parallel and run.tp > 1, microbatch=run.micro_batch, global_batch=run.global_batch,
-        schedule=schedule, recompute=run.recompute, precision="bf16", compile=run.compiled,
+        schedule=schedule, recompute=run.recompute, precision=precision, compile=run.compiled,
     )  # fmt: skip
 
 
-def _recipe(run: Run, system: System) -> Recipe:
-    import msgspec
-
-    recipe = RECIPES[system]
+def _recipe(run: Run, system: System, precision: Precision) -> Recipe:
+    recipe = msgspec.structs.replace(RECIPES[system], blocking_launches=run.source_table in LAUNCHED_ONE_BY_ONE)
+    if precision == "fp32":  # one copy of everything, as Meshwright's own
+        return msgspec.structs.replace(
+            recipe, parameter_item_bytes=None, gradient_item_bytes=None, master_item_bytes=0, gather_item_bytes=None,
+            reduce_item_bytes=None,
+        )  # fmt: skip
     if system == "fsdp" and "PURE" in run.notes:
         return msgspec.structs.replace(recipe, gather_item_bytes=2)
     if system == "deepspeed" and run.precision == "bf16":  # its bf16 optimizer sums gradients in fp32

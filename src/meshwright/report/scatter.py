@@ -15,10 +15,10 @@ Point = tuple[str, float, float]
 
 
 def scatter(points: Sequence[Point], what: str) -> str:
-    """One dot a run; on the diagonal the prediction is right."""
+    """One dot a run, at least one; on the diagonal the prediction is right."""
     values = [value for _, measured, predicted in points for value in (measured, predicted)]
     low, high = floor(log10(min(values)) * 2) / 2, ceil(log10(max(values)) * 2) / 2
-    axis = _Axis(low, high)
+    axis = _Axis(low, max(high, low + 0.5))
     tables = list(dict.fromkeys(table for table, _, _ in points))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE + 190} {SIZE + 20}" font-family="sans-serif" font-size="12">',

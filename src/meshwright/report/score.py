@@ -13,22 +13,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from statistics import median
 
+import msgspec
+
 from meshwright.core.cluster import Cluster, Facts, from_facts
 from meshwright.core.codec import Value
 from meshwright.core.errors import MeshwrightError, nearest
-from meshwright.core.graph import Casting, Graph
-from meshwright.core.published import Run
+from meshwright.core.graph import Casting, Graph, Precision
+from meshwright.core.published import Run, Unreadable
 from meshwright.core.units import GIB
 from meshwright.cost.estimate import estimate
 from meshwright.report.published import plan_of, read
 
-GraphOf = Callable[[str, Casting], Graph]
+GraphOf = Callable[[str, Precision, Casting], Graph]
+
+UNFORESEEN = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a row that nobody thought of may raise: it fails, the others are still predicted."""
 
 
 class Prediction(Value, kw_only=True):
     """What we say of one run."""
 
-    run: Run
+    run: Run | Unreadable
     step_seconds: float | None = None
     peak_bytes: int | None = None
     """As the driver's tool reads it: what the allocator reserves and the context."""
@@ -65,29 +70,36 @@ class Score(Value, kw_only=True):
     num_failures: int = 0
 
 
-def predict(runs: Iterable[Run], clusters: dict[str, Facts], graph_of: GraphOf) -> list[Prediction]:
+def predict(runs: Iterable[Run | Unreadable], clusters: dict[str, Facts], graph_of: GraphOf) -> list[Prediction]:
     return [_predict(run, clusters, graph_of) for run in runs]
 
 
-def _predict(run: Run, clusters: dict[str, Facts], graph_of: GraphOf) -> Prediction:
+def _predict(run: Run | Unreadable, clusters: dict[str, Facts], graph_of: GraphOf) -> Prediction:
     """A run that cannot be predicted says why; it counts as an error of 100 %."""
+    if isinstance(run, Unreadable):
+        return Prediction(run=run, failure=run.problem)
     try:
         cluster = cluster_of(run, clusters)
-        reading = read(run)
-        graph = graph_of(reading.model, reading.casting)
+        reading = read(run, facts_of(run, clusters))
+        graph = graph_of(reading.model, reading.precision, reading.casting)
         found = estimate(graph, plan_of(reading, graph, ""), cluster, reading.recipe)
     except MeshwrightError as error:
         return Prediction(run=run, failure=str(error))
+    except UNFORESEEN as error:
+        said, *_ = f"{type(error).__name__}: {error}".splitlines()  # torch adds its stack
+        return Prediction(run=run, failure=said)
     held = found.reserved_bytes + found.context_bytes
     return Prediction(run=run, step_seconds=found.step_seconds, peak_bytes=held, fits=found.fits)
 
 
-def cluster_of(run: Run, clusters: dict[str, Facts]) -> Cluster:
+def facts_of(run: Run, clusters: dict[str, Facts]) -> Facts:
     if run.cluster not in clusters:
         raise MeshwrightError(f"no cluster is called '{run.cluster}': {nearest(run.cluster, clusters)}")
-    import msgspec
+    return clusters[run.cluster]
 
-    facts = clusters[run.cluster]
+
+def cluster_of(run: Run, clusters: dict[str, Facts]) -> Cluster:
+    facts = facts_of(run, clusters)
     found: Cluster = from_facts(run.cluster, facts, without=run.source_table)
     return msgspec.structs.replace(found, num_hosts=-(-run.num_gpus // facts.devices_per_host))
 
@@ -125,10 +137,10 @@ def by_table(predictions: Iterable[Prediction]) -> dict[str, Score]:
 
 
 def _sweeps(predictions: list[Prediction]) -> list[list[Prediction]]:
-    """Runs with a measured time, by sweep."""
+    """Runs with a measured time, by sweep; a row that cannot be read belongs to none."""
     found: dict[tuple[object, ...], list[Prediction]] = {}
     for prediction in predictions:
-        if prediction.run.step_seconds is not None:
+        if isinstance(prediction.run, Run) and prediction.run.step_seconds is not None:
             found.setdefault(prediction.run.sweep, []).append(prediction)
     return list(found.values())
 
