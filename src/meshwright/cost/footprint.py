@@ -13,6 +13,7 @@ from meshwright.core.graph import Kind, Pass, Source
 from meshwright.core.labels import weight_copies
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
+from meshwright.cost.births import Births
 from meshwright.cost.division import Division
 from meshwright.cost.fusion import Fused, fused_groups, is_fused
 from meshwright.cost.redone import Mode, modes_of, redone_ops
@@ -26,6 +27,8 @@ class Footprint:
     peak: float
     rebuilt: float = 0.0
     """Of the peak, what a recompute brings back."""
+    unborn: float = 0.0
+    """At its fullest, the share of the gradients of the block's parameters that is not made yet."""
     given_back: float = 0.0
     """Of other blocks' results, what a forward pass outside the blocks gives back."""
     cached: float = 0.0
@@ -63,14 +66,14 @@ class Footprints:
 
     def _walk(self, division: Division, number: int, mode: Mode) -> Footprint:
         one = division.kind.passes[number]
-        kept, peak = self._levels(division, number)
+        kept, peak, unborn = self._levels(division, number)
         if mode == "none":
-            return Footprint(kept, peak)
+            return Footprint(kept, peak, unborn=unborn)
         forward = number if one.phase == "forward" else _forward_of(division.kind, number)
         dropped = self._dropped(division, forward, mode)
         if one.phase == "forward":
             return Footprint(kept - dropped, peak, cached=self._weight_copies(division, one) if mode == "full" else 0.0)
-        return Footprint(dropped + kept, dropped + peak, dropped)
+        return Footprint(dropped + kept, dropped + peak, dropped, unborn=unborn)
 
     def _weight_copies(self, division: Division, one: Pass) -> float:
         """Copies of parameters in another dtype; compiled code does not cache them."""
@@ -83,7 +86,7 @@ class Footprints:
 
     def _dropped(self, division: Division, forward: int, mode: Mode) -> float:
         """Of what a forward keeps, what a recompute does without."""
-        kept, _ = self._levels(division, forward)
+        kept, _, _ = self._levels(division, forward)
         one, ops = division.kind.passes[forward], division.kind.ops
         output = one.output_bytes.at(self.samples) * division.result_share("@input")
         if mode == "full":
@@ -102,10 +105,13 @@ class Footprints:
         )
         return min(kept, sum(freed))
 
-    def _levels(self, division: Division, number: int) -> tuple[float, float]:
-        """Bytes when the pass ends and at its fullest, nothing recomputed."""
+    def _levels(self, division: Division, number: int) -> tuple[float, float, float]:
+        """Bytes when the pass ends and at its fullest, gradients of parameters included in the choice of that moment but not
+        in the bytes; and the share of those gradients that is not made by then. Nothing is recomputed."""
         one = division.kind.passes[number]
-        level = peak = gone = late = 0.0
+        births = Births(division.kind, one)
+        level = gone = late = 0.0
+        fullest = (0.0, 0.0, 1.0 - births.share_before(one.first_op))
         for event in one.events:
             size = event.num_bytes.at(self.samples) * self._share(division, event.source)
             not_kept = self._not_kept(division, event.source)
@@ -115,9 +121,13 @@ class Footprints:
                 late += size
                 continue
             level += size
-            peak = max(peak, level)
             gone += size if not_kept else 0.0
-        return level - gone + late, peak
+            if size > 0 and isinstance(event.source, int):
+                share = births.share_before(event.source)
+                fullest = max(fullest, (level + share * births.total_bytes, level, 1 - share))
+        at_the_end = (level + births.total_bytes, level, 0.0)
+        _, peak, unborn = max(fullest, at_the_end)
+        return level - gone + late, max(0.0, peak), unborn
 
     def _read_again(self, division: Division, source: Source) -> bool:
         """Whether fused code reads in backward what another block made, rather than keep its own copy of it: it is given

@@ -59,13 +59,18 @@ class Holdings:
         if plan.offload.what != "none":
             self.host_bytes += round(self.sharded_gradients * plan.offload.share)
 
-    def during(self, phase: str, block: str, done: set[str], *, activations: float, temporaries: float) -> MemoryParts:
-        """In a pass of one block; `done`: blocks that have gone backward in the last microbatch, it included."""
+    def during(
+        self, phase: str, block: str, done: set[str], *, activations: float, temporaries: float, unborn: float = 0.0
+    ) -> MemoryParts:
+        """In a pass of one block; `done`: blocks that have gone backward in the last microbatch, it included.
+
+        unborn: of its own gradients, the share that is not made yet.
+        """
         return msgspec.structs.replace(
             self.base,
             activations=round(activations),
             temporaries=round(temporaries),
-            gradients=self.gradients(done, block),
+            gradients=self.gradients(done, block, unborn),
             gathered_parameters=self.gathered(block),
             communication_buffers=self.buffers(block, phase),
         )
@@ -91,16 +96,17 @@ class Holdings:
         """Whether parameters are sharded as fully_shard does: packed flat for every collective."""
         return self.plan.zero > 0 and not self.recipe.master_item_bytes
 
-    def gradients(self, backward_done: set[str], block: str = "") -> int:
+    def gradients(self, backward_done: set[str], block: str = "", unborn: float = 0.0) -> int:
         """Bytes of gradients while a block goes backward, in the last microbatch: what earlier ones left, and its own."""
         plan = self.plan
         if plan.offload.what == "parameters":
             largest = max((self._whole[name] for name in backward_done if name in self._whole), default=0)
             return largest * self.items.gradient
         accumulating = plan.num_microbatches > 1
+        missing = round(unborn * self._of({block}, sharded=False)) if block in backward_done else 0
         if plan.zero == 0:
             buckets = plan.mesh.dp * plan.mesh.cp > 1  # replicas keep their buckets between steps
-            return self.whole_gradients if buckets or accumulating else self._of(backward_done, sharded=False)
+            return self.whole_gradients if buckets or accumulating else self._of(backward_done, sharded=False) - missing
         if plan.zero == 1 and accumulating:
             return self.whole_gradients
         if plan.zero == 1 and not self.packs:  # reduced when all are there
@@ -109,7 +115,7 @@ class Holdings:
         if not self.packs:
             return left or self._of(backward_done, sharded=True)
         reduced = 0 if accumulating else self._of(backward_done - {block, ""}, sharded=True)
-        return left + reduced + self._of(backward_done & {block, ""}, sharded=False)
+        return left + reduced + self._of(backward_done & {block, ""}, sharded=False) - missing
 
     def _of(self, blocks: set[str], *, sharded: bool) -> int:
         """Gradients of these blocks. What is in no group of its own is reduced at the end, and whole until then."""

@@ -159,7 +159,8 @@ class MemoryCost:
             done.add(block)
             mine = ledger.activations + footprint.rebuilt
             inside = ledger.live + footprint.peak - mine
-            parts = holdings.during("backward", block, done, activations=held[1] + mine, temporaries=inside)
+            sizes = {"activations": held[1] + mine, "temporaries": inside}
+            parts = holdings.during("backward", block, done, unborn=footprint.unborn, **sizes)
             yield Moment(coordinate, f"backward of {_words(segment)}", parts)
             ledger.backward(block, footprint)
             if holdings.packs and block:

@@ -13,12 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from meshwright.core.errors import PlanError
+from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatch, spread, without_gradient
-from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_runnable, check_same_plan
+from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.precision import compute_context, store
 from meshwright.runtime.program import Program
@@ -70,7 +71,7 @@ def _spread(
 ) -> tuple[nn.Module, Optimizer, DeviceMesh]:
     device = device or join().device
     check_same_plan(plan)
-    check_runnable(plan)
+    check_runs(plan)
     mesh = build_mesh(plan, device)
     check_model(module, plan)
     check_precision(module, plan)

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.core.errors import PlanError
 from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.models.objective import Objective
@@ -33,6 +35,7 @@ def compile_blocks(module: nn.Module, plan: Plan) -> None:
     """Replace the forward of the repeated blocks by a compiled one; of the whole module, where nothing repeats."""
     if not plan.compile:
         return
+    _check_links(module)
     compile_replicas_whole()
     repeated = list(filter(is_list_item, plan.blocks))
     blocks = [module.get_submodule(name) for name in repeated or ("",)]
@@ -46,6 +49,17 @@ def compile_loss(objective: Objective, plan: Plan) -> Objective:
     return (
         dataclasses.replace(objective, loss=torch.compile(objective.loss, dynamic=False)) if plan.compile else objective
     )
+
+
+def _check_links(module: nn.Module) -> None:
+    """For a CPU torch hands its own folder to the linker as it is: a space in it ends the name."""
+    folder = str(Path(torch.__file__).parent)
+    on_cpu = all(parameter.device.type in ("cpu", "meta") for parameter in module.parameters())
+    if on_cpu and not torch.cuda.is_available() and " " in folder:
+        raise PlanError(
+            f"torch cannot compile for a CPU from '{folder}', whose name has a space: install it in another folder, or leave "
+            "compile out"
+        )
 
 
 def _room_for(num_graphs: int) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import identity
-from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
 
@@ -57,11 +56,6 @@ def check_model(module: nn.Module, plan: Plan) -> None:
             f"the plan was made for another model ({plan.model or 'unnamed'}, graph {plan.graph}), this one has graph {found}: "
             "parameters, their shapes, ties or what is trained differ; plan again"
         )
-
-
-def check_runnable(plan: Plan) -> None:
-    """What this version cannot run yet is refused before anything is allocated."""
-    check_runs(plan)
 
 
 def check_precision(module: nn.Module, plan: Plan) -> None:
