@@ -54,6 +54,7 @@ def graphs_of_a_run(recompute: str) -> int:
     return int(counter.frame_count)
 
 
+@needs_compiler
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 def test_one_graph_serves_all_blocks(pool: Pools, recompute: str) -> None:
     assert pool(1).run(graphs_of_a_run, recompute) == [2]
