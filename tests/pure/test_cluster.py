@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from meshwright.core.cluster import Cluster, catalogue, from_facts, read_facts
+from meshwright.core.cluster import Cluster, catalogue, from_facts, load_cluster, read_facts
 from meshwright.core.errors import InputError
 
 NAMES = sorted(catalogue())
@@ -134,3 +136,10 @@ def test_facts_that_are_wrong_are_refused(right: str, wrong: str, said: str) -> 
     with pytest.raises(InputError) as caught:
         read_facts(FACTS.replace(right, wrong), "mine.json")
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["json", "toml"])
+def test_a_named_cluster_that_was_saved_is_a_cluster_file(tmp_path: Path, suffix: str) -> None:
+    """The origins of its constants are words, though the constants are seconds and bytes."""
+    named = Cluster.named("a100-80g-selene", hosts=2)
+    assert load_cluster(str(named.save(tmp_path / f"mine.{suffix}"))) == named

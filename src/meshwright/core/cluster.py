@@ -181,7 +181,7 @@ def load_cluster(path: str) -> Cluster:
     if isinstance(raw.get("device"), str):
         found: Cluster = from_facts(Path(path).stem, decode(raw, Facts, path))
         return found
-    return Cluster.load(path)
+    return decode(raw, Cluster, path)
 
 
 def from_facts(name: str, facts: Facts, without: str | None = None, cls: type[Cluster] = Cluster) -> Any:

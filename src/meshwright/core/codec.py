@@ -199,7 +199,7 @@ def _with_units(raw: object, kind: Any, where: str, path: str) -> object:
     if not isinstance(raw, str):
         return raw
     wanted = _at(kind, path)
-    if wanted is str:
+    if wanted in (str, Any, None):  # text, or nothing that says it should be a number
         return raw
     if raw in _NOT_FINITE and wanted is float:
         return float(raw)
