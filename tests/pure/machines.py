@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import msgspec
 from hypothesis import strategies as st
+from strategies import degrees
 
 from meshwright.core.cluster import Cluster, Device, Link, Rate
 from meshwright.core.constants import Constants
@@ -212,3 +213,18 @@ machines = st.builds(
     overlap_share=st.floats(0, 1),
     kind=st.sampled_from(["cpu", "cuda"]),
 )
+
+
+plans_of = st.builds(
+    lambda graph, dp, zero, m, size, recompute: (
+        graph,
+        flat_plan(graph, dp, zero=zero, num_microbatches=m, microbatch=size, recompute=recompute),
+    ),
+    graphs,
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([0, 1, 2, 3]),
+    degrees,
+    degrees,
+    st.sampled_from([(), "full"]),
+)
+"""Graphs with a data-parallel plan of each."""

@@ -8,8 +8,18 @@ import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from machines import bandwidths, captured_in, chain_graph, flat_plan, graphs, machine, machines, named_machine, plan_for
-from strategies import degrees, quick
+from machines import (
+    bandwidths,
+    captured_in,
+    chain_graph,
+    flat_plan,
+    machine,
+    machines,
+    named_machine,
+    plan_for,
+    plans_of,
+)
+from strategies import quick
 from transformer import transformer_graph
 
 from meshwright.core.cluster import Cluster
@@ -22,19 +32,6 @@ from meshwright.cost.estimate import Estimator, check_memory_of_all, estimate
 
 PSI = 4 * 64 * 8
 """Parameters of `chain_graph(4, (64, 8))`."""
-
-plans_of = st.builds(
-    lambda graph, dp, zero, m, size, recompute: (
-        graph,
-        flat_plan(graph, dp, zero=zero, num_microbatches=m, microbatch=size, recompute=recompute),
-    ),
-    graphs,
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([0, 1, 2, 3]),
-    degrees,
-    degrees,
-    st.sampled_from([(), "full"]),
-)
 
 layouts = st.sampled_from(
     [

@@ -21,6 +21,7 @@ from machines import (
     machines,
     named_machine,
     plan_for,
+    plans_of,
 )
 from strategies import degrees, quick
 from transformer import Sizes, transformer_graph
@@ -439,20 +440,6 @@ def test_the_first_stage_holds_what_the_model_reads_and_the_last_the_labels() ->
 
 
 # All together
-
-
-plans_of = st.builds(
-    lambda graph, dp, zero, m, size, recompute: (
-        graph,
-        flat_plan(graph, dp, zero=zero, num_microbatches=m, microbatch=size, recompute=recompute),
-    ),
-    graphs,
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([0, 1, 2, 3]),
-    degrees,
-    degrees,
-    st.sampled_from([(), "full"]),
-)
 
 
 @quick

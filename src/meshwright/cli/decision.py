@@ -23,10 +23,8 @@ class Decision:
     result: SearchResult | None
 
 
-def decide(
-    settings: Settings, graph: Graph, cluster: Cluster, world: int | None, other_casting: Graph | None = None
-) -> Decision:
-    """The plan of a run: read, searched, or plain. `other_casting`: the graph of plans that reach 16 bits in another way."""
+def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Cluster, world: int | None) -> Decision:
+    """The plan of a run: read, searched, or plain. `graphs`: the model as replicas run it, and as sharded plans do."""
     from meshwright.core.errors import InfeasibleError, PlanError
     from meshwright.core.limits import check_runs
     from meshwright.core.plan import Plan
@@ -36,6 +34,7 @@ def decide(
     from meshwright.search.search import search
     from meshwright.train.optimizers import recipe_of
 
+    graph, other_casting = graphs
     recipe = recipe_of(settings)
     if settings.plan_file is None and settings.planner == "search":
         result = search(

@@ -38,7 +38,7 @@ def estimate(
 
     from meshwright.cli.graphs import graph_of
     from meshwright.cli.output import make_console, print_json
-    from meshwright.cli.wiring import budget_of, casting_of, find_cluster, plan_from_flags, precision_of
+    from meshwright.cli.wiring import budget_of, casting_of_flags, find_cluster, plan_from_flags, precision_of
     from meshwright.cost.estimate import check_memory_of_all
     from meshwright.cost.estimate import estimate as estimate_plan
     from meshwright.report.explain import explain_table, figures
@@ -46,7 +46,8 @@ def estimate(
 
     console = make_console(as_json)
     found = find_cluster(console, cluster, hosts, nproc)
-    graph = graph_of(model, precision_of(flags, found), casting_of(flags))
+    precision = precision_of(flags, found)
+    graph = graph_of(model, precision, casting_of_flags(flags, precision))
     plan = plan_from_flags(flags, graph, found, devices)
     check_memory_of_all(graph, plan, found)
     result = estimate_plan(graph, plan, found, budget_bytes=budget_of(memory))

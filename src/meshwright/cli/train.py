@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meshwright.cli.decision import Decision
-    from meshwright.core.cluster import Cluster
-    from meshwright.core.graph import Graph
-    from meshwright.models.source import ModelSource
     from meshwright.train.settings import Settings
 
 INTERRUPTED = 130
@@ -121,7 +118,8 @@ def as_before(settings: Settings) -> Settings:
 
 def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
     """Plan here, then start the ranks and wait for them."""
-    from meshwright.cli.decision import check_batch, decide, world_of_run
+    from meshwright.cli.decision import check_batch, decide, precision_of_run, world_of_run
+    from meshwright.cli.graphs import both_castings
     from meshwright.cli.wiring import find_cluster
     from meshwright.models.source import resolve
     from meshwright.runtime.launch import Interrupted, launch
@@ -136,7 +134,7 @@ def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json:
     check_optimizer(settings.optimizer)
     world = world_of_run(settings)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
-    decision = decide(settings, *_graphs(settings, source, cluster, world))
+    decision = decide(settings, both_castings(settings.model, precision_of_run(settings)), cluster, world)
     folder = _prepare(settings, decision, resume, console)
     payload = {"folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
     try:
@@ -149,29 +147,17 @@ def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json:
     _finish(settings, decision, summary, console, as_json)
 
 
-def _graphs(
-    settings: Settings, source: ModelSource, cluster: Cluster, world: int | None
-) -> tuple[Graph, Cluster, int | None, Graph | None]:
-    """What `decide` takes behind the settings: the model as replicas run it and, in 16 bits, as sharded plans do."""
-    from meshwright.capture.capture import capture_source
-    from meshwright.cli.decision import precision_of_run
-
-    precision = precision_of_run(settings)
-    sharded = capture_source(source, precision, "parameters") if precision in ("bf16", "fp16") else None
-    return capture_source(source, precision), cluster, world, sharded
-
-
 def _under_launcher(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
     """This process is a rank already: rank 0 plans, all follow."""
     import os
 
     import msgspec
 
-    from meshwright.cli.decision import decide
+    from meshwright.cli.decision import decide, precision_of_run
+    from meshwright.cli.graphs import both_castings
     from meshwright.cli.train_rank import run_rank
     from meshwright.core.errors import InputError
     from meshwright.measure.probe import measure_cluster
-    from meshwright.models.source import resolve
     from meshwright.runtime.gather import wait_for_all
     from meshwright.runtime.rank import leave
     from meshwright.runtime.ranks import first_rank_decides, joined
@@ -190,7 +176,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
             from meshwright.cli.wiring import find_cluster
 
             found = cluster or find_cluster(console, settings.cluster, settings.hosts)
-            decision = decide(settings, *_graphs(settings, resolve(settings.model), found, world))
+            decision = decide(settings, both_castings(settings.model, precision_of_run(settings)), found, world)
             return str(_prepare(settings, decision, resume, console)), decision
 
         folder, decision = first_rank_decides(plan_it, rank)

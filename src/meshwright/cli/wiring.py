@@ -72,16 +72,14 @@ def precision_of(flags: PlanFlags, cluster: Cluster) -> Precision:
     return flags.request.precision or plain_precision(cluster)
 
 
-def casting_of(flags: PlanFlags) -> Casting:
+def casting_of_flags(flags: PlanFlags, precision: Precision) -> Casting:
     """How the plan will reach 16 bits, known before the plan as well."""
-    from meshwright.core.plan import Plan
+    from meshwright.core.plan import Plan, casting_of
 
     if flags.file:
         return Plan.load(flags.file).casting
     wish = flags.request
-    divided = (wish.zero or 0) > 0 or any((degree or 1) > 1 for degree in (wish.tp, wish.pp, wish.cp))
-    precision_open = wish.precision in (None, "bf16", "fp16")
-    return "parameters" if divided and precision_open else "autocast"
+    return casting_of(precision, wish.zero or 0, (wish.tp or 1) * (wish.pp or 1) * (wish.cp or 1))
 
 
 def plain_precision(cluster: Cluster) -> Precision:

@@ -35,6 +35,8 @@ ITEM_BYTES: dict[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
+PRECISION_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Of one element, in what a plan or an op computes in."""
 
 
 class Affine(msgspec.Struct, frozen=True, array_like=True):

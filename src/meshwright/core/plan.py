@@ -147,8 +147,7 @@ class Plan(Value, kw_only=True):
     @property
     def casting(self) -> Casting:
         """How it reaches 16 bits: replicas of whole modules by autocast, all else with 16-bit parameters."""
-        divided = self.zero > 0 or self.mesh.tp > 1 or self.mesh.pp > 1 or self.mesh.cp > 1
-        return "parameters" if divided and self.precision in ("bf16", "fp16") else "autocast"
+        return casting_of(self.precision, self.zero, self.mesh.tp * self.mesh.pp * self.mesh.cp)
 
     @property
     def placement(self) -> Placement:
@@ -178,6 +177,11 @@ class Plan(Value, kw_only=True):
         for rule in self.recompute:
             counts[rule.mode] += len(expand_names(rule.blocks))
         return " + ".join(f"{mode} ({count} blocks)" for mode, count in counts.items()) or "none"
+
+
+def casting_of(precision: Precision, zero: int, divided_by: int) -> Casting:
+    """`divided_by`: over how many ranks the model itself is divided, by tp, pp and cp."""
+    return "parameters" if precision in ("bf16", "fp16") and (zero > 0 or divided_by > 1) else "autocast"
 
 
 def _check_batch(plan: Plan) -> None:

@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from typing import Literal
 
 from meshwright.core.collective import Axis, Collective, CollectiveKind, total
-from meshwright.core.graph import Op, Phase, Shape
+from meshwright.core.graph import PRECISION_BYTES, Op, Phase, Shape
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.division import Division
-from meshwright.cost.kernels import ITEM
 from meshwright.cost.links import Group, axis_group
 from meshwright.cost.passes import StagePasses, handed_on_bytes
 
@@ -129,15 +129,12 @@ def _result_bytes(op: Op, plan: Plan) -> int:
 def _read_bytes(op: Op, plan: Plan) -> int:
     """Of the activation a weight is applied to: the input that has tokens."""
     shapes = [shape for shape in op.input_shapes if any(dim.per_sample for dim in shape)]
-    return round(_elements(shapes[0], plan) * ITEM[op.dtype]) if shapes else 0
+    return round(_elements(shapes[0], plan) * PRECISION_BYTES[op.dtype]) if shapes else 0
 
 
 def _elements(shape: Shape, plan: Plan) -> float:
     """Of an activation, on one of the cp ranks."""
-    found = 1.0
-    for dim in shape:
-        found *= dim.at(plan.microbatch)
-    return found / plan.mesh.cp
+    return prod(dim.at(plan.microbatch) for dim in shape) / plan.mesh.cp
 
 
 def _context_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
@@ -148,7 +145,7 @@ def _context_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
     for number, op in own:
         if op.kind == "attention":
             both = sum(_elements(shape, plan) for shape in op.input_shapes[1:3])
-            local = both * ITEM[op.dtype] / own.division.tp_degree(number)
+            local = both * PRECISION_BYTES[op.dtype] / own.division.tp_degree(number)
             yield Call("all_gather", round(local), 1, phase, "cp", group)
             if phase == "backward":
                 yield Call("reduce_scatter", round(local * plan.mesh.cp), 1, phase, "cp", group)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from meshwright.core.cluster import FLOP_KINDS, Cluster, Device
 from meshwright.core.graph import Graph, Op, Pass, Precision
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.division import Division
-from meshwright.cost.fusion import Fused, fused_groups, is_fused
+from meshwright.cost.fusion import is_fused
 from meshwright.cost.kernels import Kernels, MatmulSize
 from meshwright.cost.points import kernel_seconds, no_rate, rate_points
 from meshwright.cost.redone import Mode, redone_ops
@@ -49,7 +50,6 @@ class ComputeCost:
         self.plan, self.recipe = plan, recipe
         self.costs = KernelCosts(graph, cluster.device)
         self._known: dict[tuple[int, int, str], Work] = {}
-        self._groups: dict[int, Fused] = {}
         self._ops: dict[tuple[int, int], float] = {}
 
     def pass_work(self, division: Division, block: str, number: int) -> Work:
@@ -86,9 +86,7 @@ class ComputeCost:
 
     def _compiled_work(self, division: Division, numbers: Iterable[int]) -> Work:
         """Flop-bound ops as they are; each group of fused ops is one kernel."""
-        if id(division) not in self._groups:
-            self._groups[id(division)] = fused_groups(division.kind)
-        fused = self._groups[id(division)]
+        fused = division.fused
         wanted = set(numbers)
         alone = [number for number in sorted(wanted) if number not in fused.group_of]
         groups = {fused.group_of[number] for number in wanted if number in fused.group_of}
@@ -165,10 +163,10 @@ def matmul_size(division: Division, number: int, samples: float) -> MatmulSize:
     degrees, tp = division.degrees, division.tp_degree(number)
     if op.kind == "convolution":
         spread = [dim.at(samples) for dim in op.result_shape]
-        batch, rows, columns = 1.0, spread[0] * _product(spread[2:]), spread[1] if len(spread) > 1 else 1.0
+        batch, rows, columns = 1.0, spread[0] * prod(spread[2:]), spread[1] if len(spread) > 1 else 1.0
     else:
         *outer, rows, columns = (1.0, 1.0, *(dim.at(samples) for dim in op.result_shape))
-        batch = _product(outer)
+        batch = prod(outer)
     depth = max(1.0, op.flops.at(samples) / (2 * batch * rows * columns))
     has_tokens = any(dim.per_sample for dim in op.result_shape)
     if has_tokens:
@@ -187,13 +185,6 @@ def matmul_size(division: Division, number: int, samples: float) -> MatmulSize:
         depth /= tp
     widths = (columns, depth) if has_tokens else (rows, columns)
     return MatmulSize(batch, rows, columns, depth, tuple(round(width) for width in widths))
-
-
-def _product(numbers: Iterable[float]) -> float:
-    result = 1.0
-    for number in numbers:
-        result *= number
-    return result
 
 
 ADAM_SLOTS = 2

@@ -11,12 +11,14 @@ A quantity that grows with the samples is one that has tokens; weights and their
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Kind, Op, Source
 from meshwright.core.labels import Label, Labels, Way, labels_of
 from meshwright.core.plan import Plan
 from meshwright.core.sharding import ways_by_block
+from meshwright.cost.fusion import Fused, fused_groups
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Division:
     kind: Kind
     labels: Labels
     degrees: Degrees
+
+    @cached_property
+    def fused(self) -> Fused:
+        """Its groups of ops, where they run fused: time and memory both ask."""
+        return fused_groups(self.kind)
 
     def work_share(self, number: int) -> float:
         """Of an op's work, what one rank does."""

@@ -16,7 +16,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.collective import Collective, total
 from meshwright.core.errors import InfeasibleError, PlanError
 from meshwright.core.estimate import Estimate, TimeParts
-from meshwright.core.graph import Graph
+from meshwright.core.graph import PRECISION_BYTES, Graph
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.schedule import Order
@@ -31,7 +31,6 @@ from meshwright.cost.offload import Offloaded, offloaded
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.play import Play, play
 from meshwright.cost.stages import StageCost, StageCosts
-from meshwright.cost.state import COMPUTE_BYTES
 from meshwright.cost.timing import StageSeconds
 
 
@@ -218,7 +217,7 @@ def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:
 
 def check_memory_of_all(graph: Graph, plan: Plan, cluster: Cluster) -> None:
     """A model whose parameters no sharding could place is refused."""
-    parameters = graph.num_parameters * COMPUTE_BYTES[plan.precision]
+    parameters = graph.num_parameters * PRECISION_BYTES[plan.precision]
     if plan.offload.what == "none" and parameters > plan.world * cluster.device.memory_bytes:
         raise InfeasibleError(
             f"the parameters alone take {format_bytes(parameters)} in {plan.precision}, more than all {plan.world} devices "

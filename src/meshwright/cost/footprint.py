@@ -15,7 +15,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.births import Births
 from meshwright.cost.division import Division
-from meshwright.cost.fusion import Fused, fused_groups, is_fused
+from meshwright.cost.fusion import Fused, is_fused
 from meshwright.cost.redone import Mode, modes_of, redone_ops
 
 
@@ -52,7 +52,7 @@ class Footprints:
         if key not in self._known:
             if id(division) not in self._fused:
                 fused = is_fused(block, self.plan, self.recipe)
-                self._fused[id(division)] = fused_groups(division.kind) if fused else None
+                self._fused[id(division)] = division.fused if fused else None
             found = self._walk(division, number, mode)
             self._known[key] = found if block else replace(found, given_back=self._given_back(division, number))
         return self._known[key]

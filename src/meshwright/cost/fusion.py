@@ -14,6 +14,7 @@ This is what the partitioner of torch.compile was seen to choose for transformer
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from meshwright.core.cluster import FLOP_KINDS
 from meshwright.core.graph import Affine, Kind, Op, Source
@@ -148,16 +149,9 @@ def _moved(
 
 def _input_bytes(op: Op) -> list[Affine]:
     """What an op reads, divided over its inputs by their number of elements."""
-    sizes = [_elements(shape) for shape in op.input_shapes]
+    sizes = [prod(dim.at(1) for dim in shape) for shape in op.input_shapes]
     whole = sum(sizes) or 1.0
     return [Affine(op.read_bytes.fixed * size / whole, op.read_bytes.per_sample * size / whole) for size in sizes]
-
-
-def _elements(shape: tuple[Affine, ...]) -> float:
-    result = 1.0
-    for dim in shape:
-        result *= dim.at(1)
-    return result
 
 
 def _kept(kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]) -> frozenset[int]:

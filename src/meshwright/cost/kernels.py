@@ -18,7 +18,7 @@ from math import ceil
 
 from meshwright.core.cluster import Device
 from meshwright.core.constants import Constants
-from meshwright.core.graph import ITEM_BYTES, Op, Precision
+from meshwright.core.graph import PRECISION_BYTES, Op, Precision
 
 TILES = (
     (256, 128, 1.0), (128, 256, 1.0), (192, 192, 1.0), (128, 128, 0.9), (64, 128, 0.77), (128, 64, 0.77), (64, 64, 0.73),
@@ -29,9 +29,6 @@ PART_OF_A_WAVE = 0.5
 """How much of a last, partly filled wave is paid. Origin: probe of an H200."""
 HEAD_WIDTH = 128
 """The head width fused attention is fastest at. Origin: probe of an H200."""
-ITEM: dict[Precision, int] = {
-    "fp64": ITEM_BYTES["float64"], "fp32": ITEM_BYTES["float32"], "bf16": ITEM_BYTES["bfloat16"], "fp16": ITEM_BYTES["float16"],
-}  # fmt: skip
 
 
 class Kernels:
@@ -76,7 +73,9 @@ class Kernels:
 
     def _matmul_bytes_seconds(self, size: MatmulSize, dtype: Precision) -> float:
         elements = size.rows * size.depth + size.depth * size.columns + size.rows * size.columns
-        return size.batch * elements * ITEM[dtype] / (self.bytes_per_second * self.constants.elementwise_share)
+        return (
+            size.batch * elements * PRECISION_BYTES[dtype] / (self.bytes_per_second * self.constants.elementwise_share)
+        )
 
     def attention_seconds(self, op: Op, flops: float, num_tokens: float, width: float) -> float:
         known = self.constants

@@ -16,14 +16,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from meshwright.core.graph import Graph, Parameter
+from meshwright.core.graph import PRECISION_BYTES, Graph, Parameter
 from meshwright.core.groups import shard_groups
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.units import ceil_div
-
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def items_of(plan: Plan, recipe: Recipe) -> Items:
         parameter=parameter,
         gradient=gradient,
         state=recipe.optimizer_slots * stored + recipe.master_item_bytes,
-        gathered=recipe.gather_item_bytes or COMPUTE_BYTES[plan.precision],
+        gathered=recipe.gather_item_bytes or PRECISION_BYTES[plan.precision],
         reduced=recipe.reduce_item_bytes or gradient,
     )
 
