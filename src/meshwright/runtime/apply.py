@@ -18,13 +18,14 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.compile import compile_blocks, compile_loss
-from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatch, spread, without_gradient
-from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan
+from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, spread, without_gradient
+from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, state_mesh
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.precision import compute_context, store
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import join
 from meshwright.runtime.recompute import mark_recompute
+from meshwright.runtime.split.model import SplitModel, split_model, whole_output
 from meshwright.runtime.watch import Recorder, Watch
 
 
@@ -40,9 +41,9 @@ def apply(
 ) -> Program:
     """Spread a module over the running ranks as the plan says. The module itself is changed."""
     watch = Watch(recorder)
-    spread_module, bound, mesh = _spread(module, plan, optimizer, device, watch)
+    spread_module, bound, mesh, split = _spread(module, plan, optimizer, device, watch)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
-    return Program(spread_module, bound, plan, schedule, mesh, compile_loss(objective, plan), max_norm, watch)
+    return Program(spread_module, bound, plan, schedule, mesh, compile_loss(objective, plan), max_norm, watch, split)
 
 
 def wrap(
@@ -53,12 +54,12 @@ def wrap(
     The plan's `num_microbatches` backward passes make one step: ranks reduce gradients in the last of them, and
     `optimizer.step()` in between is refused. Divide each loss by their number, as with plain torch.
     """
-    spread_module, bound, mesh = _spread(module, plan, optimizer, device, Watch(None))
-    counter = _MicrobatchCounter(spread_module, plan)
+    spread_module, bound, mesh, split = _spread(module, plan, optimizer, device, Watch(None))
+    counter = _MicrobatchCounter(spread_module, plan, split)
     spread_module.register_forward_pre_hook(counter.before_forward)
     bound.register_step_pre_hook(counter.before_update)
-    context = compute_context(plan, torch.device(mesh.device_type))
-    spread_module.forward = _inside(context, spread_module.forward)
+    context = compute_context(plan, torch.device(mesh.device_type), split.splitter if split else None)
+    spread_module.forward = _inside(context, spread_module.forward, split)
     return spread_module, bound
 
 
@@ -68,7 +69,7 @@ def _spread(
     optimizer: Optimizer | OptimizerFactory,
     device: torch.device | None,
     watch: Watch,
-) -> tuple[nn.Module, Optimizer, DeviceMesh]:
+) -> tuple[nn.Module, Optimizer, DeviceMesh, SplitModel | None]:
     device = device or join().device
     check_same_plan(plan)
     check_runs(plan)
@@ -77,18 +78,22 @@ def _spread(
     check_precision(module, plan)
     before = named_parameters(module)
     store(module, plan, device)
+    split = split_model(module, plan, mesh)
     mark_recompute(module, plan, watch)
     compile_blocks(module, plan)  # after recompute, which belongs inside a compiled block
-    spread_module = spread(module, plan, mesh)  # last: it must see the tensors the steps above made
-    return spread_module, make_optimizer(optimizer, module, before), mesh
+    spread_module = spread(module, plan, state_mesh(plan, mesh))  # last: it must see the tensors the steps above made
+    if split is not None and plan.zero:
+        split.carry_notes()
+    return spread_module, make_optimizer(optimizer, module, before), mesh, split
 
 
 class _MicrobatchCounter:
     """Counts training forwards between updates, and tells data parallelism which backward is the last."""
 
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, split: SplitModel | None) -> None:
         self.module = module
         self.plan = plan
+        self.split = split
         self.done = 0
 
     def before_forward(self, module: nn.Module, arguments: Any) -> None:
@@ -104,6 +109,8 @@ class _MicrobatchCounter:
             )
         self.done = 0
         self._check_used()
+        if self.split is not None:
+            self.split.settle_gradients(inner(self.module))
         give_up_gathered(self.module)  # a forward without training in between may have left them
 
     def _check_used(self) -> None:
@@ -115,10 +122,15 @@ class _MicrobatchCounter:
             )
 
 
-def _inside(context: Callable[[], Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+def _inside(context: Callable[[], Any], forward: Callable[..., Any], split: SplitModel | None) -> Callable[..., Any]:
     @wraps(forward)
     def run(*arguments: Any, **options: Any) -> Any:
+        if split is None:
+            with context():
+                return forward(*arguments, **options)
+        split.splitter.read((arguments, options))
         with context():
-            return forward(*arguments, **options)
+            output = forward(*arguments, **options)
+        return whole_output(split.splitter, output)
 
     return run
