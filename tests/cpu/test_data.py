@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.core.errors import InputError, MeshwrightError, ModelError
-from meshwright.models.source import ImageShape, ModelSource, TextShape, random_text, resolve
+from meshwright.models.examples import ImageShape, TextShape, random_text
+from meshwright.models.source import ModelSource, resolve
 from meshwright.train.corpus import read_corpus
 from meshwright.train.data import default_source, open_streams
 from meshwright.train.samples import SyntheticImages, TextWindows
@@ -206,7 +207,7 @@ def test_windows_follow_each_other() -> None:
 
 
 def test_an_encoder_decoder_sees_the_labels_one_place_later() -> None:
-    shape = TextShape(seq=4, vocab=256, encoder_decoder=True)
+    shape = TextShape(seq=4, vocab=256, task="decode")
     batch: Any = TextWindows(torch.arange(1, 10, dtype=torch.uint8), shape, "t").batch([0])
     assert batch["labels"].tolist() == [[2, 3, 4, 5]]
     assert batch["decoder_input_ids"].tolist() == [[0, 2, 3, 4]]

@@ -19,7 +19,8 @@ from meshwright.core.errors import GuessWarning, ModelError
 from meshwright.core.graph import Casting, Graph, Parameter, Precision
 from meshwright.models.objective import DEFAULT, Batch, Objective
 from meshwright.models.parameters import list_parameters
-from meshwright.models.source import ModelSource, repeat_samples
+from meshwright.models.examples import repeat_samples
+from meshwright.models.source import ModelSource
 
 
 def capture(

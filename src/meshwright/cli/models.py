@@ -12,7 +12,7 @@ def models(as_json: JsonFlag = False) -> None:
     from rich.table import Table
 
     from meshwright.cli.output import make_console, print_json
-    from meshwright.models.source import REFERENCE
+    from meshwright.models.reference import REFERENCE
 
     options = {
         name: {field.name: field.default for field in dataclasses.fields(entry.options)}
