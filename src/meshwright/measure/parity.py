@@ -7,13 +7,15 @@ parameter. A difference counts relative to the largest entry of the reference te
     |a - b|∞ / max(|b|∞, FLOOR · largest gradient of the step)  ≤  SLACK · ε · (number of blocks + 1)
 
 The bound grows with depth and machine epsilon; the floor keeps gradients that are zero but for rounding (the bias of an
-attention key) from being compared with themselves. Where the mathematics depends on the local batch (batch norm) the
+attention key) from being compared with themselves. Both sides run inside `exact`, so that no cast of the model's own leaves
+float64. Where the mathematics depends on the local batch (batch norm) the
 reference runs the same microbatch groups one after another; else it runs the global batch at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from meshwright.core.codec import Value
 from meshwright.core.errors import ModelError
 from meshwright.core.plan import Plan
+from meshwright.measure.exact import exact
 from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
@@ -80,8 +83,10 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     for step in range(num_steps):
         batch = _masked(slice_batch(batches, step * plan.global_batch, (step + 1) * plan.global_batch))
         gradients.clear()
-        found = program.step(batch).loss
-        expected = _step(reference, batch, source, plan)
+        with exact() if plan.precision == "fp64" else nullcontext():
+            found = program.step(batch).loss
+        with exact():
+            expected = _step(reference, batch, source, plan)
         tally.loss(step, found, expected)
         tally.gradients(step, gradients, _gradients(reference.module))
         _update(reference)
