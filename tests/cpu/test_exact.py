@@ -60,7 +60,9 @@ class Casting(nn.Module):
         self.linear = nn.Linear(64, 64, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        halves = [part.sum(-1, keepdim=True) for part in self.linear(x).to(torch.float32).square().chunk(self.parts, -1)]
+        halves = [
+            part.sum(-1, keepdim=True) for part in self.linear(x).to(torch.float32).square().chunk(self.parts, -1)
+        ]
         normed = (self.linear(x).float() * torch.rsqrt(torch.stack(halves).sum(0) + 1e-6)).to(x.dtype)
         return F.softmax(normed, dim=-1, dtype=torch.float32).type_as(x) * normed
 

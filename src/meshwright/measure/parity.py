@@ -109,7 +109,8 @@ def _reference(source: ModelSource) -> _Reference:
     return _Reference(module, _optimizer([p for p in module.parameters() if p.requires_grad]))
 
 
-_optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+# Gradients that are zero but for rounding must not become steps: with the usual eps of 1e-8 they are multiplied by 1e5.
+_optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-5)
 
 
 def _masked(batch: Batch) -> Batch:

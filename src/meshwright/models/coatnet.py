@@ -150,8 +150,7 @@ class CoAtNet(nn.Module):
     def forward(self, pixel_values: Tensor) -> Tensor:
         x = self.stem(pixel_values)
         for stage in self.stages:
-            for block in stage:
-                x = block(x)
+            x = stage(x)
         return self.head(self.norm(x.mean(dim=(2, 3))))
 
 
@@ -162,14 +161,14 @@ def make_stem(count: int, channels: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def make_stage(stage: int, options: CoAtNetOptions) -> nn.ModuleList:
+def make_stage(stage: int, options: CoAtNetOptions) -> nn.Sequential:
     """Stages 1 and 2 convolve, 3 and 4 attend."""
     count, before, channels = numbers(options.blocks)[stage], *numbers(options.channels)[stage - 1 : stage + 1]
     grid = options.image // 2 ** (stage + 1)
     sizes = [(before, channels, 2), *[(channels, channels, 1)] * (count - 1)]
     if stage <= 2:
-        return nn.ModuleList(ConvolutionBlock(*size) for size in sizes)
-    return nn.ModuleList(AttentionBlock(*size, grid, options.head_width) for size in sizes)
+        return nn.Sequential(*(ConvolutionBlock(*size) for size in sizes))
+    return nn.Sequential(*(AttentionBlock(*size, grid, options.head_width) for size in sizes))
 
 
 def grid_offsets(grid: int, device: torch.device) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from meshwright.core.errors import InputError
-from meshwright.models.objective import Batch, map_batch
 from meshwright.models.examples import ImageShape, TextShape
+from meshwright.models.objective import Batch, map_batch
 from meshwright.models.source import ModelSource
 from meshwright.models.userfile import call_function, split_name
 from meshwright.train.corpus import Split

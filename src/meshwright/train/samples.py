@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from meshwright.core.errors import InputError
-from meshwright.models.objective import Batch
 from meshwright.models.examples import ImageShape, TextShape, text_batch
+from meshwright.models.objective import Batch
 from meshwright.train.corpus import BYTE_VALUES, Split, read_corpus
 
 SYNTHETIC_IMAGES = 4096
