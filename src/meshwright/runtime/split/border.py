@@ -24,10 +24,10 @@ Notes = list[Layout | None]
 class Border:
     """Around one block, or around the whole module for what is in none."""
 
-    def __init__(self, split: Splitter, name: str, block: nn.Module, named: dict[str, tuple[nn.Module, str]]) -> None:
+    def __init__(self, split: Splitter, name: str, block: nn.Module, named: list[tuple[str, nn.Module, str]]) -> None:
         self.split, self.name = split, name
         self.named = named
-        """Full name → the module that holds it, and its name there."""
+        """The name of a parameter, as `named_parameters()` has it, the module that holds it, and its name there."""
         self.layouts: dict[str, Layout] = {}
         self.arrived: Notes | None = None
         self.left: Notes | None = None
@@ -59,7 +59,7 @@ class Border:
             raise
 
     def _name_parameters(self) -> None:
-        for name, (holder, own_name) in self.named.items():
+        for name, holder, own_name in self.named:
             parameter = holder._parameters[own_name]
             if parameter is not None:
                 self.split.names[id(parameter)] = name
@@ -95,22 +95,16 @@ def draw_borders(module: nn.Module, blocks: tuple[str, ...], split: Splitter) ->
     layouts = layouts_of_parameters(module)
     blocks = tuple(name for name in blocks if not isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict))
     first_names = {id(parameter): name for name, parameter in module.named_parameters()}
-    held: dict[str, dict[str, tuple[nn.Module, str]]] = {name: {} for name in ("", *blocks)}
+    held: dict[str, list[tuple[str, nn.Module, str]]] = {name: [] for name in ("", *blocks)}
     for path, holder in module.named_modules():
-        home = _home(path, blocks)
         for own_name, parameter in holder._parameters.items():
             if parameter is not None:
-                full = first_names[id(parameter)]
-                held[home][full if full not in held[home] else f"{path}.{own_name}"] = (holder, own_name)
+                held[_home(path, blocks)].append((first_names[id(parameter)], holder, own_name))
     borders = [
         Border(split, name, module.get_submodule(name), named) for name, named in held.items() if named or not name
     ]
     for border in borders:
-        border.layouts = {
-            name: layouts[first_names[id(holder._parameters[own])]]
-            for name, (holder, own) in border.named.items()
-            if first_names.get(id(holder._parameters[own])) in layouts
-        }
+        border.layouts = layouts
     return borders
 
 
