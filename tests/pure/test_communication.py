@@ -11,7 +11,8 @@ from transformer import Sizes, transformer_graph
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Mesh
 from meshwright.core.recipe import Recipe
-from meshwright.cost.communication import block_calls, transfer_calls
+from meshwright.cost.block_calls import block_calls
+from meshwright.cost.communication import transfer_calls
 from meshwright.cost.division import divide
 from meshwright.cost.estimate import estimate
 from meshwright.cost.passes import passes_by_stage

@@ -11,7 +11,7 @@ from writer import Writer, shape_of
 
 from meshwright.core.graph import Affine, Block, Graph, Kind, Parameter, Segment
 from meshwright.core.recipe import Recipe
-from meshwright.cost.communication import block_calls
+from meshwright.cost.block_calls import block_calls
 from meshwright.cost.division import divide
 from meshwright.cost.estimate import Estimator, estimate
 from meshwright.cost.holdings import Holdings

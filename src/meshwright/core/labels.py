@@ -7,6 +7,7 @@ A result is *whole* (each tp rank has all of it) or *split* (each has 1/tp, alon
     y = x W, W split by its inputs (row):       x split  →  y whole;  forward adds up y                 (one all-reduce)
     embedding, table split by its rows:         y whole;  forward adds up y                             (one all-reduce)
     gradient of such a table:                   split: a rank adds up the rows it has
+    embedding, table split by its heads:        y split
     any other op:                               split where one of its inputs is split
 """
 
@@ -18,8 +19,8 @@ from typing import Literal
 from meshwright.core.graph import Kind, Op, Shape, Source
 
 Label = Literal["whole", "split"]
-Way = Literal["column", "row", "table"]
-"""By its outputs, by its inputs, or a table by its rows."""
+Way = Literal["column", "row", "table", "heads"]
+"""By its outputs, by its inputs, a table by its rows, or a table of biases by the heads they are for."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def labels_of(kind: Kind, ways: dict[str, Way], outside: dict[Source, Label] | N
             if way == "column":
                 label = "split"
                 read_by_columns.setdefault(_activation(op, kind, copies), number)
+            elif way == "heads":
+                label = "split"
             elif way in ("row", "table"):
                 label = "whole"
                 summed.append(number)

@@ -120,7 +120,7 @@ class Plan(Value, kw_only=True):
     sequence_parallel: bool = False
     zero: ZeroStage = 0
     hybrid: Degree | None = None
-    """Ranks in one sharding group of ZeRO; without it, all dp ranks."""
+    """Ranks in one sharding group of ZeRO; without it, all that hold the same parameters: dp · cp."""
     recompute: tuple[Recompute, ...] = ()
     offload: Offload = Offload()
     schedule: ScheduleKind = "1f1b"
@@ -166,7 +166,7 @@ class Plan(Value, kw_only=True):
         """Over how many ranks ZeRO splits: 1 where nothing is sharded."""
         if self.zero == 0:
             return 1
-        return self.hybrid or self.mesh.dp
+        return self.hybrid or self.mesh.dp * self.mesh.cp
 
     def recomputed(self, mode: RecomputeMode) -> frozenset[str]:
         """Names of the blocks under one recompute mode."""

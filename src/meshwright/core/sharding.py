@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import Graph, Kind, Op, Parameter, Source
-from meshwright.core.labels import Way, way_of, weight_copies
+from meshwright.core.labels import Way, labels_of, way_of, weight_copies
 from meshwright.core.names import compact_names, expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
 
@@ -61,6 +61,7 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
     origins: dict[int, set[str]] = {}
     used: set[str] = set()
     copies = weight_copies(kind)
+    biases: dict[Source, str] = {}
     for number, op in enumerate(kind.ops):
         if op.phase != "forward":
             break
@@ -68,11 +69,20 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
         weight = _weight(op, parameters, copies)
         origins[number] = came_from
         if weight is None:
+            met = [biases[source] for source in op.inputs if source in biases]
+            if met and came_from and op.region == "attention":  # a bias for every head meets scores split by heads
+                ways |= dict.fromkeys(met, "heads")
+            elif met and not came_from:
+                biases[number] = met[0]
             continue
+        if _is_depthwise(op, parameters[weight]):
+            continue  # each channel by itself: as what it reads
         rows = _num_outputs(op)
         if op.name == "embedding":
             if parameters[weight].shape[0] >= max(table_rows, VOCABULARY_ROWS):
                 ways[weight] = "table"
+            elif "@batch" not in op.inputs:
+                biases[number] = weight
         elif came_from and rows <= _num_inputs(op):
             ways[weight] = "row"
             used |= came_from
@@ -81,6 +91,10 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
             ways[weight] = "column"
             origins[number] = {weight}
     return {name: way for name, way in ways.items() if way != "column" or name in used or _is_head(name, parameters)}
+
+
+def _is_depthwise(op: Op, weight: Parameter) -> bool:
+    return op.kind == "convolution" and weight.shape[1] == 1 and _num_inputs(op) == weight.shape[0] > 1
 
 
 def _is_head(name: str, parameters: dict[str, Parameter]) -> bool:
@@ -116,9 +130,23 @@ def _tensor(parameter: Parameter, ways: dict[str, Way], kind: Kind, parameters: 
     dims = [""] * len(parameter.shape)
     if name in ways:
         dims[_split_dim(ways[name], outputs_are_first(name, kind, parameters))] = "tp"
-    elif len(dims) == 1 and _is_bias_of_column(name, ways, kind):
+    elif (len(dims) == 1 and _is_bias_of_column(name, ways, kind)) or _goes_with_channels(name, ways, kind, parameters):
         dims[0] = "tp"
     return TensorSharding(tensor=name, dims=tuple(dims))
+
+
+def _goes_with_channels(name: str, ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> bool:
+    """What batch norm and depthwise filters keep for channels that are split."""
+    if not ways:
+        return False
+    labels = labels_of(kind, ways)
+    return any(
+        name in op.inputs
+        and any(labels.of(source) == "split" for source in op.inputs if isinstance(source, int))
+        and ("batch_norm" in op.name or (len(parameters[name].shape) > 1 and _is_depthwise(op, parameters[name])))
+        for op in kind.ops
+        if op.phase == "forward"
+    )
 
 
 def _is_bias_of_column(name: str, ways: dict[str, Way], kind: Kind) -> bool:
@@ -134,6 +162,8 @@ def _split_dim(way: Way, outputs_first: bool) -> int:
     """Which dim of a weight lies over tp. Linear keeps [outputs, inputs]; a few models keep [inputs, outputs]."""
     if way == "table":
         return 0
+    if way == "heads":
+        return 1
     return 0 if (way == "column") == outputs_first else 1
 
 
@@ -195,7 +225,9 @@ def _read_ways(rule: BlockSharding, kind: Kind, parameters: dict[str, Parameter]
             continue
         dim = tensor.dims.index("tp")
         if tensor.tensor in tables:
-            ways[tensor.tensor] = "table"
+            ways[tensor.tensor] = "heads" if dim else "table"
+        elif len(parameter.shape) > 2 and parameter.shape[1] == 1:
+            continue  # a depthwise filter goes with its channels
         else:
             ways[tensor.tensor] = (
                 "column" if (dim == 0) == outputs_are_first(tensor.tensor, kind, parameters) else "row"

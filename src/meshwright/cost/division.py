@@ -108,7 +108,7 @@ def _labels(graph: Graph, kinds: dict[str, Kind], ways: dict[str, dict[str, Way]
 
 
 def check_divides(graph: Graph, plan: Plan) -> None:
-    """Heads that do not divide over tp, and attention or sequences that do not divide over cp, are refused."""
+    """Heads that do not divide over tp and cp, and sequences that do not divide over cp, are refused."""
     tp, cp = plan.mesh.tp, plan.mesh.cp
     if tp > 1 and not plan.sharding:
         raise PlanError(
@@ -116,13 +116,33 @@ def check_divides(graph: Graph, plan: Plan) -> None:
         )
     if plan.sequence_parallel and tp == 1:
         raise PlanError("sequence parallel lays tokens over tp, but tp=1: leave it out, or raise tp")
-    if cp > 1 and graph.tokens_per_sample % (2 * cp):
+    tokens = _tokens_per_sample(graph)
+    if cp > 1 and not tokens:
+        raise PlanError(f"cp={cp} cuts samples by their tokens, but '{graph.model}' looks up no tokens: set cp to 1")
+    if cp > 1 and tokens % cp:
+        raise PlanError(f"{tokens} tokens a sample do not divide over cp={cp}: change the sequence length or cp")
+    if plan.sequence_parallel and not tokens:
+        raise PlanError(f"sequence parallel lays tokens over tp, but '{graph.model}' looks up no tokens: leave it out")
+    if plan.sequence_parallel and tokens % (tp * cp):
         raise PlanError(
-            f"{graph.tokens_per_sample} tokens a sample do not divide into 2 · cp = {2 * cp} parts: change the sequence "
-            "length or cp"
+            f"{tokens} tokens a sample do not divide over tp · cp = {tp * cp}, as sequence parallel needs: change a degree or "
+            "the sequence length"
         )
     for kind in graph.kinds:
         _check_attention(kind, tp, cp)
+
+
+def _tokens_per_sample(graph: Graph) -> int:
+    """Of what the model looks up for a sample; the fewest, where it has several inputs. 0: it looks up nothing."""
+    found = [
+        round(shape[-1].fixed)
+        for kind in graph.kinds
+        for op in kind.ops
+        if op.name == "embedding" and op.phase == "forward" and "@batch" in op.inputs
+        for shape in op.input_shapes[1:2]
+        if len(shape) == 2 and shape[0].per_sample
+    ]
+    return min(found, default=0)
 
 
 def _check_attention(kind: Kind, tp: int, cp: int) -> None:
@@ -132,10 +152,10 @@ def _check_attention(kind: Kind, tp: int, cp: int) -> None:
             raise PlanError(
                 f"{heads} attention heads in blocks of kind '{kind.name}' do not divide over tp={tp}: use a divisor of {heads}"
             )
-        if cp > 1 and _makes_scores(op):
+        if cp > 1 and heads and heads % (tp * cp):
             raise PlanError(
-                f"cp={cp} gathers keys and values for fused attention, but blocks of kind '{kind.name}' multiply queries and "
-                "keys themselves: use torch's scaled_dot_product_attention in the model, or set cp to 1"
+                f"{heads} attention heads in blocks of kind '{kind.name}' do not divide over tp · cp = {tp * cp}, as the exchange "
+                f"of tokens for heads needs: use divisors of {heads}"
             )
 
 

@@ -22,7 +22,8 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.schedule import Order
 from meshwright.core.schedules import make_order
 from meshwright.core.units import format_bytes
-from meshwright.cost.communication import Call, as_collectives, block_calls, times, transfer_calls
+from meshwright.cost.block_calls import block_calls
+from meshwright.cost.communication import Call, as_collectives, times, transfer_calls
 from meshwright.cost.compute import clip_seconds, update_seconds
 from meshwright.cost.division import Division, divide
 from meshwright.cost.holdings import Holdings
@@ -173,11 +174,13 @@ class Estimator:
             if stage.coordinate != coordinate:
                 continue
             for block, numbers in passes.numbers.items():
-                forwards = 2 if block in recomputed else 1
-                forward = block_calls(self.divisions[block], self.plan, "forward", numbers)
-                backward = block_calls(self.divisions[block], self.plan, "backward", numbers)
-                yield from times(forward, forwards * self.plan.num_microbatches)
-                yield from times(backward, self.plan.num_microbatches)
+                division, again = self.divisions[block], block in recomputed
+                calls = [
+                    *block_calls(division, self.plan, "forward", numbers),
+                    *(block_calls(division, self.plan, "forward", numbers, again=True) if again else ()),
+                    *block_calls(division, self.plan, "backward", numbers, recomputed=again),
+                ]
+                yield from times(calls, self.plan.num_microbatches)
 
 
 def _stage_seconds(cost: StageCost) -> StageSeconds:

@@ -15,7 +15,8 @@ from meshwright.core.cluster import Cluster, Device
 from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.communication import Call, block_calls, sends_shares, sent_bytes
+from meshwright.cost.block_calls import block_calls
+from meshwright.cost.communication import Call, sends_shares, sent_bytes
 from meshwright.cost.compute import NO_WORK, ComputeCost, Work
 from meshwright.cost.division import Division
 from meshwright.cost.links import axis_group, collective_seconds, send_seconds
@@ -66,7 +67,7 @@ class StageCosts:
         self.compute = ComputeCost(graph, plan, cluster, recipe)
         self.modes = modes_of(plan, recipe)
         self._calls: dict[int, tuple[Call, ...]] = {}
-        self._inner: dict[tuple[int, Phase, tuple[int, ...]], float] = {}
+        self._inner: dict[tuple[int, Phase, tuple[int, ...], bool, bool], float] = {}
         constants = cluster.device.constants
         self.slowdown = constants.overlap_slowdown if constants else 1 - overlap_share(plan, cluster.device)
 
@@ -75,7 +76,9 @@ class StageCosts:
         backward = self._total(passes.backward)
         again = self._recompute(passes.backward)
         redone = sum(
-            self.inner_seconds(block, "forward", passes) for block in passes.numbers if self.modes.get(block) == "full"
+            self.inner_seconds(block, "forward", passes, again=True)
+            for block in passes.numbers
+            if self.modes.get(block) == "full"
         )
         inner_forward = sum(self.inner_seconds(block, "forward", passes) for block in passes.numbers)
         inner_backward = sum(self.inner_seconds(block, "backward", passes) for block in passes.numbers)
@@ -128,12 +131,13 @@ class StageCosts:
 
     # ------------------------------------------------------------ communication
 
-    def inner_seconds(self, block: str, phase: Phase, passes: StagePasses) -> float:
-        """Collectives inside one block, as far as it is on the stage, one microbatch."""
+    def inner_seconds(self, block: str, phase: Phase, passes: StagePasses, *, again: bool = False) -> float:
+        """Collectives inside one block, as far as it is on the stage, one microbatch; again: when it is redone."""
         division, numbers = self.divisions[block], passes.numbers.get(block, ())
-        key = (id(division), phase, numbers)
+        recomputed = self.modes.get(block) == "full"
+        key = (id(division), phase, numbers, recomputed, again)
         if key not in self._inner:
-            found = block_calls(division, self.plan, phase, numbers)
+            found = block_calls(division, self.plan, phase, numbers, recomputed=recomputed, again=again)
             self._inner[key] = sum(self.call_seconds(call) for call in found)
         return self._inner[key]
 

@@ -106,7 +106,7 @@ def total_elements(parameters: Iterable[Parameter], degree: int = 1, *, trainabl
 def shard_degree(parameter: Parameter, plan: Plan) -> int:
     """Over how many ranks ZeRO splits a tensor: an expert's, over those that hold the same experts."""
     if parameter.expert and plan.mesh.ep > 1:
-        return min(plan.shard_degree, plan.mesh.dp // plan.mesh.ep)
+        return min(plan.shard_degree, plan.mesh.dp * plan.mesh.cp // plan.mesh.ep)
     return plan.shard_degree
 
 

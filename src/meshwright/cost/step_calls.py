@@ -8,8 +8,8 @@ m microbatches, one row per group of parameters (a block, or all that is in none
     ZeRO 2   all-gather once a step; reduce-scatter in each microbatch
     ZeRO 3   all-gather before forward and before backward in each microbatch (the rest group once); reduce-scatter in each
 
-ZeRO shards over the dp ranks, or groups of H of them (hybrid); the N/dp or N/H ranks that hold the same shard all-reduce it.
-All of it counts as axis dp. Once a step, beside that:
+ZeRO shards over these N ranks, or groups of H of them (hybrid); the N/H ranks that hold the same shard all-reduce it. All of
+it counts as axis dp. Once a step, beside that:
 
     tied     a tensor with names on several pp coordinates: all-reduce of its gradient between them      -> _tied_calls
     sp       each tp rank saw its part of the tokens: all-reduce over tp of the gradients of all tensors that are whole,
@@ -28,6 +28,7 @@ from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.units import MIB
+from meshwright.cost.block_calls import is_whole_lookup
 from meshwright.cost.communication import Call
 from meshwright.cost.links import Group, axis_group
 from meshwright.cost.state import (
@@ -118,9 +119,10 @@ def _reduced_whole(parameters: tuple[Parameter, ...], items: Items, group: Group
 
 
 def _sharded(plan: Plan, parameters: tuple[Parameter, ...], items: Items, group: Group) -> Iterator[Call]:
-    degree, microbatches = min(plan.shard_degree, group.size), plan.num_microbatches
-    inner = Group(degree, group.stride)
-    outer = with_cp(plan, Group(group.size // degree, group.stride * degree))
+    everyone = with_cp(plan, group)
+    degree, microbatches = min(plan.shard_degree, everyone.size), plan.num_microbatches
+    inner = Group(degree, everyone.stride)
+    outer = Group(everyone.size // degree, everyone.stride * degree)
     for name, members in groups_of(parameters, plan).items():
         gathered = total_elements(members, degree) * items.gathered
         shard = total_elements(members, degree, trainable_only=True)
@@ -163,23 +165,40 @@ def _whole_calls(graph: Graph, plan: Plan, recipe: Recipe, parameters: tuple[Par
     if not plan.sequence_parallel:
         return
     split = split_dims(graph, plan)
-    whole = [p for p in parameters if (p.block, p.own_name) not in split and not p.expert]
-    elements = total_elements(whole, trainable_only=True)
+    looked_up = _whole_lookups(graph)
+    whole = [
+        p
+        for p in parameters
+        if (p.block, p.own_name) not in split and (p.block, p.own_name) not in looked_up and not p.expert
+    ]
+    elements = held_elements(whole, plan, trainable_only=True)
     if elements:
         size = elements * items_of(plan, recipe).reduced
         yield Call("all_reduce", size, 1, "other", "tp", axis_group(plan.mesh, "tp"))
 
 
+def _whole_lookups(graph: Graph) -> set[tuple[str, str]]:
+    """(block, tensor) of tables whose gradient every rank has whole."""
+    kinds = graph.kind_by_block
+    return {
+        (block.name, source)
+        for block in graph.blocks
+        for op in kinds[block.name].ops
+        if op.phase == "forward" and is_whole_lookup(op)
+        for source in op.inputs[:1]
+        if isinstance(source, str)
+    }
+
+
 def _number_calls(plan: Plan, recipe: Recipe) -> Iterator[Call]:
     mesh, group = plan.mesh, axis_group(plan.mesh, "dp")
-    everyone = with_cp(plan, group)
-    if everyone.size > 1:
-        yield Call("all_reduce", COUNT_BYTES, 1, "other", "dp", everyone)
-        yield Call("all_reduce", LOSS_BYTES, 1, "other", "dp", everyone)
+    if group.size > 1:
+        yield Call("all_reduce", COUNT_BYTES, 1, "other", "dp", group)
+        yield Call("all_reduce", LOSS_BYTES, 1, "other", "dp", group)
     if not recipe.clips:
         return
     if plan.shard_degree > 1:
-        yield Call("all_reduce", NORM_BYTES, 1, "other", "dp", Group(plan.shard_degree, group.stride))
+        yield Call("all_reduce", NORM_BYTES, 1, "other", "dp", Group(plan.shard_degree, with_cp(plan, group).stride))
     elif mesh.ep > 1:
         yield Call("all_reduce", NORM_BYTES, 1, "other", "ep", axis_group(mesh, "ep"))
     if mesh.tp > 1:

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from meshwright.core.collective import Axis, Collective, CollectiveKind
 from meshwright.runtime._torch import TorchDispatchMode, tree_leaves
+from meshwright.runtime.axis import named_axis
 from meshwright.runtime.clip import local
 from meshwright.runtime.program import Program
 
@@ -97,7 +98,7 @@ class CollectiveWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Collective] = []
         self.axes: dict[str, Axis] = {}
-        for axis in ("dp", "pp", "cp", "tp"):  # axes of one rank may share a group, which is then dp's
+        for axis in ("dp", "pp"):  # along cp, tp and ep whoever calls says so: axes of the same ranks share a group
             self.axes.setdefault(program.mesh.get_group(axis).group_name, axis)
         self.supports_higher_order_operators = True  # compiled blocks call some; they pass through
 
@@ -119,7 +120,10 @@ class CollectiveWatch(TorchDispatchMode):
             return op(*arguments, **(options or {}))
 
     def _axis(self, arguments: Any) -> Axis:
-        """The mesh axis whose group is among a call's arguments; dp where the group belongs to no axis."""
+        """The axis that the caller names, else the one whose group is among the arguments; dp where it belongs to none."""
+        named = named_axis()
+        if named is not None:
+            return named
         groups = [
             one for one in arguments if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())
         ]

@@ -140,6 +140,8 @@ class Program:
 
     def sync_buffers(self) -> None:
         """Buffers follow each rank's own samples (batch norm): before they are used or saved, the first rank's count."""
+        if self.split is not None:
+            self.split.sync_buffers(self.module)
         for buffer in self.module.buffers():
             dist.broadcast(buffer, group=self._dp, group_src=0)
 

@@ -51,12 +51,15 @@ class Border:
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._name_parameters()
+        outer, self.split.shared = self.split.shared, {}
         try:
             return forward(*args, **kwargs)
         except NotSplit as error:
             if error.block is None:
                 error.block = self.name
             raise
+        finally:
+            self.split.shared = outer
 
     def _name_parameters(self) -> None:
         for name, holder, own_name in self.named:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.core.collective import Axis
+from meshwright.runtime.axis import along
 from meshwright.runtime.split.layout import Cut
 
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,13 +31,15 @@ class Ranks:
         """The sum of every rank's tensor."""
         total = tensor.clone(memory_format=torch.contiguous_format)
         if self.group is not None:
-            dist.all_reduce(total, group=self.group)
+            with along(self.axis):
+                dist.all_reduce(total, group=self.group)
         return total
 
     def largest(self, tensor: Tensor) -> Tensor:
         found = tensor.clone(memory_format=torch.contiguous_format)
         if self.group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+            with along(self.axis):
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return found
 
     def gather(self, part: Tensor, cut: Cut) -> Tensor:
@@ -44,7 +47,8 @@ class Ranks:
         runs = _runs(part, cut)
         parts = part.new_empty((self.size, *runs.shape))
         if self.group is not None:
-            gather_into(parts.view(-1), runs.reshape(-1), group=self.group)
+            with along(self.axis):
+                gather_into(parts.view(-1), runs.reshape(-1), group=self.group)
         return _joined(torch.cat(parts.unbind(0), dim=cut.dim + 1), cut)
 
     def scatter(self, whole: Tensor, cut: Cut) -> Tensor:
@@ -53,7 +57,8 @@ class Ranks:
         parts = torch.stack(runs.chunk(self.size, dim=cut.dim + 1))
         own = torch.empty_like(parts[0])
         if self.group is not None:
-            scatter_into(own.view(-1), parts.view(-1), group=self.group)
+            with along(self.axis):
+                scatter_into(own.view(-1), parts.view(-1), group=self.group)
         return _joined(own, cut)
 
     def own_part(self, whole: Tensor, cut: Cut) -> Tensor:
@@ -78,7 +83,8 @@ class Ranks:
         pieces = torch.stack(runs.chunk(self.size, dim=then.dim + 1)).contiguous()
         received = torch.empty_like(pieces)
         if self.group is not None:
-            dist.all_to_all_single(received.view(-1), pieces.view(-1), group=self.group)
+            with along(self.axis):
+                dist.all_to_all_single(received.view(-1), pieces.view(-1), group=self.group)
         arrived = [_runs(_joined(piece, then), now) for piece in received.unbind(0)]
         return _joined(torch.cat(arrived, dim=now.dim + 1), now)
 

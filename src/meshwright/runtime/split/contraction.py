@@ -128,8 +128,9 @@ def _without(
     for number, (at, names) in enumerate(zip(found, letters, strict=True)):
         if at is None:
             continue
-        if axis == "cp" and len(names) > 2 and names[-2] in result:
-            parts[number] = split.swap(parts[number], axis, Cut(len(names) - 2))
+        if axis == "cp" and names[-2] in result:
+            runs = split.samples if len(names) == 2 else 1  # tokens of all samples in a row
+            parts[number] = split.swap(parts[number], axis, Cut(len(names) - 2, runs))
             return _settle(split, axis, parts, letters, result)
         parts[number] = split.gather(parts[number], axis)
     return _settle(split, axis, parts, letters, result)

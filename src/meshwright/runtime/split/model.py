@@ -11,11 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.plan import Plan
 from meshwright.runtime._torch import tree_flatten, tree_unflatten
+from meshwright.runtime.axis import along
 from meshwright.runtime.clip import local
+from meshwright.runtime.places import places_of
 from meshwright.runtime.split.border import Border, draw_borders
 from meshwright.runtime.split.collectives import Ranks
+from meshwright.runtime.split.layout import Cut
 from meshwright.runtime.split.splitter import Splitter
 from meshwright.runtime.split.weights import cut_weights
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class SplitModel:
@@ -27,6 +32,19 @@ class SplitModel:
         """Layouts must survive the hooks of fully_shard."""
         for border in self._borders:
             border.carry_notes()
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """What batch norm keeps of channels that lie over tp is this rank's for its own: all get all of it."""
+        ranks = self.splitter.axes.get("tp")
+        if ranks is None:
+            return
+        for name, places in places_of(module).items():
+            holder = module.get_submodule(name.rpartition(".")[0])
+            for place in places if isinstance(holder, BATCH_NORMS) and name.endswith("weight") else ():
+                for buffer in holder.buffers(recurse=False):
+                    if buffer.dim():
+                        cut = Cut(0, place.runs)
+                        buffer.copy_(ranks.gather(ranks.own_part(buffer, cut), cut))
 
     def settle_gradients(self, module: nn.Module) -> None:
         """Whole parameters that were read by work on parts: their gradients are added up over tp, in one call."""
@@ -40,7 +58,8 @@ class SplitModel:
         ]
         if gradients:
             together = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(together, group=self.splitter.axes["tp"].group)
+            with along("tp"):
+                dist.all_reduce(together, group=self.splitter.axes["tp"].group)
             for gradient, summed in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 

@@ -16,20 +16,16 @@ from torch import Tensor
 from meshwright.runtime._torch import _top_saved_tensors_default_hooks
 from meshwright.runtime.split import exchange
 from meshwright.runtime.split.collectives import Ranks
-from meshwright.runtime.split.layout import Cut, Layout, lay, storage_key
+from meshwright.runtime.split.layout import Cut, storage_key
 
-GATHERED = "_meshwright_gathered"
 KEPT = "_meshwright_kept"
 
 
-def gathered_again(part: Tensor, ranks: Ranks, cut: Cut, layout: Layout) -> Tensor:
-    """The whole tensor, read by parts; made once for all that read it."""
-    found: dict[str, Tensor] = vars(part).setdefault(GATHERED, {})
-    if ranks.axis not in found:
-        whole = lay(exchange.gather(part, ranks, cut, read_by_parts=True), layout)
-        vars(whole)[KEPT] = _Kept(part.detach(), ranks, cut)
-        found[ranks.axis] = whole
-    return found[ranks.axis]
+def gathered_again(part: Tensor, ranks: Ranks, cut: Cut) -> Tensor:
+    """The whole tensor, read by parts, which knows how to be made again."""
+    whole = exchange.gather(part, ranks, cut, read_by_parts=True)
+    vars(whole)[KEPT] = _Kept(part.detach(), ranks, cut)
+    return whole
 
 
 def was_gathered(whole: Tensor) -> bool:

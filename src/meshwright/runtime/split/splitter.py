@@ -36,7 +36,6 @@ from meshwright.runtime.split.layout import (
 )
 from meshwright.runtime.split.saved import gathered_again, was_gathered
 
-ENTERED = "_meshwright_entered"
 STREAM_DIMS = 3
 """Samples, tokens, features: only such tensors are laid over tp by their tokens."""
 
@@ -82,6 +81,10 @@ class Splitter(TorchFunctionMode):
         """Whole parameters whose gradient is a summand along tp, by name, in the order they were met."""
         self.batch: set[int] = set()
         """Storages of the batch: ids that lie there are tokens."""
+        self.samples = 1
+        """Of the batch: tokens in a row are that many runs."""
+        self.shared: dict[tuple[int, Axis], tuple[Tensor, Tensor]] = {}
+        """What was made of tensors, with the tensor, until the block ends (runtime/split/border.py)."""
         self.divided: set[int] = set()
         """Sizes that were divided over tp."""
 
@@ -152,10 +155,14 @@ class Splitter(TorchFunctionMode):
         if isinstance(whole, nn.Parameter):
             self.owed[self.names.get(id(whole), "")] = None
             return whole
-        entered: dict[Axis, Tensor] = vars(whole).setdefault(ENTERED, {})
-        if axis not in entered:
-            entered[axis] = lay(exchange.enter(whole, ranks), layout_of(whole))
-        return entered[axis]
+        return self.once(whole, axis, lambda: lay(exchange.enter(whole, ranks), layout_of(whole)))
+
+    def once(self, tensor: Tensor, axis: Axis, make: Callable[[], Tensor]) -> Tensor:
+        """What is made of a tensor for all in a block that read it: backward then adds up their gradients in one call."""
+        key = (id(tensor), axis)
+        if key not in self.shared:
+            self.shared[key] = (tensor, make())
+        return self.shared[key][1]
 
     def gather(self, tensor: Tensor, axis: Axis, *, read_by_parts: bool = False) -> Tensor:
         """Whole along an axis it is cut along."""
@@ -165,7 +172,8 @@ class Splitter(TorchFunctionMode):
         tensor = self._uncover(tensor, axis)
         layout = layout_of(tensor) or {}
         if read_by_parts and axis == "tp":
-            return gathered_again(tensor, self.axes[axis], cut, moved(layout, axis, None))
+            whole = moved(layout, axis, None)
+            return self.once(tensor, axis, lambda: lay(gathered_again(tensor, self.axes[axis], cut), whole))
         made = exchange.gather(tensor, self.axes[axis], cut, read_by_parts=read_by_parts)
         return lay(made, moved(layout, axis, None))
 
@@ -221,7 +229,9 @@ class Splitter(TorchFunctionMode):
 
     def read(self, batch: Any) -> None:
         """What the next forward is given: ids that lie there are tokens."""
-        self.batch = {storage_key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        self.batch = {storage_key(tensor) for tensor in tensors}
+        self.samples = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 1)
 
     def is_of_batch(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self.batch

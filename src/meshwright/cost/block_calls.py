@@ -1,0 +1,222 @@
+"""Which collectives one rank calls inside the blocks, in each microbatch, and again where the forward is redone.
+
+    tp       all-reduce where labels say so (core/labels.py)                              -> _tensor_calls
+    sp       sequence parallel: instead, an all-gather before and a reduce-scatter after each split part
+    loss     logits split by the vocabulary: three all-reduces over tp, of each token's largest logit, its sum of
+             exponentials and its target's logit; tokens split: one all-reduce of the sum, and along cp one of its
+             gradient                                                                     -> _loss_calls
+    lookups  of what is no token of the batch (positions): the ranks do them whole, and under sequence parallel take
+             their tokens of it; backward gathers the gradient over tp                    -> _lookup_calls
+    cp       attention: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same
+    ep       all-to-all of the tokens to their experts and back, forward and backward     -> _expert_calls
+
+Under sequence parallel a split part keeps its rank's tokens of what it read, not what it gathered: memory counts 1/tp of
+every tensor with tokens (cost/division.py). Backward therefore gathers what the columns read once more, beside the gradient
+of what the rows made; not in a block that is recomputed, where the second forward has just gathered it.
+
+A block that is redone is redone as far as backward needs it: sums behind the last tensor it keeps are not made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from math import prod
+
+from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Shape, Source
+from meshwright.core.plan import Plan
+from meshwright.cost.communication import Call
+from meshwright.cost.division import Division
+from meshwright.cost.links import axis_group
+
+LOSS_CALLS, LOSS_ITEM_BYTES = 3, 4
+"""Largest logit, sum and target of each token, in fp32."""
+KEEP_NOTHING = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack")
+"""Ops whose backward needs nothing of what they read."""
+
+
+def block_calls(
+    division: Division,
+    plan: Plan,
+    phase: Phase,
+    passes: Collection[int] | None = None,
+    *,
+    recomputed: bool = False,
+    again: bool = False,
+) -> tuple[Call, ...]:
+    """The collectives of one microbatch through one block, forward or backward; `count` is per microbatch.
+
+    passes: numbers of the block's forward passes that count, where a stage has not all of them; backward follows.
+    recomputed: whether the block is redone in backward; again: this is the second forward, inside of backward.
+    """
+    own = _Ops(division, plan, passes, _last_needed(division.kind) if again else None)
+    found = [*_tensor_calls(own, phase, recomputed), *_loss_calls(own, phase), *_lookup_calls(own, phase)]
+    return (*found, *_context_calls(own, phase), *_expert_calls(own, phase))
+
+
+class _Ops:
+    """The forward ops of a block that a stage runs."""
+
+    def __init__(self, division: Division, plan: Plan, passes: Collection[int] | None, last_needed: int | None) -> None:
+        self.division, self.plan = division, plan
+        self.last_needed = last_needed
+        every = division.kind.passes
+        self.numbers: Collection[int] = range(len(division.kind.ops))
+        if passes is not None:
+            self.numbers = frozenset(n for number in passes for n in every[number].op_range)
+
+    def __iter__(self) -> Iterator[tuple[int, Op]]:
+        ops = self.division.kind.ops
+        return ((n, op) for n, op in enumerate(ops) if op.phase == "forward" and n in self.numbers)
+
+    def of(self, wanted: tuple[int, ...]) -> list[Op]:
+        return [self.division.kind.ops[number] for number in wanted if number in self.numbers]
+
+    def made(self, wanted: tuple[int, ...]) -> list[Op]:
+        """Those whose result is needed, in a second forward."""
+        if self.last_needed is None:
+            return self.of(wanted)
+        return self.of(tuple(number for number in wanted if number < self.last_needed))
+
+
+def _last_needed(kind: Kind) -> int:
+    """The last forward op that keeps something for backward: what it reads, or what it makes and the block itself reads.
+
+    What only the next block reads is that one's input, and is there.
+    """
+    last = -1
+    readers: dict[Source, list[int]] = {}
+    for number, op in enumerate(kind.ops):
+        if op.phase == "forward":
+            for source in op.inputs:
+                readers.setdefault(source, []).append(number)
+    for number, op in enumerate(kind.ops):
+        kept = op.phase == "forward" and (op.saved_bytes.fixed or op.saved_bytes.per_sample)
+        if kept and number in readers:
+            keepers = [reader for reader in readers[number] if kind.ops[reader].name not in KEEP_NOTHING]
+            last = max(last, *(keepers or [number]))
+    return last
+
+
+# ---------------------------------------------------------------- tp
+
+
+def _tensor_calls(own: _Ops, phase: Phase, recomputed: bool) -> Iterator[Call]:
+    plan, labels = own.plan, own.division.labels
+    if plan.mesh.tp == 1:
+        return
+    made = [_result_bytes(op, plan) for op in own.made(labels.reduced_forward)]
+    read = [_read_bytes(op, plan) for op in own.of(labels.reduced_backward)]
+    group = axis_group(plan.mesh, "tp")
+    reduced = made if phase == "forward" else read
+    if not plan.sequence_parallel:
+        yield from (Call("all_reduce", size, 1, phase, "tp", group) for size in reduced)
+        return
+    gathered = read if phase == "forward" else [*([] if recomputed else read), *made]
+    yield from (Call("all_gather", size // plan.mesh.tp, 1, phase, "tp", group) for size in gathered)
+    yield from (Call("reduce_scatter", size, 1, phase, "tp", group) for size in reduced)
+
+
+def _loss_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+    """A softmax over what lies split over tp (attention's is over the tokens), and the sum over tokens."""
+    plan = own.plan
+    for _, op in own:
+        if plan.mesh.tp > 1 and phase == "forward" and _is_split_softmax(op, own.division):
+            size = _elements(op.result_shape[:-1], plan) * LOSS_ITEM_BYTES
+            yield Call("all_reduce", round(size), LOSS_CALLS, phase, "tp", axis_group(plan.mesh, "tp"))
+        if op.name.startswith("nll_loss") and op.result_shape == ():
+            size = max(LOSS_ITEM_BYTES, PRECISION_BYTES[op.dtype])
+            if plan.mesh.cp > 1:
+                yield Call("all_reduce", size, 1, phase, "cp", axis_group(plan.mesh, "cp"))
+            if plan.sequence_parallel and phase == "forward" and own.division.labels.of(op.inputs[0]) == "whole":
+                yield Call("all_reduce", size, 1, phase, "tp", axis_group(plan.mesh, "tp"))
+
+
+def _is_split_softmax(op: Op, division: Division) -> bool:
+    return "softmax" in op.name and op.region != "attention" and division.labels.of(op.inputs[0]) == "split"
+
+
+def _lookup_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+    plan = own.plan
+    if not plan.sequence_parallel or phase == "forward":
+        return
+    for number, op in own:
+        if is_whole_lookup(op) and own.division.labels.results[number] == "whole":
+            size = _elements(op.result_shape, plan) * PRECISION_BYTES[op.dtype] / plan.mesh.tp
+            yield Call("all_gather", round(size), 1, phase, "tp", axis_group(plan.mesh, "tp"))
+
+
+def is_whole_lookup(op: Op) -> bool:
+    """Whether it looks up something else than tokens of the batch, such as positions."""
+    return op.name == "embedding" and "@batch" not in op.inputs
+
+
+def _result_bytes(op: Op, plan: Plan) -> int:
+    return round(op.written_bytes.at(plan.microbatch) / plan.mesh.cp)
+
+
+def _read_bytes(op: Op, plan: Plan) -> int:
+    """Of the activation a weight is applied to: the input that has tokens."""
+    shapes = [shape for shape in op.input_shapes if any(dim.per_sample for dim in shape)]
+    return round(_elements(shapes[0], plan) * PRECISION_BYTES[op.dtype]) if shapes else 0
+
+
+def _elements(shape: Shape, plan: Plan) -> float:
+    """Of an activation, on one of the cp ranks."""
+    return prod(dim.at(plan.microbatch) for dim in shape) / plan.mesh.cp
+
+
+# ---------------------------------------------------------------- cp
+
+
+def _context_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+    """Four exchanges an attention: of what it reads three, of what it makes one. Explicit attention is two matmuls."""
+    plan = own.plan
+    if plan.mesh.cp == 1:
+        return
+    group = axis_group(plan.mesh, "cp")
+    num_matmuls = 0
+    for number, op in own:
+        exchanged: tuple[Shape, ...] = ()
+        if op.kind == "attention":
+            exchanged = (*op.input_shapes[:3], op.result_shape)
+        elif op.kind == "matmul" and op.region == "attention":
+            exchanged = op.input_shapes[:2] if num_matmuls % 2 == 0 else (op.input_shapes[1], op.result_shape)
+            num_matmuls += 1
+        for shape in exchanged:
+            size = _elements(shape, plan) * PRECISION_BYTES[op.dtype] / own.division.tp_degree(number)
+            yield Call("all_to_all", round(size), 1, phase, "cp", group)
+
+
+# ---------------------------------------------------------------- ep
+
+
+def _expert_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+    """Tokens to their experts and back: as many bytes as the experts' first matmuls read."""
+    if own.plan.mesh.ep == 1:
+        return
+    size = _expert_input_bytes(own)
+    if size:
+        yield Call("all_to_all", size, 2, phase, "ep", axis_group(own.plan.mesh, "ep"))
+
+
+def _expert_input_bytes(own: _Ops) -> int:
+    """What enters the experts of a block: results from outside them that their matmuls read, each once."""
+    ops = own.division.kind.ops
+    found: dict[object, int] = {}
+    for _, op in own:
+        if op.region != "expert" or op.kind != "matmul":
+            continue
+        for source in op.inputs:
+            if isinstance(source, int) and ops[source].kind != "matmul" and not _after_matmul(ops, source):
+                found[source] = _read_bytes(op, own.plan)
+    return sum(found.values())
+
+
+def _after_matmul(ops: tuple[Op, ...], number: int) -> bool:
+    """Whether a result inside the experts came of one of their matmuls."""
+    op = ops[number]
+    if op.region != "expert":
+        return False
+    if op.kind == "matmul":
+        return True
+    return any(_after_matmul(ops, source) for source in op.inputs if isinstance(source, int))
