@@ -195,3 +195,61 @@ def alone() -> nn.Module:
 
 def not_a_model() -> str:
     return "surprise"
+
+
+class Hangs(Tower):
+    """On rank 1, the third training forward never ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += x.device.type != "meta" and os.environ.get("RANK") == "1"
+        if self.num_forwards == 3:
+            time.sleep(3600)
+        return super().forward(x)
+
+
+def hangs() -> tuple[nn.Module, Any]:
+    return Hangs(), example(64)
+
+
+class Overflow(torch.autograd.Function):
+    """Finite in forward, infinite in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+
+class Breaks(nn.Module):
+    """On the rank, in the forward and in the direction that the environment names (RANK,FORWARD,DIRECTION)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, forward, direction = os.environ.get("BREAKS", "1,2,forward").split(",")
+        self.num_forwards += x.device.type != "meta" and os.environ.get("RANK") == rank
+        if self.num_forwards != int(forward):
+            return x
+        return x * float("nan") if direction == "forward" else Overflow.apply(x)
+
+
+class Broken(Tower):
+    """Its second layer breaks between its two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.layers[1]
+        layer.down = nn.Sequential(Breaks(), layer.down)  # type: ignore[assignment]
+
+
+def broken() -> tuple[nn.Module, Any]:
+    return Broken(), example(64)

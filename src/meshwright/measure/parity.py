@@ -31,6 +31,7 @@ from meshwright.runtime.apply import apply
 from meshwright.runtime.gather import whole
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank, joined
+from meshwright.runtime.watchdog import TIMEOUT_SECONDS
 
 SLACK = 4096.0
 FLOOR = 1e-3
@@ -61,7 +62,7 @@ class _Reference:
 def parity_rank(payload: dict[str, Any]) -> dict[str, Any]:
     """What each rank of `meshwright parity` runs."""
     plan = msgspec.convert(payload["plan"], Plan)
-    with joined(payload["device"], payload["backend"]) as rank:
+    with joined(payload["device"], payload["backend"], payload.get("timeout", TIMEOUT_SECONDS)) as rank:
         return dict(msgspec.to_builtins(compare(resolve(payload["model"]).small(), plan, payload["steps"], rank)))
 
 

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -18,8 +19,9 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.compile import compile_blocks, compile_loss
-from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatch, spread, without_gradient
+from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, spread, without_gradient
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan
+from meshwright.runtime.nan import NanFinder
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.precision import compute_context, store
 from meshwright.runtime.program import Program
@@ -37,12 +39,17 @@ def apply(
     max_norm: float | None = None,
     recorder: Recorder | None = None,
     device: torch.device | None = None,
+    find_nan: bool = False,
 ) -> Program:
-    """Spread a module over the running ranks as the plan says. The module itself is changed."""
+    """Spread a module over the running ranks as the plan says. The module itself is changed.
+
+    find_nan: look at every block in every step, so that a loss that is not finite is traced to its origin; slow.
+    """
     watch = Watch(recorder)
     spread_module, bound, mesh = _spread(module, plan, optimizer, device, watch)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
-    return Program(spread_module, bound, plan, schedule, mesh, compile_loss(objective, plan), max_norm, watch)
+    finder = NanFinder(inner(spread_module), plan, dist.get_rank()) if find_nan else None
+    return Program(spread_module, bound, plan, schedule, mesh, compile_loss(objective, plan), max_norm, watch, finder)
 
 
 def wrap(

@@ -11,6 +11,7 @@ of ranks and microbatches:
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -37,6 +38,7 @@ from meshwright.runtime.data_parallel import (
     without_gradient,
 )
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
+from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
 from meshwright.runtime.watch import Watch
@@ -63,6 +65,7 @@ class Program:
         objective: Objective,
         max_norm: float | None = None,
         watch: Watch | None = None,
+        finder: NanFinder | None = None,
     ) -> None:
         self.spread_module = module
         self.optimizer = optimizer
@@ -73,6 +76,9 @@ class Program:
         self.max_norm = max_norm
         self.device = local_device(mesh)
         self.watch = watch or Watch(None)
+        self.first_step = 0
+        """What messages count steps from: a resumed run goes on counting."""
+        self._finder = finder
         self._outputs: list[StepOutput] = []
         self._compute = compute_context(plan, self.device)
         self._dp = mesh.get_group("dp")
@@ -92,12 +98,16 @@ class Program:
     def step(self, batch: Batch, signal: float = 0.0) -> StepOutput:
         """Train on one global batch: this rank's share of it, or all of it (then the share is taken here)."""
         share = self.share_of(batch)
+        if self._finder is not None:
+            self._finder.begin(self.first_step + self.num_steps, share)
         if self.num_steps == 0:
             output = self._first_step(share, signal)
         elif self.watch.wants(self.num_steps):
             output = self.watch.record(self, share, lambda: self._step(share, signal), self._outputs)
         else:
             output = self._step(share, signal)
+        if self._finder is not None and not math.isfinite(output.loss):
+            raise not_finite(output.loss, self.first_step + self.num_steps, self._finder.earliest())
         self._outputs.append(output)
         return output
 
@@ -227,6 +237,8 @@ class Program:
             unused = without_gradient(self.spread_module)
             if unused:
                 raise _UnusedError(unused)
+        if self._finder is not None:
+            self._finder.before_update()
         with self.watch.region("update"):
             norm = None
             if self.max_norm is not None:
