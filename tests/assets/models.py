@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from typing import Any
@@ -253,3 +254,16 @@ class Broken(Tower):
 
 def broken() -> tuple[nn.Module, Any]:
     return Broken(), example(64)
+
+
+class HangsInNative(Hangs):
+    """The same, in native code that keeps Python's lock: no other thread of the rank can run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.num_forwards == 2:
+            ctypes.PyDLL("libc.so.6").sleep(60)
+        return super().forward(x)
+
+
+def hangs_in_native() -> tuple[nn.Module, Any]:
+    return HangsInNative(), example(64)

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import BackendOption, DeviceOption, JsonFlag, NprocOption, PlanFlags, TimeoutOption, plan_flags
+from meshwright.cli.options import (
+    BackendOption,
+    DeviceOption,
+    JsonFlag,
+    NprocOption,
+    PlanFlags,
+    TimeoutOption,
+    plan_flags,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console

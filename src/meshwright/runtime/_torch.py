@@ -10,10 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 # A check between two ops must not itself be taken for an op of the model by a mode that watches torch functions.
-from torch._C import DisableTorchFunction
-
 # Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
-from torch._C import _current_autograd_node
+from torch._C import DisableTorchFunction, _current_autograd_node
 from torch._C._autograd import (
     _get_sequence_nr,
     _top_saved_tensors_default_hooks,  # whether saved tensors are packed (recompute): such blocks are not skipped

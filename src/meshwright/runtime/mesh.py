@@ -15,7 +15,6 @@ from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
 from meshwright.runtime.standing import name_world
 
-
 AXES = ("pp", "dp", "cp", "tp")
 
 

@@ -27,7 +27,18 @@ STDLIB = sysconfig.get_paths()["stdlib"]
 WORLD_AXIS: dict[str, str] = {}
 """Like the group of all ranks itself, one for the process; noted on the group it would be lost, it takes no notes."""
 OURS = str(Path(__file__).parent)
-WIDTHS = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1}
+WIDTHS = {
+    "Double": 8,
+    "Long": 8,
+    "Float": 4,
+    "Int": 4,
+    "Half": 2,
+    "BFloat16": 2,
+    "Short": 2,
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+}
 
 
 class Standing(Value, kw_only=True):

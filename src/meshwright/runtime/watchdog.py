@@ -136,7 +136,9 @@ def compose(answers: dict[int, Standing], num_ranks: int, timeout_seconds: float
     for (waits_in, line), group in groupby(together, key=lambda item: (item[1].waits_in, item[1].line)):
         members = [rank for rank, _ in group]
         lines.append(f"  {_ranks(members)} {'waits' if len(members) == 1 else 'wait'} in {waits_in}, at {line}")
-    return "\n".join([*lines, "  give more time with --timeout SECONDS (0: no limit) if the work there takes that long"])
+    return "\n".join(
+        [*lines, "  give more time with --timeout SECONDS (0: no limit) if the work there takes that long"]
+    )
 
 
 def _ranks(numbers: list[int]) -> str:
