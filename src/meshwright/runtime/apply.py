@@ -19,13 +19,14 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.compile import compile_blocks, compile_loss
-from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, spread, without_gradient
+from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, spread
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan
 from meshwright.runtime.nan import NanFinder
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.precision import compute_context, store
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import join
+from meshwright.runtime.reach import Usage, reach
 from meshwright.runtime.recompute import mark_recompute
 from meshwright.runtime.watch import Recorder, Watch
 
@@ -61,11 +62,11 @@ def wrap(
     `optimizer.step()` in between is refused. Divide each loss by their number, as with plain torch.
     """
     spread_module, bound, mesh = _spread(module, plan, optimizer, device, Watch(None))
-    counter = _MicrobatchCounter(spread_module, plan)
+    counter = _MicrobatchCounter(spread_module, plan, mesh)
     spread_module.register_forward_pre_hook(counter.before_forward)
     bound.register_step_pre_hook(counter.before_update)
     context = compute_context(plan, torch.device(mesh.device_type))
-    spread_module.forward = _inside(context, spread_module.forward)
+    spread_module.forward = _inside(context, spread_module.forward, spread_module)
     return spread_module, bound
 
 
@@ -93,10 +94,12 @@ def _spread(
 class _MicrobatchCounter:
     """Counts training forwards between updates, and tells data parallelism which backward is the last."""
 
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         self.module = module
         self.plan = plan
         self.done = 0
+        self.group = mesh.get_group("dp")
+        self.usage = Usage(inner(module)) if isinstance(module, DistributedDataParallel) else None
 
     def before_forward(self, module: nn.Module, arguments: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -114,18 +117,19 @@ class _MicrobatchCounter:
         give_up_gathered(self.module)  # a forward without training in between may have left them
 
     def _check_used(self) -> None:
-        unused = without_gradient(self.module) if isinstance(self.module, DistributedDataParallel) else []
+        unused = self.usage.unused(self.group) if self.usage is not None else []
+        self.usage = None
         if unused:
             raise PlanError(
-                f"parameter '{unused[0]}' got no gradient: replicas would wait for it; freeze it with requires_grad_(False), "
+                f"parameter '{unused[0]}' got no gradient on any rank: replicas would update it with zeros; freeze it with requires_grad_(False), "
                 "or use ZeRO 1, 2 or 3"
             )
 
 
-def _inside(context: Callable[[], Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+def _inside(context: Callable[[], Any], forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     @wraps(forward)
     def run(*arguments: Any, **options: Any) -> Any:
         with context():
-            return forward(*arguments, **options)
+            return reach(forward(*arguments, **options), module)
 
     return run

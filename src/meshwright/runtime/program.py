@@ -35,11 +35,11 @@ from meshwright.runtime.data_parallel import (
     inner,
     prepare_microbatch,
     replicate_again,
-    without_gradient,
 )
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
 from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.precision import compute_context, to_device
+from meshwright.runtime.reach import Usage, reach
 from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
 from meshwright.runtime.watch import Watch
 
@@ -79,6 +79,7 @@ class Program:
         self.first_step = 0
         """What messages count steps from: a resumed run goes on counting."""
         self._finder = finder
+        self._usage = Usage(self.module) if isinstance(module, DistributedDataParallel) else None
         self._outputs: list[StepOutput] = []
         self._compute = compute_context(plan, self.device)
         self._dp = mesh.get_group("dp")
@@ -179,7 +180,7 @@ class Program:
         )
 
     def _first_step(self, batch: Batch, signal: float) -> StepOutput:
-        """Replicas reduce only buckets that are full: a parameter that no forward uses would spoil its bucket."""
+        """A parameter that no rank uses gets no gradient in one process; replicas would give it zeros."""
         try:
             return self._step(batch, signal)
         except _UnusedError as error:
@@ -230,11 +231,12 @@ class Program:
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
         with self.watch.region("backward"):
-            (loss * scale.to(loss.dtype)).backward()
+            reach(loss * scale.to(loss.dtype), self.spread_module).backward()
 
     def _update(self) -> Tensor | None:
-        if self.num_steps == 0 and isinstance(self.spread_module, DistributedDataParallel):
-            unused = without_gradient(self.spread_module)
+        if self._usage is not None:
+            unused = self._usage.unused(self._dp)
+            self._usage = None
             if unused:
                 raise _UnusedError(unused)
         if self._finder is not None:
