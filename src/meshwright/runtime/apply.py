@@ -121,8 +121,8 @@ class _MicrobatchCounter:
         self.usage = None
         if unused:
             raise PlanError(
-                f"parameter '{unused[0]}' got no gradient on any rank: replicas would update it with zeros; freeze it with requires_grad_(False), "
-                "or use ZeRO 1, 2 or 3"
+                f"parameter '{unused[0]}' got no gradient on any rank, and replicas would update it with zeros: freeze it with "
+                "requires_grad_(False), or use ZeRO 1, 2 or 3"
             )
 
 

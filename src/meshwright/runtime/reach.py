@@ -8,6 +8,7 @@ first step (`Usage`). Later, a parameter that no rank uses in some step has a gr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class _Tie(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return (gradient, *([None] * ctx.num_parameters))
 
 
@@ -35,9 +36,8 @@ def reach(values: Any, module: nn.Module) -> Any:
         return values
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     leaves, form = tree_flatten(values)
-    tied = [
-        _Tie.apply(leaf, *parameters) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves
-    ]
+    tie: Callable[..., Tensor] = _Tie.apply
+    tied = [tie(leaf, *parameters) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
     return tree_unflatten(tied, form)
 
 
