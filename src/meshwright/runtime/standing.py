@@ -20,7 +20,7 @@ import torch
 
 from meshwright.core.codec import Value
 from meshwright.core.units import format_bytes
-from meshwright.runtime._torch import pending_collectives
+from meshwright.runtime._torch_distributed import pending_collectives
 
 TORCH = str(Path(torch.__file__).parent)
 STDLIB = sysconfig.get_paths()["stdlib"]

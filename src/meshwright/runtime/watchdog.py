@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.core.errors import HangError
-from meshwright.runtime._torch import pending_collectives, set_group_timeouts
+from meshwright.runtime._torch_distributed import pending_collectives, set_group_timeouts
 from meshwright.runtime.standing import Standing, is_wait, main_frame, seconds_pending, standing
 
 TIMEOUT_SECONDS = 600.0
