@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.models.bert import BERT, BERTOptions
+from meshwright.models.examples import TextShape, random_text
+from meshwright.models.objective import IGNORED_LABEL
+
 ODD = 7
 CLASSES = 5
 
@@ -57,6 +61,20 @@ def frozen() -> tuple[nn.Module, Any]:
     for part in (tower.enter, tower.layers[1], tower.layers[2].norm):
         part.requires_grad_(False)
     return tower, example(64)
+
+
+def padded() -> tuple[nn.Module, Any]:
+    """Texts of many lengths: the mask travels with them."""
+    shape = TextShape(seq=12, vocab=32, task="masked")
+    batch: Any = random_text(shape)(64)
+    lengths = 4 + torch.arange(64)[:, None] % 9
+    mask = (torch.arange(12) < lengths).long()
+    labels = batch["labels"].masked_fill(mask == 0, IGNORED_LABEL)
+    return BERT(BERTOptions(layers=2, hidden=32, heads=4, seq=12, vocab=32)), {
+        **batch,
+        "attention_mask": mask,
+        "labels": labels,
+    }
 
 
 class HeadFirst(nn.Module):

@@ -21,13 +21,23 @@ MODELS = {
     "gpt": "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=61",
     "tied": "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=61,tied=true",
     "grouped": "llama:layers=2,hidden=32,heads=4,kv_heads=2,intermediate=48,seq=16,vocab=61",
+    "bert": "bert:layers=2,hidden=32,heads=4,seq=16,vocab=64",
+    "t5": "t5:layers=2,hidden=32,heads=4,head_width=8,intermediate=48,seq=16,vocab=64,gated=true,tied=false",
+    "vit": "vit:layers=2,hidden=32,heads=4,image=16,patch=4,classes=12",
+    "coatnet": "coatnet:blocks=2-2-2-2-2,channels=8-8-16-32-64,head_width=8,image=64,classes=12",
+    "mlp": "mlp:layers=2,inputs=24,hidden=32,classes=12",
     "resnet": "resnet:depth=26,image=64,classes=10,channels=8",
     "frozen": f"{ASSETS}/models.py:frozen",
     "odd": f"{ASSETS}/models.py:odd",
     "head_first": f"{ASSETS}/models.py:head_first",
     "unused": f"{ASSETS}/models.py:unused",
+    "padded": f"{ASSETS}/models.py:padded",
     "llama": f"hf:{ASSETS}/llama-tiny.json",
     "gpt2": f"hf:{ASSETS}/gpt2-tiny.json",
+    "hf_bert": f"hf:{ASSETS}/bert-tiny.json",
+    "hf_t5": f"hf:{ASSETS}/t5-tiny.json",
+    "hf_vit": f"hf:{ASSETS}/vit-tiny.json",
+    "mixtral": f"hf:{ASSETS}/mixtral-tiny.json",
 }
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTES = ("none", "full")

@@ -81,6 +81,15 @@ def test_flops_follow_the_rule_of_six() -> None:
     assert graph.flops(3) == pytest.approx(6 * graph.num_parameters * 3 * 64, rel=0.03)
 
 
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_flops_of_grouped_convolutions_by_hand(groups: int) -> None:
+    """Each output channel sees the inputs of its group; backward is two such products, the first layer's only one."""
+    first, second = (nn.Conv2d(8, 8, 3, padding=1, groups=count, bias=False) for count in (1, groups))
+    graph = capture(nn.Sequential(first, second), torch.randn(2, 8, 6, 6))
+    products = [2 * 36 * 8 * 8 * 9, 2 * 36 * 8 * (8 // groups) * 9]
+    assert graph.flops(3) == 3 * (2 * products[0] + 3 * products[1])
+
+
 def test_flops_of_resnet_are_those_torch_counts() -> None:
     module = source_of("resnet").build()
     batch = source_of("resnet").example(5)  # type: ignore[misc]

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from cases import ASSETS
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.capture.blocks import find_blocks
 from meshwright.capture.capture import capture_source
 from meshwright.capture.opkinds import flops_of
 from meshwright.core.graph import Graph
-from meshwright.models.objective import call
+from meshwright.models.objective import IGNORED_LABEL, call
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime._torch import TorchDispatchMode
 
@@ -150,3 +154,53 @@ def test_full_size(kind: str, config: dict[str, Any], parameters: int, tmp_path:
     graph = capture_source(source_of(tmp_path, kind, config))
     assert graph.num_parameters == parameters
     assert time.perf_counter() - started < 30, "it takes three seconds on an idle machine"
+
+
+TINY = {
+    "bert": {"input_ids": (3, 16), "labels": (3, 16)},
+    "t5": {"input_ids": (3, 16), "labels": (3, 16), "decoder_input_ids": (3, 16)},
+    "vit": {"pixel_values": (3, 3, 16, 16), "labels": (3,)},
+    "mixtral": {"input_ids": (3, 16), "labels": (3, 16)},
+    "llama": {"input_ids": (3, 16), "labels": (3, 16)},
+    "gpt2": {"input_ids": (3, 16), "labels": (3, 16)},
+}
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_tiny_configs_have_their_examples(kind: str) -> None:
+    for source in (resolve(f"hf:{ASSETS}/{kind}-tiny.json"), resolve(f"hf:{ASSETS}/{kind}-tiny.json").small()):
+        batch = example_of(source)
+        assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == TINY[kind]
+        loss = source.objective.loss(call(source.build(), batch), batch)
+        assert torch.isfinite(loss)
+    labels = batch["labels"]
+    assert (labels == IGNORED_LABEL).float().mean() == (14 / 16 if kind == "bert" else 0)
+
+
+def test_a_text_classifier_has_a_class_for_each_sample(tmp_path: Path) -> None:
+    config = CONFIGS["bert"] | {"architectures": ["BertForSequenceClassification"], "num_labels": 5}
+    source = source_of(tmp_path, "bert", config)
+    batch = example_of(source)
+    assert batch["labels"].shape == (3,)
+    assert call(source.build(), batch).logits.shape == (3, 5)
+    assert capture_source(source).tokens_per_sample == 1
+
+
+def test_shrunk_configs_are_small_in_every_way(tmp_path: Path) -> None:
+    image = CONFIGS["vit"] | {"image_size": 224, "patch_size": 16, "hidden_dropout_prob": 0.3}
+    small = source_of(tmp_path, "vit", image).small()
+    assert example_of(small)["pixel_values"].shape == (3, 3, 64, 64)
+    text = CONFIGS["t5"] | {"n_positions": 512}
+    assert example_of(source_of(tmp_path, "t5", text).small())["decoder_input_ids"].shape == (3, 16)
+    for kind, config in (("t5", text), ("vit", image), ("mixtral", CONFIGS["mixtral"] | {"router_jitter_noise": 0.1})):
+        module: Any = source_of(tmp_path, kind, config).small().build()
+        settings = module.config.to_dict()
+        assert not [key for key, value in settings.items() if ("drop" in key or "jitter" in key) and value]
+        assert sum(find_blocks(module).values()) == (4 if kind == "t5" else 2)
+
+
+def example_of(source: ModelSource) -> dict[str, Tensor]:
+    assert source.example is not None
+    batch = source.example(3)
+    assert isinstance(batch, dict)
+    return batch

@@ -78,6 +78,15 @@ def test_collectives_and_state_of_other_models(pool: Pools, model: str, zero: in
     check_collectives_and_state(pool(2), Case(model, zero, "full" if zero % 2 else "none", 2, "fp32"))
 
 
+@pytest.mark.parametrize(
+    ("model", "zero"),
+    [("bert", 3), ("t5", 0), ("t5", 3), ("vit", 1), ("coatnet", 2), ("mlp", 0), ("hf_bert", 1), ("hf_t5", 3), ("hf_vit", 2),
+     ("mixtral", 3)],
+)  # fmt: skip
+def test_collectives_and_state_of_more_models(pool: Pools, model: str, zero: int) -> None:
+    check_collectives_and_state(pool(2), Case(model, zero, "full" if zero % 2 else "none", 2, "fp32"))
+
+
 @pytest.mark.parametrize("zero", ZERO_STAGES)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_collectives_and_state_in_other_precisions(pool: Pools, precision: Precision, zero: int) -> None:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.core.errors import InputError, MeshwrightError, ModelError
-from meshwright.models.source import ImageShape, ModelSource, TextShape, random_text, resolve
+from meshwright.models.examples import ImageShape, TextShape, random_text
+from meshwright.models.objective import IGNORED_LABEL
+from meshwright.models.source import ModelSource, resolve
 from meshwright.train.corpus import read_corpus
 from meshwright.train.data import default_source, open_streams
 from meshwright.train.samples import SyntheticImages, TextWindows
@@ -206,10 +208,30 @@ def test_windows_follow_each_other() -> None:
 
 
 def test_an_encoder_decoder_sees_the_labels_one_place_later() -> None:
-    shape = TextShape(seq=4, vocab=256, encoder_decoder=True)
+    shape = TextShape(seq=4, vocab=256, task="decode")
     batch: Any = TextWindows(torch.arange(1, 10, dtype=torch.uint8), shape, "t").batch([0])
     assert batch["labels"].tolist() == [[2, 3, 4, 5]]
     assert batch["decoder_input_ids"].tolist() == [[0, 2, 3, 4]]
+
+
+def test_a_model_that_fills_in_sees_a_window_with_holes() -> None:
+    shape = TextShape(seq=20, vocab=256, task="masked")
+    windows = TextWindows(torch.arange(101, dtype=torch.uint8), shape, "t")
+    batch: Any = windows.batch([3, 1])
+    alone: Any = windows.batch([1])
+    hidden = batch["input_ids"] == 255
+    assert hidden.sum(dim=1).tolist() == [3, 3]
+    assert torch.equal(hidden, batch["labels"] != IGNORED_LABEL)
+    assert torch.equal(torch.where(hidden, batch["labels"], batch["input_ids"])[1], torch.arange(20, 40))
+    assert torch.equal(alone["labels"][0], batch["labels"][1]), "a sample's holes are its own"
+
+
+def test_text_does_not_tell_its_class() -> None:
+    shape = TextShape(seq=4, vocab=256, task="classify")
+    source = ModelSource("classifier", torch.nn.Identity, random_text(shape), shape)
+    assert default_source(source) == "example"
+    with pytest.raises(InputError, match="does not learn from it"):
+        open_streams(DataSettings(source="stdlib"), source, 4, ALONE, 0)
 
 
 # Images.

@@ -8,6 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import hand_cluster
+
+from meshwright.capture.capture import capture_source
+from meshwright.core.plan import Mesh
+from meshwright.core.request import plain_plan
+from meshwright.cost.estimate import estimate
+from meshwright.models.source import resolve
+from meshwright.train.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,3 +44,12 @@ def test_there_are_blocks() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_the_example_of_three_axes_is_a_plan_for_eight_ranks() -> None:
+    settings = Settings.load(ROOT / "examples" / "gpt-3d.toml")
+    assert settings.nproc == 8
+    graph, cluster = capture_source(resolve(settings.model)), hand_cluster(8)
+    plan = plain_plan(settings.plan, graph, settings.nproc, cluster.hash)
+    assert (plan.mesh, plan.zero) == (Mesh(pp=2, dp=2, tp=2), 1)
+    assert estimate(graph, plan, cluster).fits

@@ -37,7 +37,16 @@ PAIRS = [
     Case("odd", 3, "full", 2),
     Case("odd", 1, "none", 2),
 ]
-"""Every pair of (zero, recompute, microbatches) and every model is in some row."""
+"""Every pair of (zero, recompute, microbatches) and every model of the table above is in some row."""
+OTHER_MODELS = {
+    "bert": 0, "padded": 3, "t5": 1, "vit": 2, "coatnet": 3, "mlp": 0, "hf_bert": 1, "hf_t5": 3, "hf_vit": 2, "mixtral": 0,
+}  # fmt: skip
+"""Two rows for each: with this ZeRO stage and one microbatch, and with the next stage and two."""
+OTHERS = [
+    Case(model, (first + row) % 4, RECOMPUTES[(number + row) % 2], 1 + row)
+    for number, (model, first) in enumerate(OTHER_MODELS.items())
+    for row in range(2)
+]
 
 
 def compare_on_rank(case: Case, num_steps: int, tamper: Tamper | None = None) -> ParityResult:
@@ -52,6 +61,18 @@ def test_two_ranks_agree_with_one_process(pool: Pools, case: Case) -> None:
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_four_ranks_agree_with_one_process(pool: Pools, case: Case) -> None:
     check(pool(4).run(compare_on_rank, case, 2))
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_other_models_agree_with_one_process(pool: Pools, case: Case) -> None:
+    check(pool(2).run(compare_on_rank, case, 2))
+
+
+def test_other_models_meet_every_pair() -> None:
+    for pair in product(ZERO_STAGES, RECOMPUTES):
+        assert any((case.zero, case.recompute) == pair for case in OTHERS), pair
+    for pair in product(ZERO_STAGES, (1, 2)):
+        assert any((case.zero, case.num_microbatches) == pair for case in OTHERS), pair
 
 
 def test_parity_holds_over_many_steps(pool: Pools) -> None:
@@ -150,11 +171,11 @@ def test_every_model_of_the_table_is_small() -> None:
     """Parity of a shrunk model stays a matter of seconds, and keeps what matters: blocks, ties, frozen parameters."""
     from cases import graph_of
 
-    for model in PARITY_MODELS:
+    for model in (*PARITY_MODELS, *OTHER_MODELS):
         graph = graph_of(model)
         assert graph.num_parameters < 2e6, model
         assert len(graph.repeated_blocks) >= 2, model
     assert any(parameter.tied_to for parameter in graph_of("tied").parameters)
     assert any(parameter.tied_to for parameter in graph_of("gpt2").parameters)
     assert not all(parameter.trainable for parameter in graph_of("frozen").parameters)
-    assert set(PARITY_MODELS) <= set(MODELS)
+    assert {*PARITY_MODELS, *OTHER_MODELS} <= set(MODELS)

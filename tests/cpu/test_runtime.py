@@ -111,8 +111,6 @@ PLAIN = {"mesh": Mesh(dp=2), "stages": (Stage(coordinate=0, blocks=("blocks.0-1"
          "num_microbatches": 1, "global_batch": 4}  # fmt: skip
 TWO_STAGES = tuple(Stage(coordinate=c, blocks=(f"blocks.{c}",)) for c in (0, 1))
 NOT_YET = {
-    "tp=2": {"mesh": Mesh(tp=2), "global_batch": 2},
-    "cp=2": {"mesh": Mesh(cp=2), "global_batch": 2},
     "pp=2": {"mesh": Mesh(pp=2), "global_batch": 2, "stages": TWO_STAGES},
     "ep=2": {"mesh": Mesh(dp=2, ep=2)},
     "hybrid=2": {"zero": 3, "hybrid": 2},

@@ -13,6 +13,7 @@ from writer import Writer, shape_of
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Kind, Op
 from meshwright.core.labels import labels_of
+from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
 from meshwright.core.sharding import plain_sharding, plain_ways, ways_by_block
 from meshwright.cost.estimate import estimate
@@ -23,8 +24,9 @@ ROWS = ["attention.output", "mlp.contract"]
 
 def chosen(graph: Graph) -> dict[str, dict[str, tuple[str, ...]]]:
     """Kind → tensor → dims."""
+    kinds = {block.name: block.kind for block in graph.blocks}
     return {
-        sharding.for_kind or "": {tensor.tensor: tensor.dims for tensor in sharding.tensors}
+        kinds[expand_names(sharding.for_blocks)[0]]: {tensor.tensor: tensor.dims for tensor in sharding.tensors}
         for sharding in plain_sharding(graph)
     }
 

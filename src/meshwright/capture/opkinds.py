@@ -106,7 +106,16 @@ def flops_of(op: Any, arguments: tuple[Any, ...], options: dict[str, Any], resul
     if name == GROUPED:
         return float(2 * prod(arguments[0].shape) * arguments[1].shape[-1])
     formula = flop_registry.get(op.overloadpacket)
+    if name == "convolution_backward":
+        return _convolution_backward_flops(formula, arguments, result)
     return float(formula(*arguments, **options, out_val=result)) if formula else 0.0
+
+
+def _convolution_backward_flops(formula: Any, arguments: tuple[Any, ...], result: Any) -> float:
+    """torch's formula takes the gradient of a grouped filter as if every group saw all channels."""
+    *shapes, groups, (wants_input, wants_weight, _) = arguments
+    for_input = formula(*shapes, groups, [wants_input, False, False], out_val=result)
+    return float(for_input + formula(*shapes, groups, [False, wants_weight, False], out_val=result) / groups)
 
 
 def _attention_product(query: Tensor, key: Tensor) -> float:

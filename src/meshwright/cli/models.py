@@ -12,7 +12,7 @@ def models(as_json: JsonFlag = False) -> None:
     from rich.table import Table
 
     from meshwright.cli.output import make_console, print_json
-    from meshwright.models.source import REFERENCE
+    from meshwright.models.reference import REFERENCE
 
     options = {
         name: {field.name: field.default for field in dataclasses.fields(entry.options)}
@@ -29,5 +29,5 @@ def models(as_json: JsonFlag = False) -> None:
     table.add_row(
         "path/to/file.py:function", "your own: returns a module, (module, batch) or (module, batch, loss)", ""
     )
-    table.add_row("hf:CONFIG.json", "a Hugging Face config, random weights (pip install 'meshwright[hf]')", "")
+    table.add_row("hf:CONFIG.json", "a Hugging Face config, random weights (pip install 'meshwright\\[hf]')", "")
     make_console(as_json).print(table)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
+    from meshwright.models.source import ModelSource
 
 SAMPLES_PER_RANK = 4
 
@@ -104,9 +105,21 @@ def _shrunk_plan(model: str, request: PlanRequest, num_ranks: int) -> Plan:
     share = share_of_batch(global_batch, dp)
     microbatch = request.microbatch or (share // 2 if share % 2 == 0 else share)
     wish = PlanRequest(global_batch=global_batch, microbatch=microbatch, precision="fp64")
-    graph = capture_source(resolve(model).small(), "fp64")
-    plan = plain_plan(request.updated(wish), graph, num_ranks, "parity")
-    return msgspec.structs.replace(plan, model=model)
+    small = resolve(model).small()
+    plan = plain_plan(request.updated(wish), capture_source(small, "fp64"), num_ranks, "parity")
+    return _legal(msgspec.structs.replace(plan, model=model), small)
+
+
+def _legal(plan: Plan, source: ModelSource) -> Plan:
+    import torch
+
+    from meshwright.runtime.split.legal import legal_plan
+
+    if plan.mesh.tp == 1 or source.example is None:
+        return plan
+    with torch.device("meta"):
+        module = source.build()
+    return legal_plan(plan, module, source.example(2))
 
 
 def _show(console: Console, result: dict[str, Any]) -> None:

@@ -16,12 +16,10 @@ def check_runs(plan: Plan) -> None:
 
 def not_yet(plan: Plan) -> list[str]:
     """The parts of a plan that are not built yet, in words."""
-    axes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "cp", "tp", "ep")}
+    axes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "ep")}
     parts = {
         **{f"{axis}={degree}": degree > 1 for axis, degree in axes.items()},
         f"hybrid={plan.hybrid}": plan.hybrid is not None,
-        "sequence parallel": plan.sequence_parallel,
-        "sharding of tensors": bool(plan.sharding),
         "selective recompute": bool(plan.recomputed("selective")),
         f"offload of {plan.offload.what}": plan.offload.what != "none",
         "fp16": plan.precision == "fp16",

@@ -63,6 +63,8 @@ class TensorSharding(Value, kw_only=True):
 
     tensor: str
     dims: tuple[str, ...]
+    runs: Degree = 1
+    """The sharded dim is that many equal runs laid in a row (3: a fused query, key and value), each of them cut."""
     reason: str = ""
     """Why a tensor that might be sharded is not."""
 

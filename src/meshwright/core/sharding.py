@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import Graph, Kind, Op, Parameter, Source
 from meshwright.core.labels import Way, way_of, weight_copies
-from meshwright.core.names import expand_names
+from meshwright.core.names import compact_names, expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
 
 VOCABULARY_ROWS = 1024
@@ -21,14 +21,15 @@ VOCABULARY_ROWS = 1024
 
 
 def plain_sharding(graph: Graph) -> tuple[BlockSharding, ...]:
-    """The tensors split over tp, for every kind of block, as the plan writes them."""
+    """The tensors split over tp, for every kind of block, as the plan writes them: by the names of the kind's blocks."""
     found = []
     rows = _most_rows(graph)
     for kind, parameters in _kinds(graph):
         ways = plain_ways(kind, parameters, rows)
         tensors = tuple(_tensor(parameter, ways, kind, parameters) for parameter in parameters.values())
-        if any(any(tensor.dims) for tensor in tensors):
-            found.append(BlockSharding(for_kind=kind.name, tensors=tuple(t for t in tensors if any(t.dims))))
+        blocks = compact_names(block.name for block in graph.blocks if block.kind == kind.name and block.name)
+        if blocks and any(any(tensor.dims) for tensor in tensors):
+            found.append(BlockSharding(for_blocks=blocks, tensors=tuple(t for t in tensors if any(t.dims))))
     return tuple(found)
 
 

@@ -7,13 +7,15 @@ parameter. A difference counts relative to the largest entry of the reference te
     |a - b|∞ / max(|b|∞, FLOOR · largest gradient of the step)  ≤  SLACK · ε · (number of blocks + 1)
 
 The bound grows with depth and machine epsilon; the floor keeps gradients that are zero but for rounding (the bias of an
-attention key) from being compared with themselves. Where the mathematics depends on the local batch (batch norm) the
-reference runs the same microbatch groups one after another; else it runs the global batch at once.
+attention key) from being compared with themselves. Both sides run inside `exact`, so that no cast of the model's own leaves
+float64. Where the mathematics depends on the local batch (batch norm) the reference runs the same microbatch groups one after
+another; else it runs the global batch at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,14 +23,17 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.codec import Value
 from meshwright.core.errors import ModelError
 from meshwright.core.plan import Plan
+from meshwright.measure.exact import exact
 from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
-from meshwright.runtime.gather import whole
+from meshwright.runtime.gather import whole_parameter
+from meshwright.runtime.places import places_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank, joined
 from meshwright.runtime.watchdog import TIMEOUT_SECONDS
@@ -75,18 +80,20 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     if tamper is not None:
         tamper(program)
     gradients: dict[str, Tensor] = {}
-    program.optimizer.register_step_pre_hook(lambda *_: gradients.update(_gradients(program.module)))
+    program.optimizer.register_step_pre_hook(lambda *_: gradients.update(_gradients(program.module, program.mesh)))
     tally = _Tally(bound=SLACK * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
     batches = source.example(num_steps * plan.global_batch)
     for step in range(num_steps):
         batch = _masked(slice_batch(batches, step * plan.global_batch, (step + 1) * plan.global_batch))
         gradients.clear()
-        found = program.step(batch).loss
-        expected = _step(reference, batch, source, plan)
+        with exact() if plan.precision == "fp64" else nullcontext():
+            found = program.step(batch).loss
+        with exact():
+            expected = _step(reference, batch, source, plan)
         tally.loss(step, found, expected)
         tally.gradients(step, gradients, _gradients(reference.module))
         _update(reference)
-    tally.parameters(_parameters(program.module), _parameters(reference.module))
+    tally.parameters(_parameters(program.module, program.mesh), _parameters(reference.module))
     return tally.result()
 
 
@@ -105,7 +112,8 @@ def _reference(source: ModelSource) -> _Reference:
     return _Reference(module, _optimizer([p for p in module.parameters() if p.requires_grad]))
 
 
-_optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+# Gradients that are zero but for rounding must not become steps: with the usual eps of 1e-8 they are multiplied by 1e5.
+_optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-5)
 
 
 def _masked(batch: Batch) -> Batch:
@@ -146,16 +154,21 @@ def _update(reference: _Reference) -> None:
     reference.optimizer.zero_grad()
 
 
-def _gradients(module: nn.Module) -> dict[str, Tensor]:
+def _gradients(module: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
+    """mesh: of a spread module, whose gradients are put together."""
     return {
-        name: whole(parameter.grad).cpu().clone()
+        name: _whole(module, name, parameter.grad, mesh).cpu().clone()
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }
 
 
-def _parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(parameter).cpu() for name, parameter in module.named_parameters()}
+def _parameters(module: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
+    return {name: _whole(module, name, parameter, mesh).cpu() for name, parameter in module.named_parameters()}
+
+
+def _whole(module: nn.Module, name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    return tensor.detach() if mesh is None else whole_parameter(tensor, places_of(module).get(name, ()), mesh)
 
 
 class _Tally:

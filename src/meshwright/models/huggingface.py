@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,41 +10,52 @@ from typing import Any
 from torch import nn
 
 from meshwright.core.errors import InputError, ModelError
-from meshwright.models.source import ImageShape, ModelSource, TextShape, random_images, random_text
+from meshwright.models.examples import ImageShape, Task, TextShape, random_examples
+from meshwright.models.source import ModelSource
 
 USUAL_IMAGE = 224
 """Height and width of images where the config names none: a convolutional model takes any."""
 LONGEST_EXAMPLE = 2048
 """Sequence length of examples, unless the config's own limit is shorter."""
+SMALL_SEQ = 16
+SMALL_GRID = 4
+"""Patches along one side of a shrunk image."""
+RANDOM = ("drop", "jitter")
+"""Words in the names of settings that make a forward random."""
 
 
 def from_config(name: str) -> ModelSource:
     """`hf:CONFIG.json` → a source; needs `pip install meshwright[hf]`."""
     config = _read(name.removeprefix("hf:"))
     shape = _shape(config)
-    example = random_images(shape) if isinstance(shape, ImageShape) else random_text(shape)
-    return ModelSource(name, lambda: _build(config), example, shape, shrink=lambda: _shrunk(name, config))
+    return ModelSource(
+        name, lambda: _build(config), random_examples(shape), shape, shrink=lambda: _shrunk(name, config)
+    )
 
 
 def _shrunk(name: str, config: Any) -> ModelSource:
-    """Fewer blocks, a shorter sequence, no dropout; widths stay, since heads and groups depend on them."""
+    """Fewer blocks, a shorter sequence or a smaller image, no randomness; widths stay, since heads and groups depend on them."""
     small = type(config).from_dict(config.to_dict())
-    limits = {
-        "num_hidden_layers": 2, "num_layers": 2, "num_decoder_layers": 2, "n_layer": 2,
-        "max_position_embeddings": 16, "n_positions": 16,
-    }  # fmt: skip
-    for key, limit in limits.items():
+    for key, limit in _limits(config).items():
         value = getattr(small, key, None)
         if isinstance(value, int):
             setattr(small, key, min(value, limit))
     for key, value in config.to_dict().items():
-        if isinstance(value, float) and any(word in key for word in ("dropout", "pdrop", "drop_rate")):
+        if isinstance(value, float) and any(word in key for word in RANDOM):
             setattr(small, key, 0.0)
+    small._experts_implementation = "eager"  # one expert after another: torch's grouped product knows no float64
     shape = _shape(small)
     if isinstance(shape, TextShape):
-        shape = TextShape(min(shape.seq, 16), shape.vocab, shape.encoder_decoder)
-    example = random_images(shape) if isinstance(shape, ImageShape) else random_text(shape)
-    return ModelSource(f"{name} (shrunk)", lambda: _build(small), example, shape)
+        shape = dataclasses.replace(shape, seq=min(shape.seq, SMALL_SEQ))
+    return ModelSource(f"{name} (shrunk)", lambda: _build(small), random_examples(shape), shape)
+
+
+def _limits(config: Any) -> dict[str, int]:
+    """The most a shrunk config may have of what makes a model deep or its samples long."""
+    depth = dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"), 2)
+    length = dict.fromkeys(("max_position_embeddings", "n_positions"), SMALL_SEQ)
+    patch = getattr(config, "patch_size", None)
+    return depth | length | ({"image_size": SMALL_GRID * patch} if isinstance(patch, int) else {})
 
 
 def _read(text: str) -> Any:
@@ -85,5 +97,15 @@ def _shape(config: Any) -> TextShape | ImageShape:
         getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST_EXAMPLE
     )
     return TextShape(
-        seq=min(longest, LONGEST_EXAMPLE), vocab=config.vocab_size, encoder_decoder=bool(config.is_encoder_decoder)
+        seq=min(longest, LONGEST_EXAMPLE), vocab=config.vocab_size, task=_task(config), classes=config.num_labels
     )
+
+
+def _task(config: Any) -> Task:
+    """What the named architecture is trained for."""
+    named = str((config.architectures or [""])[0])
+    if named.endswith("ForSequenceClassification"):
+        return "classify"
+    if named.endswith("ForMaskedLM"):
+        return "masked"
+    return "decode" if config.is_encoder_decoder else "next"

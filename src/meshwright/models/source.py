@@ -12,31 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import ModelError, nearest
-from meshwright.models.gpt import GPT, GPTOptions
-from meshwright.models.llama import Llama, LlamaOptions
-from meshwright.models.objective import DEFAULT, Batch, Objective, map_batch, num_samples
-from meshwright.models.resnet import ResNet, ResNetOptions
+from meshwright.models.examples import Example, Shape, random_examples, repeat_samples
+from meshwright.models.objective import DEFAULT, Batch, Objective
+from meshwright.models.reference import REFERENCE, Reference
 from meshwright.models.userfile import call_function
-
-
-@dataclass(frozen=True)
-class TextShape:
-    """Samples are `seq` tokens below `vocab`. Encoder-decoder models also take the shifted labels."""
-
-    seq: int
-    vocab: int
-    encoder_decoder: bool = False
-
-
-@dataclass(frozen=True)
-class ImageShape:
-    size: int
-    classes: int
-    channels: int = 3
 
 
 @dataclass(frozen=True)
@@ -45,9 +27,8 @@ class ModelSource:
 
     name: str
     build: Callable[[], nn.Module]
-    example: Callable[[int], Batch] | None
-    """n samples with random content, the same at every call."""
-    shape: TextShape | ImageShape | None
+    example: Example | None
+    shape: Shape | None
     objective: Objective = DEFAULT
     shrink: Callable[[], ModelSource] | None = None
     """The same architecture, small enough to compare in float64 within seconds."""
@@ -69,7 +50,19 @@ def resolve(name: str) -> ModelSource:
         known = [*REFERENCE, "hf:CONFIG.json", "path/to/file.py:function"]
         raise ModelError(f"no model is called '{kind}': {nearest(kind, known)}")
     entry = REFERENCE[kind]
-    return entry.source(name, parse_options(name, options, entry.options))
+    return from_reference(name, entry, parse_options(name, options, entry.options))
+
+
+def from_reference(name: str, entry: Reference, options: Any) -> ModelSource:
+    shape = entry.shape(options)
+    return ModelSource(
+        name=name,
+        build=lambda: entry.build(options),
+        example=random_examples(shape),
+        shape=shape,
+        objective=entry.objective(options),
+        shrink=lambda: from_reference(f"{name} (shrunk)", entry, entry.shrink(options)),
+    )
 
 
 def parse_options(name: str, text: str, kind: type[Any]) -> Any:
@@ -102,81 +95,6 @@ def _parse_option(name: str, key: str, value: str, default: Any) -> Any:
     return number
 
 
-def random_text(shape: TextShape) -> Callable[[int], Batch]:
-    def example(samples: int) -> Batch:
-        random = torch.Generator().manual_seed(0)
-        tokens = torch.randint(shape.vocab, (samples, shape.seq + 1), generator=random)
-        batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-        return shifted(batch) if shape.encoder_decoder else batch
-
-    return example
-
-
-def shifted(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a decoder sees: the labels, one place later."""
-    labels = batch["labels"].clamp(min=0)
-    start = torch.zeros_like(labels[:, :1])
-    return {**batch, "decoder_input_ids": torch.cat([start, labels[:, :-1]], dim=1)}
-
-
-def random_images(shape: ImageShape) -> Callable[[int], Batch]:
-    def example(samples: int) -> Batch:
-        random = torch.Generator().manual_seed(0)
-        pixels = torch.randn(samples, shape.channels, shape.size, shape.size, generator=random)
-        return {"pixel_values": pixels, "labels": torch.randint(shape.classes, (samples,), generator=random)}
-
-    return example
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A reference model: its options, one line about it, and how it becomes a source."""
-
-    options: type[Any]
-    about: str
-    source: Callable[[str, Any], ModelSource]
-
-
-def _gpt(name: str, options: GPTOptions) -> ModelSource:
-    shape = TextShape(seq=options.seq, vocab=options.vocab)
-    small = dataclasses.replace(
-        options,
-        layers=min(options.layers, 3), hidden=8 * min(options.heads, 4), heads=min(options.heads, 4),
-        seq=min(options.seq, 16), vocab=min(options.vocab, 61), dropout=0.0,
-    )  # fmt: skip
-    return ModelSource(
-        name, lambda: GPT(options), random_text(shape), shape, shrink=lambda: _gpt(f"{name} (shrunk)", small)
-    )
-
-
-def _resnet(name: str, options: ResNetOptions) -> ModelSource:
-    shape = ImageShape(size=options.image, classes=options.classes)
-    small = dataclasses.replace(options, depth=26, image=64, classes=min(options.classes, 10), channels=8)
-    return ModelSource(
-        name, lambda: ResNet(options), random_images(shape), shape, shrink=lambda: _resnet(f"{name} (shrunk)", small)
-    )
-
-
-def _llama(name: str, options: LlamaOptions) -> ModelSource:
-    shape = TextShape(seq=options.seq, vocab=options.vocab)
-    groups = min(options.heads // options.kv_heads, 2)
-    small = dataclasses.replace(
-        options,
-        layers=min(options.layers, 3), hidden=8 * 2 * groups, heads=2 * groups, kv_heads=2, intermediate=48,
-        seq=min(options.seq, 16), vocab=min(options.vocab, 61),
-    )  # fmt: skip
-    return ModelSource(
-        name, lambda: Llama(options), random_text(shape), shape, shrink=lambda: _llama(f"{name} (shrunk)", small)
-    )
-
-
-REFERENCE: dict[str, Reference] = {
-    "gpt": Reference(GPTOptions, "decoder-only transformer, learned positions, tied or untied head", _gpt),
-    "llama": Reference(LlamaOptions, "decoder-only transformer, rotary positions, grouped keys, gated MLP", _llama),
-    "resnet": Reference(ResNetOptions, "bottleneck ResNet-50/101, width=2 for Wide-ResNet", _resnet),
-}
-
-
 def from_function(name: str) -> ModelSource:
     """The user's function is called once to learn what it returns, and again for each build."""
     module, batch, loss = _returned(name, call_function(name))
@@ -199,13 +117,3 @@ def _returned(name: str, result: Any) -> tuple[nn.Module, Batch | None, Callable
             f"{name} returned {type(result).__name__}: return a module, (module, batch) or (module, batch, loss)"
         )
     return module, batch, loss
-
-
-def repeat_samples(batch: Batch) -> Callable[[int], Batch]:
-    """As many samples as asked for, made of the ones there are."""
-
-    def example(samples: int) -> Batch:
-        times = -(-samples // num_samples(batch))
-        return map_batch(lambda tensor: torch.cat([tensor] * times)[:samples], batch)
-
-    return example

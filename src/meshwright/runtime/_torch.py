@@ -20,6 +20,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,  # tensors with shape, dtype and device but no memory; meta tensors take other attention paths
 )
+
+# Which function modes a block runs in: torch leaves them all in backward, where the block may be run again.
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What a module takes and returns may be any nest of dicts, tuples and dataclasses; torch's own walk knows them all.
@@ -32,6 +35,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "_current_autograd_node",
+    "_get_current_function_mode_stack",
     "_get_sequence_nr",
     "_top_saved_tensors_default_hooks",
     "tree_flatten",

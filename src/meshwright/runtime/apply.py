@@ -20,7 +20,7 @@ from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, spread
-from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan
+from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, state_mesh
 from meshwright.runtime.nan import NanFinder
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.precision import compute_context, store
@@ -28,6 +28,7 @@ from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import join
 from meshwright.runtime.reach import Usage, reach
 from meshwright.runtime.recompute import mark_recompute
+from meshwright.runtime.split.model import SplitModel, split_model, whole_output
 from meshwright.runtime.watch import Recorder, Watch
 
 
@@ -47,10 +48,11 @@ def apply(
     find_nan: look at every block in every step, so that a loss that is not finite is traced to its origin; slow.
     """
     watch = Watch(recorder)
-    spread_module, bound, mesh = _spread(module, plan, optimizer, device, watch)
+    spread_module, bound, mesh, split = _spread(module, plan, optimizer, device, watch)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
     finder = NanFinder(inner(spread_module), plan, dist.get_rank()) if find_nan else None
-    return Program(spread_module, bound, plan, schedule, mesh, compile_loss(objective, plan), max_norm, watch, finder)
+    loss = compile_loss(objective, plan)
+    return Program(spread_module, bound, plan, schedule, mesh, loss, max_norm, watch, split, finder)
 
 
 def wrap(
@@ -61,12 +63,12 @@ def wrap(
     The plan's `num_microbatches` backward passes make one step: ranks reduce gradients in the last of them, and
     `optimizer.step()` in between is refused. Divide each loss by their number, as with plain torch.
     """
-    spread_module, bound, mesh = _spread(module, plan, optimizer, device, Watch(None))
-    counter = _MicrobatchCounter(spread_module, plan, mesh)
+    spread_module, bound, mesh, split = _spread(module, plan, optimizer, device, Watch(None))
+    counter = _MicrobatchCounter(spread_module, plan, mesh, split)
     spread_module.register_forward_pre_hook(counter.before_forward)
     bound.register_step_pre_hook(counter.before_update)
-    context = compute_context(plan, torch.device(mesh.device_type))
-    spread_module.forward = _inside(context, spread_module.forward, spread_module)
+    context = compute_context(plan, torch.device(mesh.device_type), split.splitter if split else None)
+    spread_module.forward = _inside(context, spread_module, split)
     return spread_module, bound
 
 
@@ -76,7 +78,7 @@ def _spread(
     optimizer: Optimizer | OptimizerFactory,
     device: torch.device | None,
     watch: Watch,
-) -> tuple[nn.Module, Optimizer, DeviceMesh]:
+) -> tuple[nn.Module, Optimizer, DeviceMesh, SplitModel | None]:
     device = device or join().device
     check_same_plan(plan)
     check_runs(plan)
@@ -85,18 +87,22 @@ def _spread(
     check_precision(module, plan)
     before = named_parameters(module)
     store(module, plan, device)
+    split = split_model(module, plan, mesh)
     mark_recompute(module, plan, watch)
     compile_blocks(module, plan)  # after recompute, which belongs inside a compiled block
-    spread_module = spread(module, plan, mesh)  # last: it must see the tensors the steps above made
-    return spread_module, make_optimizer(optimizer, module, before), mesh
+    spread_module = spread(module, plan, state_mesh(plan, mesh))  # last: it must see the tensors the steps above made
+    if split is not None and plan.zero:
+        split.carry_notes()
+    return spread_module, make_optimizer(optimizer, module, before), mesh, split
 
 
 class _MicrobatchCounter:
     """Counts training forwards between updates, and tells data parallelism which backward is the last."""
 
-    def __init__(self, module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, mesh: DeviceMesh, split: SplitModel | None) -> None:
         self.module = module
         self.plan = plan
+        self.split = split
         self.done = 0
         self.group = mesh.get_group("dp")
         self.usage = Usage(inner(module)) if isinstance(module, DistributedDataParallel) else None
@@ -114,6 +120,8 @@ class _MicrobatchCounter:
             )
         self.done = 0
         self._check_used()
+        if self.split is not None:
+            self.split.settle_gradients(inner(self.module))
         give_up_gathered(self.module)  # a forward without training in between may have left them
 
     def _check_used(self) -> None:
@@ -126,10 +134,17 @@ class _MicrobatchCounter:
             )
 
 
-def _inside(context: Callable[[], Any], forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+def _inside(context: Callable[[], Any], module: nn.Module, split: SplitModel | None) -> Callable[..., Any]:
+    forward = module.forward
+
     @wraps(forward)
     def run(*arguments: Any, **options: Any) -> Any:
+        if split is None:
+            with context():
+                return reach(forward(*arguments, **options), module)
+        split.splitter.read((arguments, options))
         with context():
-            return reach(forward(*arguments, **options), module)
+            output = forward(*arguments, **options)
+        return reach(whole_output(split.splitter, output), module)
 
     return run

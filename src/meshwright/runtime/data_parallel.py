@@ -31,7 +31,7 @@ def spread(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """The module, replicated or sharded over the dp axis."""
     if plan.zero:
         return shard_state(module, plan, mesh)
-    return replicate(module, mesh) if plan.mesh.dp > 1 else module
+    return replicate(module, mesh) if mesh["dp"].size() > 1 else module
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:

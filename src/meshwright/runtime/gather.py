@@ -7,7 +7,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from meshwright.runtime.places import Place
+from meshwright.runtime.split.collectives import Ranks
+from meshwright.runtime.split.layout import Cut
 
 T = TypeVar("T")
 
@@ -17,6 +22,15 @@ def all_ranks(value: T) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values  # type: ignore[return-value]
+
+
+def whole_parameter(tensor: Tensor, places: tuple[Place, ...], mesh: DeviceMesh) -> Tensor:
+    """A parameter, or its gradient, without ZeRO's shards and the cuts that places name, the last made first."""
+    found = whole(tensor)
+    for place in reversed(places):
+        ranks = Ranks(place.axis, mesh[place.axis].size(), mesh.get_local_rank(place.axis), mesh.get_group(place.axis))
+        found = ranks.gather(found, Cut(place.dim, place.runs))
+    return found
 
 
 def whole(tensor: Tensor) -> Tensor:

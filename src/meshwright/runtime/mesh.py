@@ -27,6 +27,14 @@ def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     return mesh
 
 
+def state_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks with cp counted to dp: all that hold the same parameters and add up their gradients."""
+    if plan.mesh.cp == 1:
+        return mesh
+    degrees = (plan.mesh.pp, plan.mesh.dp * plan.mesh.cp, plan.mesh.tp)
+    return init_device_mesh(mesh.device_type, degrees, mesh_dim_names=("pp", "dp", "tp"))
+
+
 def check_world(plan: Plan) -> None:
     world = dist.get_world_size()
     if plan.world != world:

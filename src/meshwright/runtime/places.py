@@ -19,6 +19,8 @@ NOTE = "_meshwright_places"
 class Place(NamedTuple):
     axis: Axis
     dim: int
+    runs: int = 1
+    """The dim is that many runs laid in a row, each of them cut."""
 
 
 Places = dict[str, tuple[Place, ...]]

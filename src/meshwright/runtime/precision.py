@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,11 +30,19 @@ def store(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
     return module
 
 
-def compute_context(plan: Plan, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+def compute_context(
+    plan: Plan, device: torch.device, splitter: AbstractContextManager[Any] | None = None
+) -> Callable[[], AbstractContextManager[Any]]:
     """What forward and loss run in. Sharded modules cast by themselves (`sharded_policy`)."""
     if plan.precision == "bf16" and plan.zero == 0:
-        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext
+        return lambda: _both(torch.autocast(device.type, dtype=torch.bfloat16), splitter)
+    return lambda: splitter or nullcontext()
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any] | None) -> Iterator[None]:
+    with outer, inner or nullcontext():
+        yield
 
 
 def sharded_policy(plan: Plan) -> MixedPrecisionPolicy:

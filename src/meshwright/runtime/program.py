@@ -40,6 +40,7 @@ from meshwright.runtime.environment import describe_environment, peak_resident_b
 from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.reach import Usage, reach
+from meshwright.runtime.split.model import SplitModel, whole_output
 from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
 from meshwright.runtime.watch import Watch
 
@@ -65,6 +66,7 @@ class Program:
         objective: Objective,
         max_norm: float | None = None,
         watch: Watch | None = None,
+        split: SplitModel | None = None,
         finder: NanFinder | None = None,
     ) -> None:
         self.spread_module = module
@@ -81,7 +83,8 @@ class Program:
         self._finder = finder
         self._usage = Usage(self.module) if isinstance(module, DistributedDataParallel) else None
         self._outputs: list[StepOutput] = []
-        self._compute = compute_context(plan, self.device)
+        self.split = split
+        self._compute = compute_context(plan, self.device, split.splitter if split else None)
         self._dp = mesh.get_group("dp")
         self._coordinate = mesh.get_local_rank("pp")
         # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
@@ -143,9 +146,7 @@ class Program:
 
     def _loss_and_count(self, microbatch: Batch) -> Tensor:
         count = self.objective.count(microbatch)
-        moved = to_device(microbatch, self.plan, self.device)
-        with self._compute():
-            loss = self.objective.loss(call(self.spread_module, moved), moved)
+        loss = self._loss(to_device(microbatch, self.plan, self.device))
         return torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
 
     def sync_buffers(self) -> None:
@@ -226,8 +227,15 @@ class Program:
     def _forward(self, microbatch: Batch, is_last: bool) -> Tensor:
         prepare_microbatch(self.spread_module, self.plan, is_last)
         moved = to_device(microbatch, self.plan, self.device)
-        with self.watch.region("forward"), self._compute():
-            return self.objective.loss(call(self.spread_module, moved), moved)
+        with self.watch.region("forward"):
+            return self._loss(moved)
+
+    def _loss(self, moved: Batch) -> Tensor:
+        if self.split is not None:
+            self.split.splitter.read(moved)
+        with self._compute():
+            loss = self.objective.loss(call(self.spread_module, moved), moved)
+        return loss if self.split is None else whole_output(self.split.splitter, loss)
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
         with self.watch.region("backward"):
@@ -242,6 +250,8 @@ class Program:
         if self._finder is not None:
             self._finder.before_update()
         with self.watch.region("update"):
+            if self.split is not None:
+                self.split.settle_gradients(self.module)
             norm = None
             if self.max_norm is not None:
                 norm = clip(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.core.plan import Plan
+from meshwright.runtime._torch import _get_current_function_mode_stack
 from meshwright.runtime.watch import Watch
 
 
@@ -33,4 +34,15 @@ def _recomputed(forward: Callable[..., Any], extra: dict[str, Any]) -> Callable[
 
 def _watched(watch: Watch) -> Callable[[], tuple[Any, Any]]:
     """What the first run and the second one are inside of."""
-    return lambda: (nullcontext(), watch.region("recompute"))
+    return lambda: (nullcontext(), _second_run(_get_current_function_mode_stack(), watch))
+
+
+@contextmanager
+def _second_run(modes: list[Any], watch: Watch) -> Iterator[None]:
+    """The function modes of the first run: torch leaves them in backward, and a cast or a split weight would then mean
+    something else than it did."""
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        stack.enter_context(watch.region("recompute"))
+        yield

@@ -9,8 +9,9 @@ from typing import Any
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from meshwright.core.errors import InputError
+from meshwright.models.examples import ImageShape, TextShape
 from meshwright.models.objective import Batch, map_batch
-from meshwright.models.source import ImageShape, ModelSource, TextShape
+from meshwright.models.source import ModelSource
 from meshwright.models.userfile import call_function, split_name
 from meshwright.train.corpus import Split
 from meshwright.train.samples import DatasetSamples, Samples, SyntheticImages, make_text
@@ -52,17 +53,22 @@ def _unknown(name: str) -> InputError:
 
 
 def default_source(source: ModelSource) -> str:
-    if isinstance(source.shape, TextShape):
+    if takes_text(source):
         return "stdlib"
     if isinstance(source.shape, ImageShape):
         return "images"
     return "example"
 
 
+def takes_text(source: ModelSource) -> bool:
+    """Whether text alone is enough to train: classes of texts are not in it."""
+    return isinstance(source.shape, TextShape) and source.shape.task != "classify"
+
+
 def _samples(name: str, source: ModelSource, split: Split) -> Samples:
     if name == "stdlib" or name.startswith("text:"):
-        if not isinstance(source.shape, TextShape):
-            raise InputError(f"data source '{name}' is text, but {source.name} does not take text: set data.source")
+        if not isinstance(source.shape, TextShape) or not takes_text(source):
+            raise InputError(f"data source '{name}' is text, but {source.name} does not learn from it: set data.source")
         return make_text(name, source.shape, split)
     if name == "images":
         if not isinstance(source.shape, ImageShape):

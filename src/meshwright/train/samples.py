@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from meshwright.core.errors import InputError
+from meshwright.models.examples import ImageShape, TextShape, text_batch
 from meshwright.models.objective import Batch
-from meshwright.models.source import ImageShape, TextShape, shifted
 from meshwright.train.corpus import BYTE_VALUES, Split, read_corpus
 
 SYNTHETIC_IMAGES = 4096
@@ -26,7 +26,7 @@ class Samples(Protocol):
 
 
 class TextWindows:
-    """Windows of `seq` tokens, one after another; each label is the token that follows."""
+    """Windows of `seq` tokens, one after another, with the labels of the model's task."""
 
     def __init__(self, tokens: Tensor, shape: TextShape, name: str) -> None:
         if shape.vocab < BYTE_VALUES:
@@ -44,8 +44,7 @@ class TextWindows:
     def batch(self, numbers: Sequence[int]) -> Batch:
         starts = torch.tensor(numbers)[:, None] * self.shape.seq
         windows = self.tokens[starts + torch.arange(self.shape.seq + 1)].long()
-        batch = {"input_ids": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}
-        return shifted(batch) if self.shape.encoder_decoder else batch
+        return text_batch(windows, numbers, self.shape)
 
 
 class SyntheticImages:

@@ -1,0 +1,71 @@
+"""Plans with shardings that were tried: what a plan says of tensors is what will run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.core.plan import Plan
+
+
+def with_legal_sharding(plan: Plan, model: str) -> Plan:
+    """Proposed shardings tried on fake tensors; what was found is kept beside the model's graph."""
+    import msgspec
+
+    from meshwright.core.plan import BlockSharding
+
+    if plan.mesh.tp == 1 or not plan.sharding:
+        return plan
+    path = _file(plan, model)
+    if path is not None and path.exists():
+        try:
+            sharding = msgspec.json.decode(path.read_bytes(), type=tuple[BlockSharding, ...])
+            return msgspec.structs.replace(plan, sharding=sharding)
+        except (OSError, msgspec.DecodeError):
+            pass  # cut short, or of another version: tried again
+    tried = _try(plan, model)
+    if path is not None:
+        _keep(path, msgspec.json.encode(tried.sharding))
+    return tried
+
+
+def _try(plan: Plan, model: str) -> Plan:
+    import torch
+
+    from meshwright.models.source import resolve
+    from meshwright.runtime.split.legal import legal_plan
+
+    source = resolve(model)
+    if source.example is None:
+        return plan
+    with torch.device("meta"):
+        module = source.build()
+    return legal_plan(plan, module, source.example(2))
+
+
+def _file(plan: Plan, model: str) -> Path | None:
+    """None for a model whose graph is not kept either."""
+    from meshwright.cli.graphs import graph_file
+    from meshwright.core.codec import stable_hash
+
+    graph = graph_file(model, "fp32")
+    if graph is None:
+        return None
+    facts = [graph.name, plan.mesh.tp, [repr(rule) for rule in plan.sharding], SHARDING_VERSION]
+    return graph.parent.parent / "shardings" / f"{stable_hash(facts)}.json"
+
+
+def _keep(path: Path, content: bytes) -> None:
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(content)
+        draft.replace(path)
+    except OSError:
+        return  # a cache that cannot be written is not worth failing for
+
+
+SHARDING_VERSION = 1
+"""Raised when other shardings become legal: those kept from before are then tried again."""

@@ -1,0 +1,115 @@
+"""A vision transformer: an image cut into patches, a class token, learned positions, pre-norm blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NORM_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class ViTOptions:
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    mlp: int = 4
+    """Width of the MLP in multiples of hidden."""
+    image: int = 224
+    """Height and width of the image."""
+    patch: int = 16
+    """Height and width of a patch."""
+    classes: int = 1000
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden={self.hidden} does not divide into heads={self.heads}")
+        if self.image % self.patch:
+            raise ValueError(f"image={self.image} does not divide into patches of patch={self.patch}")
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image // self.patch) ** 2
+
+
+class Embedding(nn.Module):
+    """Patches as vectors, behind a class token, each with its position."""
+
+    def __init__(self, options: ViTOptions) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, options.hidden, options.patch, stride=options.patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, options.hidden))
+        self.position = nn.Parameter(torch.empty(1, options.num_patches + 1, options.hidden))
+        nn.init.normal_(self.position, std=0.02)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        patches = self.patch(pixel_values).flatten(2).transpose(1, 2)
+        return torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1) + self.position
+
+
+class Attention(nn.Module):
+    def __init__(self, options: ViTOptions) -> None:
+        super().__init__()
+        self.heads = options.heads
+        self.dropout = options.dropout
+        self.query = nn.Linear(options.hidden, options.hidden)
+        self.key = nn.Linear(options.hidden, options.hidden)
+        self.value = nn.Linear(options.hidden, options.hidden)
+        self.output = nn.Linear(options.hidden, options.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[batch, patches, hidden] → [batch, heads, patches, hidden / heads]"""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    def __init__(self, options: ViTOptions) -> None:
+        super().__init__()
+        self.expand = nn.Linear(options.hidden, options.mlp * options.hidden)
+        self.contract = nn.Linear(options.mlp * options.hidden, options.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.contract(F.gelu(self.expand(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, options: ViTOptions) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(options.hidden, eps=NORM_EPSILON)
+        self.attention = Attention(options)
+        self.mlp_norm = nn.LayerNorm(options.hidden, eps=NORM_EPSILON)
+        self.mlp = MLP(options)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class ViT(nn.Module):
+    def __init__(self, options: ViTOptions) -> None:
+        super().__init__()
+        self.embedding = Embedding(options)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.norm = nn.LayerNorm(options.hidden, eps=NORM_EPSILON)
+        self.head = nn.Linear(options.hidden, options.classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        x = self.embedding(pixel_values)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)[:, 0])

@@ -1,0 +1,57 @@
+"""The rule for attention: heads are cut, tokens are whole.
+
+Along tp the heads come cut. Along cp tokens come cut: an all-to-all each for query, key and value gives every rank all tokens of
+some heads, and what the attention made goes back by another when the next weight reads it (runtime/split/contraction.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.runtime.split.arguments import Args, Options, by_name
+from meshwright.runtime.split.layout import Cut, cuts, lay, layout_of
+from meshwright.runtime.split.splitter import NotSplit, Splitter
+
+HEADS = -3
+
+
+def attention(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    names = ("query", "key", "value", "attn_mask")
+    given = by_name(args, kwargs, names)
+    query, key, value = (_by_heads(split, split.summed(tensor)) for tensor in given[:3])
+    layout = layout_of(query) or {}
+    if any(cuts(layout_of(tensor)).keys() != cuts(layout).keys() for tensor in (key, value)):
+        raise NotSplit("attention in which query, key and value do not lie over the same axes")
+    options = {name: option for name, option in kwargs.items() if name not in names}
+    mask = _mask_part(split, given[3], query)
+    return lay(function(query, key, value, mask, *args[4:], **options), layout)
+
+
+def _by_heads(split: Splitter, tensor: Tensor) -> Tensor:
+    if tensor.dim() < 4:
+        raise NotSplit("attention without a dim for the heads")
+    heads = tensor.dim() + HEADS
+    for axis, cut in cuts(layout_of(tensor)).items():
+        if cut.dim > heads:
+            tensor = split.swap(tensor, axis, Cut(heads))
+    return tensor
+
+
+def _mask_part(split: Splitter, mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Whole along tokens; narrowed to this rank's heads where it has more than one."""
+    if mask is None:
+        return None
+    mask = split.summed(mask)
+    mask = split.gather_dims(mask, [mask.dim() - 2, mask.dim() - 1])
+    away = query.dim() - mask.dim()
+    for axis, cut in cuts(layout_of(query)).items():
+        dim = cut.dim - away
+        if axis in cuts(layout_of(mask)):
+            continue
+        if dim >= 0 and split.shape(mask)[dim] > 1:
+            mask = split.narrow(mask, axis, Cut(dim, cut.runs))
+        else:
+            mask = split.lend(mask, axis)
+    return mask

@@ -1,0 +1,93 @@
+"""The exchanges among the ranks of one axis, on plain tensors. A pretended axis sends nothing: sizes alone come out right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.core.collective import Axis
+from meshwright.runtime.split.layout import Cut
+
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 has new names for both; 2.11 knows the old ones only."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks along one axis, as one of them sees them."""
+
+    axis: Axis
+    size: int
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    """None: pretended."""
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """The sum of every rank's tensor."""
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return total
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        found = tensor.clone(memory_format=torch.contiguous_format)
+        if self.group is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found
+
+    def gather(self, part: Tensor, cut: Cut) -> Tensor:
+        """The whole of which each rank has a part."""
+        runs = _runs(part, cut)
+        parts = part.new_empty((self.size, *runs.shape))
+        if self.group is not None:
+            gather_into(parts.view(-1), runs.reshape(-1), group=self.group)
+        return _joined(torch.cat(parts.unbind(0), dim=cut.dim + 1), cut)
+
+    def scatter(self, whole: Tensor, cut: Cut) -> Tensor:
+        """The sum of every rank's tensor; each gets its part of it."""
+        runs = _runs(whole, cut)
+        parts = torch.stack(runs.chunk(self.size, dim=cut.dim + 1))
+        own = torch.empty_like(parts[0])
+        if self.group is not None:
+            scatter_into(own.view(-1), parts.view(-1), group=self.group)
+        return _joined(own, cut)
+
+    def own_part(self, whole: Tensor, cut: Cut) -> Tensor:
+        """This rank's part of a tensor that all have."""
+        runs = _runs(whole, cut)
+        size = runs.shape[cut.dim + 1] // self.size
+        return _joined(runs.narrow(cut.dim + 1, self.rank * size, size), cut)
+
+    def padded(self, part: Tensor, cut: Cut) -> Tensor:
+        """A whole tensor that is zero but for this rank's part."""
+        runs = _runs(part, cut)
+        sizes = list(runs.shape)
+        size = sizes[cut.dim + 1]
+        sizes[cut.dim + 1] = size * self.size
+        found = part.new_zeros(sizes)
+        found.narrow(cut.dim + 1, self.rank * size, size).copy_(runs)
+        return _joined(found, cut)
+
+    def swap(self, part: Tensor, now: Cut, then: Cut) -> Tensor:
+        """A part along one dim becomes a part along another: every rank sends every other a piece."""
+        runs = _runs(part, then)
+        pieces = torch.stack(runs.chunk(self.size, dim=then.dim + 1)).contiguous()
+        received = torch.empty_like(pieces)
+        if self.group is not None:
+            dist.all_to_all_single(received.view(-1), pieces.view(-1), group=self.group)
+        arrived = [_runs(_joined(piece, then), now) for piece in received.unbind(0)]
+        return _joined(torch.cat(arrived, dim=now.dim + 1), now)
+
+
+def _runs(tensor: Tensor, cut: Cut) -> Tensor:
+    """The cut dim as two: the runs, and what is in one."""
+    found: Tensor = tensor.unflatten(cut.dim, (cut.runs, -1))
+    return found
+
+
+def _joined(tensor: Tensor, cut: Cut) -> Tensor:
+    return tensor.flatten(cut.dim, cut.dim + 1)

@@ -1,0 +1,220 @@
+"""Which shardings of a module are legal: found by running its blocks on fake tensors, with the ranks pretended.
+
+The plain sharding is a proposal read off the graph (core/sharding.py). Here one block of each rule is called as the model calls
+it, under the Splitter. What comes out is a plan that says what will run:
+
+    a dim that must be cut in runs (a fused query, key, value)   gets them
+    a size the degree does not divide                            refused, with the degrees that would do
+    a table or head whose rows do not divide                     left whole, with the reason
+    a function that has no rule                                  the weights around it left whole, with the reason
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import gcd
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from meshwright.core.errors import PlanError
+from meshwright.core.names import expand_names
+from meshwright.core.plan import BlockSharding, Plan, TensorSharding
+from meshwright.models.objective import Batch, call
+from meshwright.runtime._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
+from meshwright.runtime.split.collectives import Ranks
+from meshwright.runtime.split.layout import Cut, lay
+from meshwright.runtime.split.splitter import Indivisible, NotSplit, Splitter
+from meshwright.runtime.split.weights import AXIS
+
+LARGEST_DEGREE = 64
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+"""Fake tensors have no values: where a block reads one, it is followed no further."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def legal_plan(plan: Plan, module: nn.Module, batch: Batch) -> Plan:
+    """The plan with shardings that run. The module may be on the meta device; the batch is one microbatch."""
+    if plan.mesh.tp == 1 or not plan.sharding:
+        return plan
+    trial = _Trial(module, batch, plan)
+    return msgspec.structs.replace(plan, sharding=tuple(trial.legal(rule) for rule in plan.sharding))
+
+
+class _Trial:
+    def __init__(self, module: nn.Module, batch: Batch, plan: Plan) -> None:
+        self.module, self.degree = module, plan.mesh.tp
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        firsts = [expand_names(rule.for_blocks)[0] for rule in plan.sharding if rule.for_blocks]
+        self.calls = self._follow(firsts, batch)
+
+    def _follow(self, blocks: Iterable[str], batch: Batch) -> dict[str, Call]:
+        """How the model calls each of these blocks."""
+        calls: dict[str, Call] = {}
+        handles = []
+        for name in blocks:
+
+            def note(block: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                calls.setdefault(name, (args, kwargs))
+
+            handles.append(self.module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True))
+        try:
+            with self.mode:
+                fakes = _faked(self.module)
+                leaves, structure = tree_flatten(batch)
+                given = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                call(_Called(self.module, fakes), tree_unflatten(given, structure))
+        except UNKNOWN:
+            pass  # what comes behind is tried when it runs
+        finally:
+            for handle in handles:
+                handle.remove()
+        return calls
+
+    def legal(self, rule: BlockSharding) -> BlockSharding:
+        if not rule.for_blocks:
+            return rule
+        block = expand_names(rule.for_blocks)[0]
+        tensors = self._divisible(block, rule.tensors)
+        if block in self.calls:
+            tensors = self._that_run(block, tensors)
+        return msgspec.structs.replace(rule, tensors=tensors)
+
+    def _divisible(self, block: str, tensors: tuple[TensorSharding, ...]) -> tuple[TensorSharding, ...]:
+        """A table or a head stands alone in its block: it may stay whole."""
+        own = dict(self.module.get_submodule(block).named_parameters(remove_duplicate=False))
+        alone = sum(parameter.dim() > 1 for parameter in own.values()) == 1
+        found = []
+        for tensor in tensors:
+            size = own[tensor.tensor].shape[tensor.dims.index(AXIS)] if AXIS in tensor.dims else 0
+            if size % self.degree and alone:
+                tensor = _whole(tensor, f"its {size} rows do not divide over tp={self.degree}")
+            found.append(tensor)
+        return tuple(found)
+
+    def _that_run(self, block: str, tensors: tuple[TensorSharding, ...]) -> tuple[TensorSharding, ...]:
+        for _ in tensors:  # each time round one more weight is cut in runs
+            error = self._attempt(block, tensors)
+            if error is None:
+                return tensors
+            if isinstance(error, Indivisible):
+                raise PlanError(f"{error}: use one of {self._degrees(block, tensors)}")
+            fixed = self._in_runs(block, tensors, error) if error.runs > 1 else None
+            if fixed is None:
+                return self._parts_that_run(block, tensors)
+            tensors = fixed
+        return self._parts_that_run(block, tensors)
+
+    def _in_runs(
+        self, block: str, tensors: tuple[TensorSharding, ...], error: NotSplit
+    ) -> tuple[TensorSharding, ...] | None:
+        """One layer's tensors cut in the runs the error asks for: the first layer for which that helps."""
+        for layer in dict.fromkeys(_layer(tensor) for tensor in tensors if tensor.runs == 1 and AXIS in tensor.dims):
+            tried = tuple(
+                msgspec.structs.replace(tensor, runs=error.runs) if _layer(tensor) == layer else tensor
+                for tensor in tensors
+            )
+            found = self._attempt(block, tried)
+            if found is None or found.words != error.words:
+                return tried
+        return None
+
+    def _parts_that_run(self, block: str, tensors: tuple[TensorSharding, ...]) -> tuple[TensorSharding, ...]:
+        """Of the block's parts (attention, MLP, …) those that run split by themselves; the others whole, with the reason."""
+        found = list(tensors)
+        for part in dict.fromkeys(_part(tensor) for tensor in tensors):
+            alone = tuple(tensor if _part(tensor) == part else _whole(tensor, "") for tensor in tensors)
+            error = self._attempt(block, alone)
+            if error is not None:
+                found = [_whole(t, error.words) if _part(t) == part and AXIS in t.dims else t for t in found]
+        return tuple(found)
+
+    def _attempt(self, block: str, tensors: tuple[TensorSharding, ...], degree: int = 0) -> NotSplit | None:
+        """What stops the block, if anything does."""
+        splitter = Splitter([Ranks(AXIS, degree or self.degree)])
+        return self._run(block, tensors, splitter)
+
+    def _run(self, block: str, tensors: tuple[TensorSharding, ...], splitter: Splitter) -> NotSplit | None:
+        args, kwargs = self.calls[block]
+        with self.mode:
+            parameters = _faked(self.module.get_submodule(block))
+            for tensor in tensors:
+                if AXIS in tensor.dims:
+                    cut = Cut(tensor.dims.index(AXIS), tensor.runs)
+                    whole = parameters[tensor.tensor]
+                    try:
+                        splitter.divide(whole.shape[cut.dim] // cut.runs, AXIS, f"'{block}.{tensor.tensor}'")
+                    except NotSplit as error:
+                        return error
+                    part = splitter.axes[AXIS].own_part(whole.detach(), cut)
+                    parameters[tensor.tensor] = nn.Parameter(part, requires_grad=whole.requires_grad)
+                    lay(parameters[tensor.tensor], {AXIS: cut})
+            try:
+                with splitter:
+                    output = functional_call(
+                        self.module.get_submodule(block), parameters, args, kwargs, tie_weights=False
+                    )
+                for leaf in tree_leaves(output):
+                    if isinstance(leaf, Tensor):
+                        splitter.summed(leaf)
+            except NotSplit as error:
+                error.block = error.block or block
+                return error
+            except UNKNOWN:
+                return None
+        return None
+
+    def _degrees(self, block: str, tensors: tuple[TensorSharding, ...]) -> str:
+        """Those that divide every size the block divides."""
+        splitter = Splitter([Ranks(AXIS, 1)])
+        self._run(block, tensors, splitter)
+        common = gcd(*splitter.divided) if splitter.divided else 1
+        return ", ".join(str(n) for n in range(1, LARGEST_DEGREE + 1) if common % n == 0)
+
+
+class _Called(nn.Module):
+    """A module called with other parameters than its own."""
+
+    def __init__(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.call = lambda *args, **kwargs: functional_call(module, parameters, args, kwargs, tie_weights=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _faked(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers without memory, on the CPU as far as the module can see."""
+    found: dict[str, Tensor] = {}
+    made: dict[int, Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+            made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        found[name] = made[id(parameter)]
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        found[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return found
+
+
+def _layer(tensor: TensorSharding) -> str:
+    """The module that holds it: a weight and its bias are cut alike."""
+    return tensor.tensor.rpartition(".")[0]
+
+
+def _part(tensor: TensorSharding) -> str:
+    return tensor.tensor.partition(".")[0]
+
+
+def _whole(tensor: TensorSharding, reason: str) -> TensorSharding:
+    return msgspec.structs.replace(tensor, dims=("",) * len(tensor.dims), runs=1, reason=reason)

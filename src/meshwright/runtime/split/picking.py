@@ -1,0 +1,195 @@
+"""Rules for functions that take pieces of a tensor or put pieces together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.runtime.split.arguments import Args, Options, dim_of
+from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of
+from meshwright.runtime.split.pointwise import alike
+from meshwright.runtime.split.splitter import NotSplit, Splitter
+from meshwright.runtime.split.views import shifted
+
+# ---------------------------------------------------------------- pieces of equal rank
+
+
+def chunk(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    number = args[1] if len(args) > 1 else kwargs["chunks"]
+    return _pieces(split, function, args, kwargs, int(number), dim_of(args, kwargs, 2))
+
+
+def split_by_size(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    size = args[1] if len(args) > 1 else kwargs.get("split_size") or kwargs["split_size_or_sections"]
+    dim = dim_of(args, kwargs, 2)
+    whole = split.shape(args[0])[dim]
+    sizes = [size] * (whole // size) if isinstance(size, int) else list(size)
+    if sum(sizes) != whole or len(set(sizes)) > 1:
+        return _uneven(split, function, args, kwargs, dim)
+    return _pieces(split, None, args, kwargs, len(sizes), dim)
+
+
+def _pieces(split: Splitter, function: Any, args: Args, kwargs: Options, number: int, dim: int) -> Any:
+    """So many equal pieces along a dim. Along a cut one, each piece must be some of its runs."""
+    tensor = split.summed(args[0])
+    layout = dict(layout_of(tensor) or {})
+    for axis, cut in cuts(layout).items():
+        if cut.dim != dim:
+            continue
+        if cut.runs % number:
+            raise NotSplit(f"{number} pieces along dim {dim}, which lies over {axis} in {cut.runs} runs", runs=number)
+        layout[axis] = Cut(dim, cut.runs // number)
+    return tuple(lay(piece, dict(layout)) for piece in tensor.chunk(number, dim))
+
+
+def _uneven(split: Splitter, function: Any, args: Args, kwargs: Options, dim: int) -> Any:
+    tensor = split.gather_dims(split.summed(args[0]), [dim])
+    return tuple(lay(piece, layout_of(tensor)) for piece in function(tensor, *args[1:], **kwargs))
+
+
+def unbind(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    dim = dim_of(args, kwargs, 1)
+    tensor = split.gather_dims(split.summed(args[0]), [dim])
+    return tuple(lay(piece, shifted(layout_of(tensor), dim + 1, -1)) for piece in tensor.unbind(dim))
+
+
+def along_dim(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """Functions (tensor, dim, …) that need the dim whole and keep the others: narrow, index_select, flip, roll, cumsum."""
+    dims = args[1] if len(args) > 1 else kwargs["dim" if "dim" in kwargs else "dims"]
+    every = [dims] if isinstance(dims, int) else list(dims)
+    tensor = split.gather_dims(split.summed(args[0]), [dim % args[0].dim() for dim in every])
+    return _noted(function(tensor, *args[1:], **kwargs), layout_of(tensor))
+
+
+def pick_along_dim(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """topk, sort: the dim is the last where none is named, and comes after a number for topk."""
+    place = 2 if getattr(function, "__name__", "") == "topk" else 1
+    dim = dim_of(args, kwargs, place, default=-1)
+    tensor = split.gather_dims(split.summed(args[0]), [dim])
+    return _noted(function(tensor, *args[1:], **kwargs), layout_of(tensor))
+
+
+def gather_by_index(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """gather(tensor, dim, index): index lies as the tensor does, along all dims but that one."""
+    dim = dim_of(args, kwargs, 1)
+    tensor = split.gather_dims(split.summed(args[0]), [dim])
+    index = args[2] if len(args) > 2 else kwargs["index"]
+    tensor, index = alike(split, [tensor, index])
+    return lay(tensor.gather(dim, index), layout_of(tensor))
+
+
+def _noted(made: Any, layout: Layout | None) -> Any:
+    if isinstance(made, Tensor):
+        return lay(made, layout)
+    for item in made:
+        lay(item, dict(layout or {}))
+    return made
+
+
+def select(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    dim = dim_of(args, kwargs, 1)
+    index = args[2] if len(args) > 2 else kwargs["index"]
+    tensor = split.gather_dims(split.summed(args[0]), [dim])
+    return lay(tensor.select(dim, index), shifted(layout_of(tensor), dim + 1, -1))
+
+
+# ---------------------------------------------------------------- tensor[…]
+
+
+def getitem(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    tensor, index = split.summed(args[0]), args[1]
+    items = _spelled_out(index, tensor.dim())
+    if any(isinstance(item, Tensor | list) for item in items):
+        return _by_tensors(split, tensor, items)
+    old = split.shape(tensor)
+    partly = [dim for dim, item in _by_dim(items) if not _is_all(item, old[dim])]
+    tensor = split.gather_dims(tensor, partly)
+    layout = layout_of(tensor)
+    local = tuple(
+        slice(None)
+        if isinstance(item, slice) and item.step in (None, 1) and dim is not None and dim not in partly
+        else item
+        for dim, item in _with_dims(items)
+    )
+    return lay(tensor[local], _after(layout, items))
+
+
+def _spelled_out(index: Any, num_dims: int) -> list[Any]:
+    """One item a dim (and the Nones), without `...`."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    used = sum(_num_dims(item) for item in items if item is not None and item is not Ellipsis)
+    place = next((n for n, item in enumerate(items) if item is Ellipsis), None)
+    rest = [slice(None)] * (num_dims - used)
+    return [*items, *rest] if place is None else [*items[:place], *rest, *items[place + 1 :]]
+
+
+def _num_dims(item: Any) -> int:
+    """How many dims one item of an index stands for: a mask stands for as many as it has."""
+    return int(item.dim()) if isinstance(item, Tensor) and str(item.dtype) == "torch.bool" else 1
+
+
+def _with_dims(items: list[Any]) -> list[tuple[int | None, Any]]:
+    """Each item with the old dim it takes from."""
+    found: list[tuple[int | None, Any]] = []
+    dim = 0
+    for item in items:
+        found.append((None if item is None else dim, item))
+        dim += item is not None
+    return found
+
+
+def _by_dim(items: list[Any]) -> list[tuple[int, Any]]:
+    return [(dim, item) for dim, item in _with_dims(items) if dim is not None]
+
+
+def _is_all(item: Any, size: int) -> bool:
+    return isinstance(item, slice) and item.indices(size) == (0, size, 1)
+
+
+def _after(layout: Layout | None, items: list[Any]) -> Layout:
+    """Where the cuts are when Nones have added dims and numbers have taken some away."""
+    place: dict[int, int] = {}
+    new = 0
+    for dim, item in _with_dims(items):
+        if dim is not None:
+            place[dim] = new
+        new += item is None or isinstance(item, slice)
+    return {
+        axis: Cut(place[share.dim], share.runs) if isinstance(share, Cut) else share
+        for axis, share in (layout or {}).items()
+    }
+
+
+def _by_tensors(split: Splitter, tensor: Tensor, items: list[Any]) -> Tensor:
+    """One tensor of whole numbers picks along one whole dim; anything else is done on the whole tensor."""
+    picks = [(dim, item) for dim, item in _by_dim(items) if not _is_all(item, split.shape(tensor)[dim])]
+    if len(picks) == 1 and None not in items and isinstance(picks[0][1], Tensor) and not layout_of(picks[0][1]):
+        dim, index = picks[0]
+        if str(index.dtype) in ("torch.int64", "torch.int32") and index.dim():
+            tensor = split.gather_dims(tensor, [dim])
+            return lay(tensor[tuple(items)], shifted(layout_of(tensor), dim + 1, index.dim() - 1))
+    tensor = split.gather_dims(tensor, range(tensor.dim()))
+    whole = [
+        split.gather_dims(split.summed(item), range(item.dim())) if isinstance(item, Tensor) else item for item in items
+    ]
+    found: Tensor = tensor[tuple(whole)]
+    return found
+
+
+# ---------------------------------------------------------------- together
+
+
+def cat(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    tensors = args[0] if args else kwargs["tensors"]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensors[0].dim()
+    parts = [split.gather_dims(split.summed(tensor), [dim]) for tensor in tensors]
+    parts = alike(split, parts, whole_dims=(dim,))
+    return lay(function(parts, dim), layout_of(parts[0]))
+
+
+def stack(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    tensors = args[0] if args else kwargs["tensors"]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % (tensors[0].dim() + 1)
+    parts = alike(split, [split.summed(tensor) for tensor in tensors])
+    return lay(function(parts, dim), shifted(layout_of(parts[0]), dim, 1))

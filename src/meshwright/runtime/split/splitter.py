@@ -1,0 +1,246 @@
+"""The Splitter: while it is active, each torch function that meets a split tensor follows its rule (runtime/split/table.py).
+
+It sits above autograd, as a torch function mode: rules call ordinary functions on this rank's parts, and autograd finds the
+gradients of those. What must pass between ranks, passes in the moves of runtime/split/exchange.py, and nowhere else. The
+model sees the sizes of whole tensors. A function without a rule that meets a split tensor is refused, by name.
+
+Under sequence parallel a sum over tp is made in parts: each rank gets its tokens of it, and whoever works along the tokens or
+reads the tensor with a split weight gathers them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.core.collective import Axis
+from meshwright.core.errors import PlanError
+from meshwright.runtime._torch import tree_leaves
+from meshwright.runtime.split import exchange
+from meshwright.runtime.split.arguments import Args, Options
+from meshwright.runtime.split.collectives import Ranks
+from meshwright.runtime.split.layout import (
+    NOTE,
+    Addend,
+    Cut,
+    cuts,
+    lay,
+    layout_of,
+    moved,
+    storage_key,
+    whole_shape,
+)
+from meshwright.runtime.split.saved import gathered_again, was_gathered
+
+ENTERED = "_meshwright_entered"
+STREAM_DIMS = 3
+"""Samples, tokens, features: only such tensors are laid over tp by their tokens."""
+
+Rule = Callable[["Splitter", Any, Args, Options], Any]
+"""(splitter, function, its arguments, its options) → what the function gives, with a layout."""
+
+
+class NotSplit(PlanError):  # noqa: N818 - raised at a rule, caught where shardings are tried
+    """A function cannot run on parts. runs: it could, if the dim were cut in that many runs."""
+
+    def __init__(self, words: str, runs: int = 1) -> None:
+        super().__init__(words)
+        self.words, self.runs = words, runs
+        self.block: str | None = None
+
+    def __str__(self) -> str:
+        where = f"block '{self.block}'" if self.block else "the model"
+        return f"{where} cannot be split: {self.words}"
+
+
+class Indivisible(NotSplit):
+    """A size that the degree does not divide."""
+
+    def __init__(self, words: str, size: int) -> None:
+        super().__init__(words)
+        self.size = size
+
+
+_active = threading.local()
+
+
+class Splitter(TorchFunctionMode):
+    """`axes`: those with more than one rank along which the model itself is split."""
+
+    def __init__(self, axes: Iterable[Ranks], sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.axes: dict[Axis, Ranks] = {ranks.axis: ranks for ranks in axes}
+        self.degrees = {axis: ranks.size for axis, ranks in self.axes.items()}
+        self.sequence_parallel = sequence_parallel
+        self.names: dict[int, str] = {}
+        """Parameters by identity, as borders meet them."""
+        self.owed: dict[str, None] = {}
+        """Whole parameters whose gradient is a summand along tp, by name, in the order they were met."""
+        self.batch: set[int] = set()
+        """Storages of the batch: ids that lie there are tokens."""
+        self.divided: set[int] = set()
+        """Sizes that were divided over tp."""
+
+    # ------------------------------------------------------------ as a mode
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from meshwright.runtime.split.table import ALWAYS, RULES
+
+        kwargs = kwargs or {}
+        if not _touches(args, kwargs) and function not in ALWAYS:
+            return function(*args, **kwargs)
+        rule = RULES.get(function)
+        if rule is None and getattr(function, "__name__", "") == "__get__":
+            return function(*args, **kwargs)  # an attribute that says nothing of sizes
+        if rule is None:
+            raise NotSplit(f"'{_name(function)}' has no rule for tensors that lie over ranks")
+        return rule(self, function, args, kwargs)
+
+    def __enter__(self) -> Any:
+        _active.splitter = self
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *details: Any) -> Any:
+        _active.splitter = None
+        return super().__exit__(*details)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_active(self) -> bool:
+        """On this thread."""
+        return getattr(_active, "splitter", None) is self
+
+    # ------------------------------------------------------------ tensors
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        layout = layout_of(tensor)
+        return whole_shape(tuple(tensor.shape), layout, self.degrees) if layout else tuple(tensor.shape)
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The tensor without addends: summed up, by tokens where sequences are parallel."""
+        layout = layout_of(tensor)
+        for axis, share in (layout or {}).items():
+            if isinstance(share, Addend):
+                tensor = self._sum(tensor, axis, share)
+        return tensor
+
+    def _sum(self, tensor: Tensor, axis: Axis, share: Addend) -> Tensor:
+        layout = layout_of(tensor) or {}
+        ranks = self.axes[axis]
+        cut = None
+        if axis == "tp" and self.sequence_parallel and tensor.dim() == STREAM_DIMS:
+            cut = Cut(tensor.dim() - 2)
+            self.divide(tensor.shape[cut.dim], "tp", "tokens")
+            made = exchange.scatter(tensor, ranks, cut)
+        else:
+            made = exchange.total(tensor, ranks)
+        made = lay(made, moved(layout, axis, cut))
+        if share.bias is None:
+            return made
+        bias = self.lend(share.bias, axis) if cut else share.bias
+        return lay(made + bias, layout_of(made))
+
+    def lend(self, whole: Tensor, axis: Axis) -> Tensor:
+        """A tensor that is whole along the axis, read by work on parts: its gradient will be a summand."""
+        ranks = self.axes[axis]
+        if not whole.requires_grad or exchange.sums_gradients(ranks) or was_gathered(whole):
+            return whole
+        if isinstance(whole, nn.Parameter):
+            self.owed[self.names.get(id(whole), "")] = None
+            return whole
+        entered: dict[Axis, Tensor] = vars(whole).setdefault(ENTERED, {})
+        if axis not in entered:
+            entered[axis] = lay(exchange.enter(whole, ranks), layout_of(whole))
+        return entered[axis]
+
+    def gather(self, tensor: Tensor, axis: Axis, *, read_by_parts: bool = False) -> Tensor:
+        """Whole along an axis it is cut along."""
+        layout = layout_of(tensor) or {}
+        cut = layout[axis]
+        assert isinstance(cut, Cut)
+        tensor = self._uncover(tensor, axis)
+        layout = layout_of(tensor) or {}
+        if read_by_parts and axis == "tp":
+            return gathered_again(tensor, self.axes[axis], cut, moved(layout, axis, None))
+        made = exchange.gather(tensor, self.axes[axis], cut, read_by_parts=read_by_parts)
+        return lay(made, moved(layout, axis, None))
+
+    def _uncover(self, tensor: Tensor, axis: Axis) -> Tensor:
+        """Axes that cut the same dim after this one must be undone first."""
+        layout = layout_of(tensor) or {}
+        cut = layout[axis]
+        assert isinstance(cut, Cut)
+        order = list(layout)
+        for later in reversed(order[order.index(axis) + 1 :]):
+            share = layout[later]
+            if isinstance(share, Cut) and share.dim == cut.dim:
+                tensor = self.gather(tensor, later)
+        return tensor
+
+    def gather_dims(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
+        """Whole along these dims."""
+        wanted = set(dims)
+        for axis, cut in reversed(list(cuts(layout_of(tensor)).items())):
+            if cut.dim in wanted:
+                tensor = self.gather(tensor, axis)
+        return tensor
+
+    def narrow(self, whole: Tensor, axis: Axis, cut: Cut) -> Tensor:
+        """This rank's part of a tensor that is whole along the axis."""
+        size = self.shape(whole)[cut.dim]
+        self.divide(whole.shape[cut.dim] // cut.runs, axis, f"dim {cut.dim} of size {size}")
+        layout = layout_of(whole) or {}
+        made = exchange.narrow(whole, self.axes[axis], cut)
+        return lay(made, moved(layout, axis, cut))
+
+    def swap(self, tensor: Tensor, axis: Axis, then: Cut) -> Tensor:
+        """Cut along another dim."""
+        layout = layout_of(tensor) or {}
+        now = layout[axis]
+        assert isinstance(now, Cut)
+        if now == then:
+            return tensor
+        tensor = self._uncover(tensor, axis)
+        self.divide(tensor.shape[then.dim] // then.runs, axis, f"dim {then.dim}")
+        layout = layout_of(tensor) or {}
+        made = exchange.swap(tensor, self.axes[axis], now, then)
+        return lay(made, moved(layout, axis, then))
+
+    def divide(self, size: int, axis: Axis, words: str) -> int:
+        """size / degree; refused where it does not divide."""
+        if axis == "tp":
+            self.divided.add(size)
+        degree = self.degrees[axis]
+        if size % degree:
+            raise Indivisible(f"{words}: {size} does not divide over {axis}={degree}", size)
+        return size // degree
+
+    def read(self, batch: Any) -> None:
+        """What the next forward is given: ids that lie there are tokens."""
+        self.batch = {storage_key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+
+    def is_of_batch(self, tensor: Tensor) -> bool:
+        return storage_key(tensor) in self.batch
+
+
+def _name(function: Any) -> str:
+    """Of an attribute, its own name: torch asks for it through `__get__`."""
+    name = getattr(function, "__name__", str(function))
+    return str(getattr(getattr(function, "__self__", None), "__name__", name)) if name == "__get__" else str(name)
+
+
+def _touches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a split tensor is among the arguments, at their top or in a list of them."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            if NOTE in vars(value):
+                return True
+        elif isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, Tensor) and NOTE in vars(item):
+                    return True
+    return False

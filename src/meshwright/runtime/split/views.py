@@ -1,0 +1,238 @@
+"""Rules for functions that only look at a tensor otherwise: where its cuts are afterwards.
+
+A reshape keeps the order of the elements. Dims before and after it fall into groups with equal products; in a group
+
+    (a, b, …) → (c, d, …)    a cut of b in runs r   →   a cut of d in runs  a · r / c   where that is a whole number
+
+so that heads · width cut by heads stays cut by heads, and tokens of several samples in a row are cut in one run a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.core.collective import Axis
+from meshwright.runtime.split.arguments import Args, Options
+from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of, part_shape
+from meshwright.runtime.split.splitter import NotSplit, Splitter
+
+Sizes = tuple[int, ...]
+
+
+def sizes_of(args: tuple[Any, ...]) -> Sizes:
+    """Sizes or dims given one by one or as one sequence."""
+    found = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
+    return tuple(int(size) for size in found)
+
+
+# ---------------------------------------------------------------- reshape
+
+
+def reshaped(split: Splitter, tensor: Tensor, sizes: Sizes) -> Tensor:
+    """The tensor in other sizes, which are those of the whole; one may be -1."""
+    old = split.shape(tensor)
+    new = _complete(old, sizes)
+    layout: Layout = {}
+    if any(isinstance(s, Addend) and s.bias is not None for s in (layout_of(tensor) or {}).values()) and (
+        not new or new[-1] != old[-1]
+    ):
+        tensor = split.summed(tensor)
+    for axis, share in (layout_of(tensor) or {}).items():
+        layout[axis] = share if isinstance(share, Addend) else recut(split, axis, share, old, new)
+    _check_divides(split, new, layout)
+    return lay(tensor.reshape(part_shape(new, layout, split.degrees)), layout)
+
+
+def _complete(old: Sizes, sizes: Sizes) -> Sizes:
+    if -1 not in sizes:
+        return sizes
+    rest = prod(size for size in sizes if size != -1)
+    return tuple(prod(old) // rest if size == -1 else size for size in sizes)
+
+
+def recut(split: Splitter, axis: Axis, cut: Cut, old: Sizes, new: Sizes) -> Cut:
+    """Where a cut of the old dims is in the new ones."""
+    for before, after in _groups(old, new):
+        if cut.dim not in before:
+            continue
+        outer = prod(old[before.start : cut.dim]) * cut.runs
+        for dim in reversed(after):
+            ahead = prod(new[after.start : dim])
+            runs, rest = divmod(outer, ahead)
+            if rest == 0 and runs and new[dim] % runs == 0 and new[dim] // runs > 1:
+                split.divide(new[dim] // runs, axis, f"reshape of {list(old)} to {list(new)}")
+                return Cut(dim, runs)
+    raise NotSplit(f"reshape of {list(old)} to {list(new)} mixes dim {cut.dim}, which lies over {axis}")
+
+
+def _groups(old: Sizes, new: Sizes) -> Iterator[tuple[range, range]]:
+    """Dims before and after that hold the same elements."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first, other = i, j
+        have = want = 1
+        if i < len(old):
+            have, i = old[i], i + 1
+        if j < len(new):
+            want, j = new[j], j + 1
+        while have != want:
+            if have < want:
+                have, i = have * old[i], i + 1
+            else:
+                want, j = want * new[j], j + 1
+        yield range(first, i), range(other, j)
+
+
+def _check_divides(split: Splitter, sizes: Sizes, layout: Layout) -> None:
+    """Where two axes cut one dim, their product must divide it."""
+    for dim, size in enumerate(sizes):
+        degree = prod(split.degrees[axis] for axis, cut in cuts(layout).items() if cut.dim == dim)
+        if size % degree:
+            raise NotSplit(f"dim {dim} of {list(sizes)} does not divide over {degree} ranks")
+
+
+def reshape(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    tensor, *sizes = args
+    if kwargs:
+        sizes = [kwargs.get("shape", kwargs.get("size"))]
+    if sizes and isinstance(sizes[0], torch.dtype):
+        raise NotSplit("a view as another dtype of a tensor that lies over ranks")
+    return reshaped(split, tensor, sizes_of(tuple(sizes)))
+
+
+def reshape_as(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    return reshaped(split, args[0], split.shape(args[1]))
+
+
+def flatten(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    tensor = args[0]
+    first, last = (*args[1:], *[None, None])[:2]
+    first, last = kwargs.get("start_dim", first), kwargs.get("end_dim", last)
+    old = split.shape(tensor)
+    start, end = (first or 0) % len(old), (-1 if last is None else last) % len(old)
+    return reshaped(split, tensor, (*old[:start], prod(old[start : end + 1]), *old[end + 1 :]))
+
+
+def unflatten(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    tensor, dim, sizes = args[0], *(_named(args, kwargs, ("dim", "sizes")))
+    old = split.shape(tensor)
+    dim %= len(old)
+    inner = _complete((old[dim],), tuple(sizes))
+    return reshaped(split, tensor, (*old[:dim], *inner, *old[dim + 1 :]))
+
+
+def _named(args: Args, kwargs: Options, names: tuple[str, ...]) -> list[Any]:
+    """Arguments after the tensor, by place or by name."""
+    return [args[place] if place < len(args) else kwargs[name] for place, name in enumerate(names, start=1)]
+
+
+# ---------------------------------------------------------------- dims in another order
+
+
+def permuted(split: Splitter, tensor: Tensor, order: list[int]) -> Tensor:
+    """order: for every new dim, the old one. A pending bias lies along the last dim, which must stay the last."""
+    layout = layout_of(tensor) or {}
+    if order[-1] != len(order) - 1 and any(isinstance(s, Addend) and s.bias is not None for s in layout.values()):
+        tensor = split.summed(tensor)
+        layout = layout_of(tensor) or {}
+    new: Layout = {
+        axis: Cut(order.index(share.dim), share.runs) if isinstance(share, Cut) else share
+        for axis, share in layout.items()
+    }
+    return lay(tensor.permute(order), new)
+
+
+def transpose(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    names = ("dim0", "dim1") if "dim0" in kwargs else ("axis0", "axis1")
+    one, other = (dim % args[0].dim() for dim in _named(args, kwargs, names))
+    order = list(range(args[0].dim()))
+    order[one], order[other] = order[other], order[one]
+    return permuted(split, args[0], order)
+
+
+def permute(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    dims = sizes_of(args[1:]) if len(args) > 1 else sizes_of((kwargs["dims"],))
+    return permuted(split, args[0], [dim % args[0].dim() for dim in dims])
+
+
+def movedim(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    source, target = _named(args, kwargs, ("source", "destination"))
+    num = args[0].dim()
+    sources = [dim % num for dim in ([source] if isinstance(source, int) else source)]
+    targets = [dim % num for dim in ([target] if isinstance(target, int) else target)]
+    placed = dict(zip(targets, sources, strict=True))
+    rest = iter(dim for dim in range(num) if dim not in sources)
+    return permuted(split, args[0], [placed[dim] if dim in placed else next(rest) for dim in range(num)])
+
+
+def turn_last_two(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """`.T`, `.mT`, `.t()`"""
+    order = list(range(args[0].dim()))
+    order[-2:] = reversed(order[-2:])
+    return permuted(split, args[0], order)
+
+
+# ---------------------------------------------------------------- dims more, fewer, repeated
+
+
+def shifted(layout: Layout | None, place: int, by: int) -> Layout:
+    """Cuts from a dim on, so many dims further."""
+    return {
+        axis: Cut(share.dim + by, share.runs) if isinstance(share, Cut) and share.dim >= place else share
+        for axis, share in (layout or {}).items()
+    }
+
+
+def unsqueeze(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    (dim,) = _named(args, kwargs, ("dim",))
+    dim %= args[0].dim() + 1
+    if dim == args[0].dim():
+        args = (split.summed(args[0]),)
+    return lay(args[0].unsqueeze(dim), shifted(layout_of(args[0]), dim, 1))
+
+
+def squeeze(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    tensor = split.summed(args[0])
+    old = split.shape(tensor)
+    given = args[1] if len(args) > 1 else kwargs.get("dim")
+    dims = range(len(old)) if given is None else [given] if isinstance(given, int) else given
+    gone = {dim % len(old) for dim in dims if old[dim] == 1}
+    return reshaped(split, tensor, tuple(size for dim, size in enumerate(old) if dim not in gone))
+
+
+def expand(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    return _expanded(split, args[0], sizes_of(args[1:]) if len(args) > 1 else sizes_of((kwargs["size"],)))
+
+
+def expand_as(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    return _expanded(split, args[0], split.shape(args[1]))
+
+
+def _expanded(split: Splitter, tensor: Tensor, sizes: Sizes) -> Tensor:
+    tensor = split.summed(tensor)
+    more = len(sizes) - tensor.dim()
+    layout = shifted(layout_of(tensor), 0, more)
+    cut_dims = {cut.dim for cut in cuts(layout).values()}
+    local = [tensor.shape[dim - more] if dim in cut_dims else size for dim, size in enumerate(sizes)]
+    return lay(tensor.expand(local), layout)
+
+
+def repeat(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    tensor, times = split.summed(args[0]), sizes_of(args[1:])
+    more = len(times) - tensor.dim()
+    layout = shifted(layout_of(tensor), 0, more)
+    tensor = split.gather_dims(tensor, [c.dim - more for c in cuts(layout).values() if times[c.dim] != 1])
+    return lay(tensor.repeat(*times), shifted(layout_of(tensor), 0, more))
+
+
+def repeat_interleave(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    tensor = split.summed(args[0])
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    if dim is None or not isinstance(args[1] if len(args) > 1 else kwargs["repeats"], int):
+        raise NotSplit("repeat_interleave without a dim, or by a tensor, of a tensor that lies over ranks")
+    return lay(function(tensor, *args[1:], **kwargs), layout_of(tensor))
