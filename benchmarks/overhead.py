@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+from turns import HEADER, STEPS_PER_TURN, add_to_path, ratio, row, take_turns
 
 MODEL = "gpt:layers=6,hidden=256,heads=8,seq=128,vocab=256"
 SAMPLES_PER_RANK = 8
-STEPS_PER_TURN = 3
 PAIRS = (
     ("plain DDP", "ours, replicated"),
     ("plain fully_shard", "ours, ZeRO 3"),
@@ -35,25 +33,11 @@ PAIRS = (
 def run_rank(payload: dict[str, Any]) -> dict[str, list[float]]:
     """Every contestant's seconds per turn, on rank 0."""
     import torch
-    import torch.distributed as dist
 
     from meshwright.runtime.ranks import joined
 
     with joined("cpu"):
-        steps = contestants(torch)
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for step in steps.values():
-            for _ in range(3):
-                step()
-        names = list(steps)
-        for turn in range(payload["rounds"]):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                dist.barrier()
-                started = time.perf_counter()
-                for _ in range(STEPS_PER_TURN):
-                    steps[name]()
-                seconds[name].append(time.perf_counter() - started)
-        return seconds
+        return take_turns(contestants(torch), payload["rounds"])
 
 
 def contestants(torch: Any) -> dict[str, Callable[[], Any]]:
@@ -128,19 +112,14 @@ def main() -> None:
     bare = start_seconds(["-c", ""])
     imported = start_seconds(["-c", "import meshwright"]) - bare
     helped = start_seconds(["-m", "meshwright", "--help"])
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    add_to_path()
     seconds = launch("overhead:run_rank", {"rounds": options.rounds}, 2)
     print(f"{MODEL}, {SAMPLES_PER_RANK} samples a rank, 2 ranks, {options.rounds} rounds of {STEPS_PER_TURN} steps")
-    print(f"{'':34} {'plain step':>12} {'our step':>12} {'steps/s against plain':>24}")
+    print(HEADER)
     ratios = {}
     for plain, ours in PAIRS:
-        each = [one / other for one, other in zip(seconds[plain], seconds[ours], strict=True)]
-        ratios[ours] = statistics.median(seconds[plain]) / statistics.median(seconds[ours])
-        low, _, high = statistics.quantiles(each, n=4)
-        one, other = (1e3 * statistics.median(seconds[name]) / STEPS_PER_TURN for name in (plain, ours))
-        print(
-            f"{ours + ' / ' + plain:34.34} {one:9.1f} ms {other:9.1f} ms {ratios[ours]:13.3f} ({low:.3f} to {high:.3f})"
-        )
+        ratios[ours] = ratio(seconds, plain, ours)
+        print(row(seconds, plain, ours))
     print(f"import meshwright: {imported * 1e3:.0f} ms beyond Python's own {bare * 1e3:.0f} ms")
     print(f"meshwright --help: {helped * 1e3:.0f} ms")
     if options.json:

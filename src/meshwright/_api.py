@@ -66,15 +66,24 @@ def apply(
     count: Count | None = None,
     clip_norm: float | None = None,
     record: bool = True,
+    find_nan: bool = False,
 ) -> Program:
     """Spread a module over the running ranks as the plan says, under torchrun, the same file on every rank.
 
     loss: (output, batch) → mean loss; without it, cross-entropy against `labels`. count: how many things that mean runs
     over (label tokens by default), so that uneven microbatches are weighted right. record: watch one early step.
+    find_nan: look at every block in every step; a loss that is not finite then ends the step with an error that names the
+    block that made the first such value, in forward or backward, and its rank. Slow.
     """
     recorder = StepRecorder() if record else None
     return apply_plan(
-        model, plan, optimizer=optimizer, objective=_objective(loss, count), max_norm=clip_norm, recorder=recorder
+        model,
+        plan,
+        optimizer=optimizer,
+        objective=_objective(loss, count),
+        max_norm=clip_norm,
+        recorder=recorder,
+        find_nan=find_nan,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from typing import Any
@@ -213,3 +214,169 @@ def alone() -> nn.Module:
 
 def not_a_model() -> str:
     return "surprise"
+
+
+class Hangs(Tower):
+    """On rank 1, the third training forward never ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += x.device.type != "meta" and os.environ.get("RANK") == "1"
+        if self.num_forwards == 3:
+            time.sleep(3600)
+        return super().forward(x)
+
+
+def hangs() -> tuple[nn.Module, Any]:
+    return Hangs(), example(64)
+
+
+class Overflow(torch.autograd.Function):
+    """Finite in forward, infinite in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+
+class Breaks(nn.Module):
+    """On the rank, in the forward and in the direction that the environment names (RANK,FORWARD,DIRECTION)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, forward, direction = os.environ.get("BREAKS", "1,2,forward").split(",")
+        self.num_forwards += x.device.type != "meta" and os.environ.get("RANK") == rank
+        if self.num_forwards != int(forward):
+            return x
+        return x * float("nan") if direction == "forward" else Overflow.apply(x)
+
+
+class Broken(Tower):
+    """Its second layer breaks between its two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.layers[1]
+        layer.down = nn.Sequential(Breaks(), layer.down)  # type: ignore[assignment]
+
+
+def broken() -> tuple[nn.Module, Any]:
+    return Broken(), example(64)
+
+
+class HangsInNative(Hangs):
+    """The same, in native code that keeps Python's lock: no other thread of the rank can run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.num_forwards == 2:
+            ctypes.PyDLL("libc.so.6").sleep(60)
+        return super().forward(x)
+
+
+def hangs_in_native() -> tuple[nn.Module, Any]:
+    return HangsInNative(), example(64)
+
+
+class Sometimes(Tower):
+    """Samples whose first feature is large go through a branch of their own: a rank, or a step, may have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(ODD, ODD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = x[:, 0] > 1.0
+        x = self.enter(x) * self.scale
+        if large.any():
+            x = torch.where(large[:, None], self.branch(x), x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x)
+
+
+def sometimes() -> tuple[nn.Module, Any]:
+    inputs, labels = example(64)
+    inputs[:, 0] = -inputs[:, 0].abs()
+    inputs[::8, 0] = 2.0  # of every eight samples the first one: two ranks with four each never agree
+    return Sometimes(), (inputs, labels)
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and a trained correction of low rank, zero at first."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted() -> tuple[nn.Module, Any]:
+    """Only the adapters and the head are trained."""
+    tower = Tower().requires_grad_(False)
+    for layer in tower.layers:
+        assert isinstance(layer, Residual)
+        layer.up, layer.down = LowRank(layer.up), LowRank(layer.down)  # type: ignore[assignment]
+    tower.leave.requires_grad_(True)
+    return tower, example(64)
+
+
+class PackedAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.inward = nn.Linear(width, 3 * width)
+        self.outward = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.inward(self.norm(x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+        return x + self.outward(mixed.transpose(1, 2).flatten(2))
+
+
+class Packed(nn.Module):
+    """Several texts in one row: each attends to itself alone, and counts its positions from zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(31, 16)
+        self.positions = nn.Embedding(12, 16)
+        self.layers = nn.ModuleList(PackedAttention(16, 4) for _ in range(2))
+        self.head = nn.Linear(16, 31)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.tokens(input_ids) + self.positions(position_ids)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(x)
+
+
+def packed() -> tuple[nn.Module, Any]:
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(31, (64, 12), generator=random)
+    cut = torch.randint(3, 9, (64, 1), generator=random)
+    place = torch.arange(12)[None, :].expand(64, 12)
+    text = (place >= cut).long()
+    causal = torch.ones(12, 12, dtype=torch.bool).tril()
+    batch = {
+        "input_ids": ids,
+        "position_ids": torch.where(text == 1, place - cut, place),
+        "mask": (text[:, :, None] == text[:, None, :]) & causal,
+        "labels": ids.roll(-1, 1).masked_fill(text != text.roll(-1, 1), -100),
+    }
+    return Packed(), batch

@@ -6,14 +6,16 @@ import ast
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from cases import ROOT
 
-from meshwright.runtime import _torch
+from meshwright.runtime import _torch, _torch_distributed
 
 SOURCES = sorted((ROOT / "src" / "meshwright").rglob("*.py"))
 HOME = ROOT / "src" / "meshwright" / "runtime" / "_torch.py"
+HOMES = {HOME: _torch, HOME.with_name("_torch_distributed.py"): _torch_distributed}
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
@@ -47,24 +49,32 @@ def private_names(path: Path) -> list[str]:
 
 def test_the_sources_are_found() -> None:
     assert len(SOURCES) > 50
-    assert HOME in SOURCES
+    assert HOMES.keys() <= set(SOURCES)
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p != HOME], ids=lambda p: str(p.relative_to(ROOT / "src")))
+@pytest.mark.parametrize("path", [p for p in SOURCES if p not in HOMES], ids=lambda p: str(p.relative_to(ROOT / "src")))
 def test_private_torch_names_have_one_home(path: Path) -> None:
     assert private_names(path) == []
 
 
-@pytest.mark.parametrize("name", _torch.__all__)
-def test_a_private_name_exists(name: str) -> None:
-    assert getattr(_torch, name) is not None
+@pytest.mark.parametrize(("home", "name"), [(home, name) for home in HOMES.values() for name in home.__all__])
+def test_a_private_name_exists(home: ModuleType, name: str) -> None:
+    assert getattr(home, name) is not None
 
 
-def test_all_private_imports_are_listed() -> None:
-    """Every name of the home is in `__all__`, and every private import of it names a module that is there."""
-    tree = ast.parse(HOME.read_text(encoding="utf-8"))
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "__future__"]
-    assert sorted(alias.name for node in imports for alias in node.names) == sorted(_torch.__all__)
+def test_the_flight_recorder_can_be_read() -> None:
+    assert _torch_distributed.pending_collectives() == []
+    assert hasattr(_torch_distributed._distributed_c10d, "_dump_fr_trace_json")
+
+
+@pytest.mark.parametrize("home", HOMES, ids=lambda path: path.name)
+def test_all_private_imports_are_listed(home: Path) -> None:
+    """Every torch name of the home is in `__all__`, and every private import of it names a module that is there."""
+    tree = ast.parse(home.read_text(encoding="utf-8"))
+    imports = [
+        node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch")
+    ]
+    assert sorted(alias.name for node in imports for alias in node.names) == sorted(HOMES[home].__all__)
     for node in imports:
         assert node.module is not None
         assert importlib.import_module(node.module) is not None

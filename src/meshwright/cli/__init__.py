@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import NoReturn
 
 
 def main() -> None:
@@ -12,12 +14,21 @@ def main() -> None:
 
     try:
         app()
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
     except MeshwrightError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _end(error, 1 if isinstance(error, RunError) else 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _end(error: Exception, code: int) -> NoReturn:
+    """Say it once, however many ranks meet the same error, and end at once: other ranks may wait for this one."""
+    if "RANK" not in os.environ:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(code)
+    from meshwright.runtime.rank import leave
+    from meshwright.runtime.watchdog import is_first_to_say
+
+    if is_first_to_say():
+        print(f"error: {error}", file=sys.stderr)
+    leave(code)

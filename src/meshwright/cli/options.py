@@ -24,6 +24,14 @@ MemoryOption = Annotated[
 NprocOption = Annotated[int | None, typer.Option("--nproc", help="Local ranks. Default: one per GPU, or per core.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 BackendOption = Annotated[str, typer.Option("--backend", help="auto, gloo or nccl. gloo lets ranks share a GPU.")]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        min=0,
+        help="Seconds a rank may wait for another before the run ends and says which hangs. Default: 600; 0: no limit.",
+    ),
+]
 
 _DEGREES = {
     "dp": "Data-parallel ranks.",

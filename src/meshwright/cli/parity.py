@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import BackendOption, DeviceOption, JsonFlag, NprocOption, PlanFlags, plan_flags
+from meshwright.cli.options import (
+    BackendOption,
+    DeviceOption,
+    JsonFlag,
+    NprocOption,
+    PlanFlags,
+    TimeoutOption,
+    plan_flags,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +32,7 @@ def parity(
     flags: PlanFlags,
     nproc: NprocOption = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 5,
+    timeout: TimeoutOption = None,
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
     as_json: JsonFlag = False,
@@ -48,6 +57,7 @@ def parity(
     model, request, num_ranks = _read(target, flags, nproc)
     plan = _shrunk_plan(model, request, num_ranks)
     payload = {"model": model, "plan": msgspec.to_builtins(plan), "steps": steps, "device": device, "backend": backend}
+    payload |= {} if timeout is None else {"timeout": timeout}
     if started_by_launcher():
         from meshwright.measure.parity import parity_rank
 

@@ -13,6 +13,7 @@ from meshwright.cli.options import (
     MemoryOption,
     NprocOption,
     PlanFlags,
+    TimeoutOption,
     plan_flags,
 )
 
@@ -38,6 +39,10 @@ def train(
     out: Annotated[str | None, typer.Option("--out", help="Run folder. Default: runs/NAME.")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
     memory: MemoryOption = None,
+    timeout: TimeoutOption = None,
+    find_nan: Annotated[
+        bool, typer.Option("--find-nan", help="Check every block: name the first that gave NaN or infinity. Slow.")
+    ] = False,
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
     as_json: JsonFlag = False,
@@ -56,6 +61,8 @@ def train(
         "out": out,
         "seed": seed,
         "memory": memory,
+        "timeout": timeout,
+        "find_nan": find_nan or None,
         "device": device,
         "backend": backend,
     }
@@ -84,7 +91,8 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Setting
     settings = Settings.load(file)
     check_choice("--device", given["device"], ("auto", "cpu", "cuda"))
     check_choice("--backend", given["backend"], ("auto", "gloo", "nccl"))
-    changes = {name: value for name in ("nproc", "steps", "out", "seed") if (value := given[name]) is not None}
+    plain = ("nproc", "steps", "out", "seed", "timeout", "find_nan")
+    changes = {name: value for name in plain if (value := given[name]) is not None}
     changes |= {name: given[name] for name in ("device", "backend") if given[name] != "auto"}
     if given["memory"] is not None:
         changes["memory_bytes"] = parse_bytes(given["memory"])
@@ -167,7 +175,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
         raise InputError(
             f"nproc is {settings.nproc}, but the launcher started {world} ranks: leave nproc out under torchrun"
         )
-    with joined(settings.device, settings.backend) as rank:
+    with joined(settings.device, settings.backend, settings.timeout) as rank:
         if resume and first_rank_decides(lambda: _already_done(settings, console, as_json), rank):
             leave(0)
         cluster = measure_cluster(rank) if settings.cluster == "local" else None

@@ -16,7 +16,7 @@ def train_rank(payload: dict[str, Any]) -> dict[str, Any]:
     from meshwright.train.settings import Settings
 
     settings = Settings.load(RunFolder(payload["folder"]).settings)
-    with joined(settings.device, settings.backend) as rank:
+    with joined(settings.device, settings.backend, settings.timeout) as rank:
         return run_rank(payload, rank)
 
 

@@ -46,6 +46,10 @@ class RunError(MeshwrightError):
     """A run that ended before its time: the message names the rank and its error."""
 
 
+class HangError(RunError):
+    """Some rank hangs. The message, the same on all ranks, says which, where, and what the others wait in."""
+
+
 class CheckpointError(MeshwrightError):
     """A checkpoint that could not be written or read; an older one is never touched."""
 

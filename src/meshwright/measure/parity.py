@@ -36,6 +36,7 @@ from meshwright.runtime.gather import whole_parameter
 from meshwright.runtime.places import places_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank, joined
+from meshwright.runtime.watchdog import TIMEOUT_SECONDS
 
 SLACK = 4096.0
 BATCH_NORM_SLACK = 16.0
@@ -68,7 +69,7 @@ class _Reference:
 def parity_rank(payload: dict[str, Any]) -> dict[str, Any]:
     """What each rank of `meshwright parity` runs."""
     plan = msgspec.convert(payload["plan"], Plan)
-    with joined(payload["device"], payload["backend"]) as rank:
+    with joined(payload["device"], payload["backend"], payload.get("timeout", TIMEOUT_SECONDS)) as rank:
         return dict(msgspec.to_builtins(compare(resolve(payload["model"]).small(), plan, payload["steps"], rank)))
 
 

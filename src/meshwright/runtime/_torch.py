@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+# A check between two ops must not itself be taken for an op of the model by a mode that watches torch functions.
 # Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
-from torch._C import _current_autograd_node
+from torch._C import DisableTorchFunction, _current_autograd_node
 from torch._C._autograd import (
     _get_sequence_nr,
     _top_saved_tensors_default_hooks,  # whether saved tensors are packed (recompute): such blocks are not skipped
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "DataDependentOutputException",
+    "DisableTorchFunction",
     "DynamicOutputShapeException",
     "FakeTensorMode",
     "TorchDispatchMode",

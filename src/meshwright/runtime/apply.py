@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -18,12 +19,14 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.compile import compile_blocks, compile_loss
-from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, spread, without_gradient
+from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, spread
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, state_mesh
+from meshwright.runtime.nan import NanFinder
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.precision import compute_context, store
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import join
+from meshwright.runtime.reach import Usage, reach
 from meshwright.runtime.recompute import mark_recompute
 from meshwright.runtime.split.model import SplitModel, split_model, whole_output
 from meshwright.runtime.watch import Recorder, Watch
@@ -38,12 +41,18 @@ def apply(
     max_norm: float | None = None,
     recorder: Recorder | None = None,
     device: torch.device | None = None,
+    find_nan: bool = False,
 ) -> Program:
-    """Spread a module over the running ranks as the plan says. The module itself is changed."""
+    """Spread a module over the running ranks as the plan says. The module itself is changed.
+
+    find_nan: look at every block in every step, so that a loss that is not finite is traced to its origin; slow.
+    """
     watch = Watch(recorder)
     spread_module, bound, mesh, split = _spread(module, plan, optimizer, device, watch)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
-    return Program(spread_module, bound, plan, schedule, mesh, compile_loss(objective, plan), max_norm, watch, split)
+    finder = NanFinder(inner(spread_module), plan, dist.get_rank()) if find_nan else None
+    loss = compile_loss(objective, plan)
+    return Program(spread_module, bound, plan, schedule, mesh, loss, max_norm, watch, split, finder)
 
 
 def wrap(
@@ -55,11 +64,11 @@ def wrap(
     `optimizer.step()` in between is refused. Divide each loss by their number, as with plain torch.
     """
     spread_module, bound, mesh, split = _spread(module, plan, optimizer, device, Watch(None))
-    counter = _MicrobatchCounter(spread_module, plan, split)
+    counter = _MicrobatchCounter(spread_module, plan, mesh, split)
     spread_module.register_forward_pre_hook(counter.before_forward)
     bound.register_step_pre_hook(counter.before_update)
     context = compute_context(plan, torch.device(mesh.device_type), split.splitter if split else None)
-    spread_module.forward = _inside(context, spread_module.forward, split)
+    spread_module.forward = _inside(context, spread_module, split)
     return spread_module, bound
 
 
@@ -90,11 +99,13 @@ def _spread(
 class _MicrobatchCounter:
     """Counts training forwards between updates, and tells data parallelism which backward is the last."""
 
-    def __init__(self, module: nn.Module, plan: Plan, split: SplitModel | None) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, mesh: DeviceMesh, split: SplitModel | None) -> None:
         self.module = module
         self.plan = plan
         self.split = split
         self.done = 0
+        self.group = mesh.get_group("dp")
+        self.usage = Usage(inner(module)) if isinstance(module, DistributedDataParallel) else None
 
     def before_forward(self, module: nn.Module, arguments: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -114,23 +125,26 @@ class _MicrobatchCounter:
         give_up_gathered(self.module)  # a forward without training in between may have left them
 
     def _check_used(self) -> None:
-        unused = without_gradient(self.module) if isinstance(self.module, DistributedDataParallel) else []
+        unused = self.usage.unused(self.group) if self.usage is not None else []
+        self.usage = None
         if unused:
             raise PlanError(
-                f"parameter '{unused[0]}' got no gradient: replicas would wait for it; freeze it with requires_grad_(False), "
-                "or use ZeRO 1, 2 or 3"
+                f"parameter '{unused[0]}' got no gradient on any rank, and replicas would update it with zeros: freeze it with "
+                "requires_grad_(False), or use ZeRO 1, 2 or 3"
             )
 
 
-def _inside(context: Callable[[], Any], forward: Callable[..., Any], split: SplitModel | None) -> Callable[..., Any]:
+def _inside(context: Callable[[], Any], module: nn.Module, split: SplitModel | None) -> Callable[..., Any]:
+    forward = module.forward
+
     @wraps(forward)
     def run(*arguments: Any, **options: Any) -> Any:
         if split is None:
             with context():
-                return forward(*arguments, **options)
+                return reach(forward(*arguments, **options), module)
         split.splitter.read((arguments, options))
         with context():
             output = forward(*arguments, **options)
-        return whole_output(split.splitter, output)
+        return reach(whole_output(split.splitter, output), module)
 
     return run

@@ -50,13 +50,8 @@ def _forward_buffer_option() -> str:
     return "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
 
 
-def without_gradient(module: nn.Module) -> list[str]:
-    """Trainable parameters that a backward has left without a gradient: nothing in forward used them."""
-    return [name for name, p in inner(module).named_parameters() if p.requires_grad and p.grad is None]
-
-
 def replicate_again(module: nn.Module, unused: list[str], mesh: DeviceMesh) -> nn.Module:
-    """New replicas that do not wait for gradients that never come: the unused parameters are no longer trained.
+    """New replicas without the gradients that never come: the unused parameters are no longer trained.
 
     One process would skip them too: an optimizer does nothing for a parameter without a gradient.
     """

@@ -17,7 +17,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.errors import InputError, RunError
+from meshwright.core.errors import HangError, InputError, RunError
 from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
 
@@ -107,7 +107,14 @@ def _quiet_launcher() -> None:
 
 
 def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
-    """The rank that failed first and why. A rank that was killed outright comes before those that then lost it."""
+    """The rank that failed first and why. A rank that was killed outright comes before those that then lost it.
+
+    A hang comes before all: every rank was told of it, and one that did not answer was killed for it.
+    """
+    reports = {rank: _report_of(failure) for rank, failure in failures.items()}
+    for report in reports.values():
+        if report.get("hang"):
+            return HangError(report["message"])
     killed = {
         rank: failure
         for rank, failure in failures.items()
@@ -118,7 +125,6 @@ def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
         return RunError(
             f"rank {rank} of {num_ranks} {_killed_by(-failure.exitcode, failure.pid)}. All ranks were stopped."
         )
-    reports = {rank: _report_of(failure) for rank, failure in failures.items()}
     rank, report = min(reports.items(), key=lambda item: item[1]["seconds"])
     return RunError(f"rank {rank} of {num_ranks} failed: {report['message']}")
 

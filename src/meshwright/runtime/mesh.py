@@ -13,13 +13,18 @@ from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import identity
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
+from meshwright.runtime.standing import name_world
+
+AXES = ("pp", "dp", "cp", "tp")
 
 
 def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """Ranks by axis, pp outermost and tp innermost: neighbours share a host."""
     check_world(plan)
     degrees = (plan.mesh.pp, plan.mesh.dp, plan.mesh.cp, plan.mesh.tp)
-    return init_device_mesh(device.type, degrees, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    mesh = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
+    name_world(next((axis for axis, degree in zip(AXES, degrees, strict=True) if degree == plan.world), "all ranks"))
+    return mesh
 
 
 def state_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:

@@ -11,6 +11,7 @@ of ranks and microbatches:
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -34,10 +35,11 @@ from meshwright.runtime.data_parallel import (
     inner,
     prepare_microbatch,
     replicate_again,
-    without_gradient,
 )
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
+from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.precision import compute_context, to_device
+from meshwright.runtime.reach import Usage, reach
 from meshwright.runtime.split.model import SplitModel, whole_output
 from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
 from meshwright.runtime.watch import Watch
@@ -65,6 +67,7 @@ class Program:
         max_norm: float | None = None,
         watch: Watch | None = None,
         split: SplitModel | None = None,
+        finder: NanFinder | None = None,
     ) -> None:
         self.spread_module = module
         self.optimizer = optimizer
@@ -75,6 +78,10 @@ class Program:
         self.max_norm = max_norm
         self.device = local_device(mesh)
         self.watch = watch or Watch(None)
+        self.first_step = 0
+        """What messages count steps from: a resumed run goes on counting."""
+        self._finder = finder
+        self._usage = Usage(self.module) if isinstance(module, DistributedDataParallel) else None
         self._outputs: list[StepOutput] = []
         self.split = split
         self._compute = compute_context(plan, self.device, split.splitter if split else None)
@@ -95,12 +102,16 @@ class Program:
     def step(self, batch: Batch, signal: float = 0.0) -> StepOutput:
         """Train on one global batch: this rank's share of it, or all of it (then the share is taken here)."""
         share = self.share_of(batch)
+        if self._finder is not None:
+            self._finder.begin(self.first_step + self.num_steps, share)
         if self.num_steps == 0:
             output = self._first_step(share, signal)
         elif self.watch.wants(self.num_steps):
             output = self.watch.record(self, share, lambda: self._step(share, signal), self._outputs)
         else:
             output = self._step(share, signal)
+        if self._finder is not None and not math.isfinite(output.loss):
+            raise not_finite(output.loss, self.first_step + self.num_steps, self._finder.earliest())
         self._outputs.append(output)
         return output
 
@@ -172,7 +183,7 @@ class Program:
         )
 
     def _first_step(self, batch: Batch, signal: float) -> StepOutput:
-        """Replicas reduce only buckets that are full: a parameter that no forward uses would spoil its bucket."""
+        """A parameter that no rank uses gets no gradient in one process; replicas would give it zeros."""
         try:
             return self._step(batch, signal)
         except _UnusedError as error:
@@ -230,13 +241,16 @@ class Program:
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
         with self.watch.region("backward"):
-            (loss * scale.to(loss.dtype)).backward()
+            reach(loss * scale.to(loss.dtype), self.spread_module).backward()
 
     def _update(self) -> Tensor | None:
-        if self.num_steps == 0 and isinstance(self.spread_module, DistributedDataParallel):
-            unused = without_gradient(self.spread_module)
+        if self._usage is not None:
+            unused = self._usage.unused(self._dp)
+            self._usage = None
             if unused:
                 raise _UnusedError(unused)
+        if self._finder is not None:
+            self._finder.before_update()
         with self.watch.region("update"):
             if self.split is not None:
                 self.split.settle_gradients(self.module)

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import HangError, MeshwrightError
 from meshwright.runtime.affinity import pin
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     try:
         result = _resolve(function)(json.loads(Path(payload_file).read_text()))
     except BaseException as error:  # torch has errors that are no Exceptions
-        _report(error)
+        report(error)
         leave(1)
     if os.environ["RANK"] == "0" and result is not None:
         Path(result_file).write_text(json.dumps(result))
@@ -47,13 +47,13 @@ def _resolve(name: str):  # type: ignore[no-untyped-def]
     return getattr(importlib.import_module(module), function)
 
 
-def _report(error: BaseException) -> None:
+def report(error: BaseException) -> None:
     """Leave the error where the launcher looks for it. Our own errors speak for themselves; others need their lines."""
     message = str(error)
     if not isinstance(error, MeshwrightError):
         message = f"{type(error).__name__}: {message}\n{_lines(error)}"
     now = time.time()
-    details = {"message": message, "seconds": now, "timestamp": str(int(now))}
+    details = {"message": message, "seconds": now, "timestamp": str(int(now)), "hang": isinstance(error, HangError)}
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from meshwright.core.errors import InputError, RunError
+from meshwright.core.errors import InputError, MeshwrightError, RunError
+from meshwright.runtime.rank import leave, report
+from meshwright.runtime.watchdog import TIMEOUT_SECONDS, Watchdog, is_first_to_say, remember_collectives
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 BackendChoice = Literal["auto", "gloo", "nccl"]
@@ -56,12 +59,43 @@ def choose_device(choice: DeviceChoice, local_number: int, num_local: int, backe
 
 
 @contextmanager
-def joined(device: DeviceChoice = "auto", backend: BackendChoice = "auto") -> Iterator[Rank]:
+def joined(
+    device: DeviceChoice = "auto", backend: BackendChoice = "auto", timeout_seconds: float = TIMEOUT_SECONDS
+) -> Iterator[Rank]:
     """Join the job's process group, and leave it in the end. After an error it is left as it is: a group with a broken
-    peer may hang while it is taken down, and the process is about to end."""
-    yield join(device, backend)
+    peer may hang while it is taken down, and the process is about to end.
+
+    timeout_seconds: after so long a wait for another rank the process ends, with words that name that rank; 0: never.
+    """
+    if timeout_seconds and started_by_launcher():
+        remember_collectives()
+    rank = join(device, backend)
+    watchdog = None
+    if timeout_seconds and rank.num_ranks > 1:
+        watchdog = Watchdog(rank.number, rank.num_ranks, timeout_seconds, end_with)
+        watchdog.start()
+    try:
+        yield rank
+    finally:
+        if watchdog is not None:
+            watchdog.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_with(error: MeshwrightError) -> NoReturn:
+    """End this rank, whatever it is doing, with one message for the whole job."""
+    if is_own_rank():
+        report(error)
+    elif is_first_to_say():
+        print(f"error: {error}", file=sys.stderr)
+    leave(1)
+
+
+def is_own_rank() -> bool:
+    """Whether our own launcher started this process: it says what there is to say."""
+    specification = getattr(sys.modules["__main__"], "__spec__", None)
+    return specification is not None and specification.name == "meshwright.runtime.rank"
 
 
 def join(device: DeviceChoice = "auto", backend: BackendChoice = "auto") -> Rank:

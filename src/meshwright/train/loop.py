@@ -92,6 +92,7 @@ def build_program(job: Job, module: nn.Module, source: ModelSource, rank: Rank, 
         max_norm=None if clip_norm == "none" else clip_norm,
         recorder=recorder,
         device=rank.device,
+        find_nan=job.settings.find_nan,
     )
 
 
@@ -112,7 +113,7 @@ class _Loop:
         self.job, self.rank, self.program, self.graph = job, rank, program, graph
         self.settings = job.settings
         self.train, self.validation = train, validation
-        self.first_step = first_step
+        self.first_step = program.first_step = first_step
         self.metrics = Metrics(job.folder, first_step, self.settings.tensorboard) if rank.is_first else None
         self.view = ProgressView(console if rank.is_first else Console(quiet=True), self.settings.steps, first_step)
         self.started = time.monotonic()
@@ -167,8 +168,8 @@ class _Loop:
         self.loss = output.loss
         if not math.isfinite(self.loss):
             raise RunError(
-                f"the loss is {self.loss} at step {step}: lower learning_rate.peak or check the data; "
-                f"checkpoints up to the last good one are in {self.job.folder.checkpoints}"
+                f"the loss is {self.loss} at step {step}: lower learning_rate.peak or check the data, and rerun with --find-nan "
+                f"to learn which block made it first; checkpoints up to the last good one are in {self.job.folder.checkpoints}"
             )
         seconds = output.seconds
         speed = output.tokens / seconds if seconds else 0.0

@@ -71,6 +71,10 @@ class Settings(Value, kw_only=True):
     steps: Count = 200
     max_seconds: Positive | None = None
     """Stop, with a checkpoint, at the first step after this long."""
+    timeout: Annotated[float, Meta(ge=0)] = 600.0
+    """Seconds one rank may wait for another; then the run ends and says which rank hangs, and where. 0: no limit."""
+    find_nan: bool = False
+    """Check every block in every step, so that a loss that is not finite is traced to the block that made it. Slow."""
     seed: int = 0
     out: str | None = None
     """Run folder; without it, runs/NAME."""

@@ -1,0 +1,33 @@
+"""Every private name of torch.distributed that Meshwright uses, each with its reason; all others are in `_torch.py`.
+
+`tests/cpu/test_torch_names.py` fails clearly when a torch version moves one of them.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+# What torch's flight recorder has kept: the only place that knows collectives which torch's own C++ calls (buckets of gradients).
+from torch._C import _distributed_c10d
+
+# Groups of a mesh take no time limit when they are made; these two find all groups of the process and set it afterwards.
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+__all__ = ["_distributed_c10d", "_set_pg_timeout", "_world"]
+
+
+def pending_collectives() -> list[dict[str, Any]]:
+    """Collectives that were called and are not done. Empty where the recorder has no buffer (TORCH_FR_BUFFER_SIZE)."""
+    dumps = (getattr(_distributed_c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
+    entries = [entry for dump in dumps if dump for entry in json.loads(dump() or "{}").get("entries", ())]
+    return [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+
+
+def set_group_timeouts(timeout: timedelta, done: set[str]) -> None:
+    """Every process group that is not among the done ones waits this long."""
+    for group, name in list(_world.pg_names.items()):
+        if name not in done:
+            done.add(name)
+            _set_pg_timeout(timeout, group)
