@@ -25,6 +25,7 @@ class Decision:
 
 def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Cluster, world: int | None) -> Decision:
     """The plan of a run: read, searched, or plain. `graphs`: the model as replicas run it, and as sharded plans do."""
+    from meshwright.cli.shardings import with_legal_sharding
     from meshwright.core.errors import InfeasibleError, PlanError
     from meshwright.core.limits import check_runs
     from meshwright.core.plan import Plan
@@ -50,7 +51,9 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
     plan = (
         Plan.load(settings.plan_file)
         if settings.plan_file
-        else plain_plan(settings.plan, graph, world or cluster.num_devices, cluster.hash)
+        else with_legal_sharding(
+            plain_plan(settings.plan, graph, world or cluster.num_devices, cluster.hash), settings.model
+        )
     )
     check_made_for(plan, graph, settings.plan_file or "the plan")
     if world is not None and plan.world != world:

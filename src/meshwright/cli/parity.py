@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
-    from meshwright.models.source import ModelSource
 
 SAMPLES_PER_RANK = 4
 
@@ -97,6 +96,7 @@ def _shrunk_plan(model: str, request: PlanRequest, num_ranks: int) -> Plan:
     import msgspec
 
     from meshwright.capture.capture import capture_source
+    from meshwright.cli.shardings import try_sharding
     from meshwright.core.request import PlanRequest, plain_mesh, plain_plan, share_of_batch
     from meshwright.models.source import resolve
 
@@ -107,19 +107,7 @@ def _shrunk_plan(model: str, request: PlanRequest, num_ranks: int) -> Plan:
     wish = PlanRequest(global_batch=global_batch, microbatch=microbatch, precision="fp64")
     small = resolve(model).small()
     plan = plain_plan(request.updated(wish), capture_source(small, "fp64"), num_ranks, "parity")
-    return _legal(msgspec.structs.replace(plan, model=model), small)
-
-
-def _legal(plan: Plan, source: ModelSource) -> Plan:
-    import torch
-
-    from meshwright.runtime.split.legal import legal_plan
-
-    if plan.mesh.tp == 1 or source.example is None:
-        return plan
-    with torch.device("meta"):
-        module = source.build()
-    return legal_plan(plan, module, source.example(2))
+    return try_sharding(msgspec.structs.replace(plan, model=model), small)
 
 
 def _show(console: Console, result: dict[str, Any]) -> None:

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshwright.core.plan import Plan
+    from meshwright.models.source import ModelSource
+
+SHARDING_VERSION = 1
+"""Raised when other shardings become legal: those kept from before are then tried again."""
 
 
 def with_legal_sharding(plan: Plan, model: str) -> Plan:
@@ -25,20 +29,21 @@ def with_legal_sharding(plan: Plan, model: str) -> Plan:
             return msgspec.structs.replace(plan, sharding=sharding)
         except (OSError, msgspec.DecodeError):
             pass  # cut short, or of another version: tried again
-    tried = _try(plan, model)
+    from meshwright.models.source import resolve
+
+    tried = try_sharding(plan, resolve(model))
     if path is not None:
         _keep(path, msgspec.json.encode(tried.sharding))
     return tried
 
 
-def _try(plan: Plan, model: str) -> Plan:
+def try_sharding(plan: Plan, source: ModelSource) -> Plan:
+    """The plan with what was found legal for its degree of tp."""
     import torch
 
-    from meshwright.models.source import resolve
     from meshwright.runtime.split.legal import legal_plan
 
-    source = resolve(model)
-    if source.example is None:
+    if plan.mesh.tp == 1 or source.example is None:
         return plan
     with torch.device("meta"):
         module = source.build()
@@ -65,7 +70,3 @@ def _keep(path: Path, content: bytes) -> None:
         draft.replace(path)
     except OSError:
         return  # a cache that cannot be written is not worth failing for
-
-
-SHARDING_VERSION = 1
-"""Raised when other shardings become legal: those kept from before are then tried again."""

@@ -50,12 +50,13 @@ def plan_from_flags(flags: PlanFlags, graph: Graph, cluster: Cluster, devices: i
     devices: how many of them are used, where not all are.
     """
     from meshwright.cli.decision import check_made_for
+    from meshwright.cli.shardings import with_legal_sharding
     from meshwright.core.plan import Plan
     from meshwright.core.request import plain_plan
 
     if flags.file is None:
         world = _world(flags.request, devices or cluster.num_devices)
-        plan = plain_plan(flags.request, graph, world, cluster.hash)
+        plan = with_legal_sharding(plain_plan(flags.request, graph, world, cluster.hash), graph.model)
     else:
         plan = Plan.load(flags.file)
         check_made_for(plan, graph, flags.file)

@@ -24,7 +24,7 @@ from meshwright.runtime.split import (
 )
 from meshwright.runtime.split.splitter import Rule
 
-HOMES = (torch, Tensor, F, torch._C._nn, torch.special, torch.linalg)
+HOMES = (torch, Tensor, F, torch.special, torch.linalg)
 
 POINTWISE = """
     add sub mul div true_divide floor_divide remainder fmod pow rsub multiply subtract divide where maximum minimum fmax fmin
