@@ -45,9 +45,11 @@ class Case:
     samples: int = 4
     """Per rank and step."""
     compile: bool = False
+    hybrid: int | None = None
 
     def __str__(self) -> str:
         words = f"{self.model}-zero{self.zero}-{self.recompute}-m{self.num_microbatches}-{self.precision}"
+        words += f"-hybrid{self.hybrid}" if self.hybrid else ""
         return f"{words}-compiled" if self.compile else words
 
 
@@ -72,6 +74,7 @@ def plan_of(case: Case, num_ranks: int | None = None) -> Plan:
         global_batch=case.samples * world,
         microbatch=case.samples // case.num_microbatches,
         compile=case.compile,
+        hybrid=case.hybrid,
     )
     return plain_plan(request, graph_of(case.model), world, "tests")
 

@@ -8,7 +8,8 @@ m microbatches, one row per group of parameters (a block, or all that is in none
     ZeRO 2   all-gather once a step; reduce-scatter in each microbatch
     ZeRO 3   all-gather before forward and before backward in each microbatch (the rest group once); reduce-scatter in each
 
-ZeRO shards over the dp ranks, or groups of H of them (hybrid); the N/dp or N/H ranks that hold the same shard all-reduce it.
+ZeRO shards over the dp ranks, or groups of H of them (hybrid); the N/dp or N/H ranks that hold the same shard all-reduce it,
+once a step.
 All of it counts as axis dp. Once a step, beside that:
 
     tied     a tensor with names on several pp coordinates: all-reduce of its gradient between them      -> _tied_calls
@@ -133,7 +134,7 @@ def _sharded(plan: Plan, parameters: tuple[Parameter, ...], items: Items, group:
         if inner.size > 1 and shard:
             yield Call("reduce_scatter", degree * shard * items.reduced, times, "backward", "dp", inner, name)
         if outer.size > 1 and shard:
-            yield Call("all_reduce", shard * items.reduced, times, "backward", "dp", outer, name)
+            yield Call("all_reduce", shard * items.reduced, 1, "backward", "dp", outer, name)
 
 
 # ---------------------------------------------------------------- once a step

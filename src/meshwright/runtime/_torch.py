@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import typing
+
 # Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
 from torch._C import _current_autograd_node
 from torch._C._autograd import (
@@ -44,3 +46,11 @@ def compile_replicas_whole() -> None:
     from torch._dynamo import config  # takes a second to import: only where something is compiled
 
     config.optimize_ddp = False
+
+
+def sums_within_groups(module: typing.Any) -> list[typing.Any]:
+    """Gradients that a module under fully_shard has added up within its sharding group but not yet across the groups: it
+    keeps them to itself, and no hook shows them."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11 has one of them
+    return [group._partial_reduce_output for group in groups if group and group._partial_reduce_output is not None]

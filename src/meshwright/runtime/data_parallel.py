@@ -8,6 +8,8 @@
 | 3    | before each use of a block       | reduce-scatter in every microbatch      |
 
 ZeRO 0 is DistributedDataParallel; 1, 2 and 3 are `fully_shard` with other answers to when to gather and when to reduce.
+Hybrid sharding gathers and reduce-scatters within groups of H ranks; the dp / H ranks that hold the same shard all-reduce it
+once a step, after the last microbatch.
 Each repeated block is gathered by itself; all else forms one group that stays gathered from forward to backward.
 """
 
@@ -19,11 +21,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.groups import shard_groups
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
+from meshwright.runtime.mesh import state_mesh
 from meshwright.runtime.precision import sharded_policy
 
 
@@ -75,13 +79,20 @@ def give_up_gathered(module: nn.Module) -> None:
 
 
 def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
-    """Each rank holds 1/dp of every parameter, gradient and optimizer state."""
+    """Each rank holds 1/dp, or under hybrid sharding 1/H, of every parameter, gradient and optimizer state."""
     copy_from_first_rank(module, mesh)
-    policy = sharded_policy(plan)
+    policy, ranks = sharded_policy(plan), state_mesh(plan, mesh)
     for name in filter(None, shard_groups(list_parameters(module), plan.blocks)):
-        fully_shard(module.get_submodule(name), mesh=mesh["dp"], reshard_after_forward=plan.zero == 3, mp_policy=policy)
-    fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=policy)
+        fully_shard(module.get_submodule(name), mesh=ranks, reshard_after_forward=plan.zero == 3, mp_policy=policy)
+    fully_shard(module, mesh=ranks, reshard_after_forward=False, mp_policy=policy)
     return module
+
+
+def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks whose shards make up the parameters; None where each rank has all of them."""
+    sharded = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
+    group = None if sharded is None else sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1)
+    return group if group is not None and group.size() > 1 else None
 
 
 def copy_from_first_rank(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -98,6 +109,7 @@ def prepare_microbatch(module: nn.Module, plan: Plan, is_last: bool) -> None:
     elif isinstance(module, FSDPModule):
         module.set_is_last_backward(is_last)
         module.set_requires_gradient_sync(is_last or plan.zero >= 2)
+        module.set_requires_all_reduce(is_last)
         module.set_reshard_after_backward(is_last or plan.zero == 3)
 
 

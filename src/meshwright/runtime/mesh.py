@@ -14,12 +14,28 @@ from meshwright.core.graph import identity
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
 
+STATE_DIMS = ("replicas", "shards")
+
 
 def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """Ranks by axis, pp outermost and tp innermost: neighbours share a host."""
     check_world(plan)
     degrees = (plan.mesh.pp, plan.mesh.dp, plan.mesh.cp, plan.mesh.tp)
     return init_device_mesh(device.type, degrees, mesh_dim_names=("pp", "dp", "cp", "tp"))
+
+
+def state_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that hold the same parameters, as ZeRO sees them: one row, or replicas of sharding groups, the group innermost.
+
+    Ranks beside each other along cp hold the same shard: they count among the replicas.
+    """
+    replicas = plan.mesh.dp * plan.mesh.cp // plan.shard_degree
+    if replicas == 1:
+        return mesh["dp"]
+    sizes = (plan.mesh.pp, plan.mesh.dp // plan.shard_degree, plan.shard_degree, plan.mesh.cp, plan.mesh.tp)
+    by_axis = torch.arange(plan.world).view(sizes).permute(0, 4, 1, 3, 2)
+    grid = by_axis.reshape(plan.mesh.pp, plan.mesh.tp, replicas, plan.shard_degree)
+    return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("pp", "tp", *STATE_DIMS))[STATE_DIMS]
 
 
 def check_world(plan: Plan) -> None:

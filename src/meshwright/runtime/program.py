@@ -34,6 +34,7 @@ from meshwright.runtime.data_parallel import (
     inner,
     prepare_microbatch,
     replicate_again,
+    shard_group,
     without_gradient,
 )
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
@@ -76,6 +77,7 @@ class Program:
         self._outputs: list[StepOutput] = []
         self._compute = compute_context(plan, self.device)
         self._dp = mesh.get_group("dp")
+        self._shards = shard_group(self.module)
         self._coordinate = mesh.get_local_rank("pp")
         # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
         self._keeps_buckets = isinstance(module, DistributedDataParallel) and plan.num_microbatches > 1
@@ -230,11 +232,7 @@ class Program:
         with self.watch.region("update"):
             norm = None
             if self.max_norm is not None:
-                norm = clip(
-                    self.module.parameters(),
-                    self.max_norm,
-                    self._dp if self.plan.zero and self.plan.mesh.dp > 1 else None,
-                )
+                norm = clip(self.module.parameters(), self.max_norm, self._shards)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
             return norm

@@ -121,9 +121,9 @@ def _publish(draft: Path, target: Path, keep: int) -> None:
 
 def _local_bytes(program: Program) -> int:
     tensors = (*program.module.parameters(), *program.module.buffers(), *state_tensors(program.optimizer))
-    whole = program.plan.zero == 0
+    plan = program.plan
     total = sum(local(tensor).numel() * local(tensor).element_size() for tensor in tensors)
-    return total // program.plan.mesh.dp if whole else total
+    return total * plan.shard_degree // plan.mesh.dp
 
 
 def _state(program: Program, rank: Rank) -> dict[str, Any]:
