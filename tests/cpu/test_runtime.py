@@ -115,7 +115,10 @@ NOT_YET = {
     "cp=2": {"mesh": Mesh(cp=2), "global_batch": 2},
     "pp=2": {"mesh": Mesh(pp=2), "global_batch": 2, "stages": TWO_STAGES},
     "ep=2": {"mesh": Mesh(dp=2, ep=2)},
-    "selective recompute": {"recompute": (Recompute(mode="selective", blocks=("blocks.0",)),)},
+    "selective recompute of compiled blocks": {
+        "recompute": (Recompute(mode="selective", blocks=("blocks.0",)),),
+        "compile": True,
+    },
     "offload of optimizer": {"offload": Offload(what="optimizer")},
     "fp16": {"precision": "fp16"},
     "schedule gpipe": {"schedule": "gpipe"},
@@ -127,7 +130,7 @@ def test_what_cannot_run_yet_is_refused(pool: Pools, what: str) -> None:
     said = refusal(pool(2), "gpt", Plan(**{**PLAIN, **NOT_YET[what]}))
     assert said.startswith(f"PlanError: this version cannot run {what}")
     assert said.endswith(
-        "it runs dp with ZeRO 0 to 3 and hybrid sharding, full recompute, compile, fp64, fp32 and bf16, schedule 1f1b"
+        "it runs dp with ZeRO 0 to 3 and hybrid sharding, recompute, compile, fp64, fp32 and bf16, schedule 1f1b"
     )
 
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 import typing
 
 # Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
-from torch._C import _current_autograd_node
+from torch._C import (
+    DispatchKey,
+    _current_autograd_node,
+    _SetExcludeDispatchKeyGuard,  # an alias that is made below autograd and still counts in-place changes: see `alias_of`
+)
 from torch._C._autograd import (
     _get_sequence_nr,
     _top_saved_tensors_default_hooks,  # whether saved tensors are packed (recompute): such blocks are not skipped
@@ -28,9 +32,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "DataDependentOutputException",
+    "DispatchKey",
     "DynamicOutputShapeException",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "_SetExcludeDispatchKeyGuard",
     "_current_autograd_node",
     "_get_sequence_nr",
     "_top_saved_tensors_default_hooks",
@@ -54,3 +60,9 @@ def sums_within_groups(module: typing.Any) -> list[typing.Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11 has one of them
     return [group._partial_reduce_output for group in groups if group and group._partial_reduce_output is not None]
+
+
+def alias_of(tensor: typing.Any) -> typing.Any:
+    """The tensor without its graph, made inside a dispatch mode; in-place changes of the one count on the other."""
+    with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
