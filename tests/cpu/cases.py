@@ -84,7 +84,7 @@ def hand_cluster(num_devices: int) -> Cluster:
     rates = tuple(
         Rate(kind=kind, dtype=dtype, size=1.0, per_second=1e9)
         for kind in get_args(OpKind)
-        for dtype in ("fp64", "fp32", "bf16")
+        for dtype in ("fp64", "fp32", "bf16", "fp16")
     )
     device = Device(
         name="hand", kind="cpu", memory_bytes=2**34, rates=rates, launch_seconds=1e-6, peak_flops_per_second=1e9

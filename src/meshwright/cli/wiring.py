@@ -79,7 +79,7 @@ def casting_of_flags(flags: PlanFlags, precision: Precision) -> Casting:
     if flags.file:
         return Plan.load(flags.file).casting
     wish = flags.request
-    return casting_of(precision, wish.zero or 0, (wish.tp or 1) * (wish.pp or 1) * (wish.cp or 1))
+    return casting_of(precision, wish.zero or 0)
 
 
 def plain_precision(cluster: Cluster) -> Precision:

@@ -15,15 +15,15 @@ All of it counts as axis dp. Once a step, beside that:
     tied     a tensor with names on several pp coordinates: all-reduce of its gradient between them      -> _tied_calls
     sp       each tp rank saw its part of the tokens: all-reduce over tp of the gradients of all tensors that are whole,
              norms, rows' biases, positions, in one call                                                 -> _whole_calls
-    numbers  how many tokens, the loss; the squared norm where gradients are clipped, over every axis that
-             divides them                                                                                -> _number_calls
+    numbers  how many tokens, the loss; over every axis that divides gradients, whether they are finite in fp16, and the
+             squared norm where they are clipped                                                         -> _number_calls
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshwright.core.collective import COUNT_BYTES, LOSS_BYTES, NORM_BYTES
+from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES, Axis
 from meshwright.core.graph import Graph, Parameter
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
@@ -172,18 +172,23 @@ def _whole_calls(graph: Graph, plan: Plan, recipe: Recipe, parameters: tuple[Par
 
 
 def _number_calls(plan: Plan, recipe: Recipe) -> Iterator[Call]:
-    mesh, group = plan.mesh, axis_group(plan.mesh, "dp")
-    everyone = with_cp(plan, group)
+    everyone = with_cp(plan, axis_group(plan.mesh, "dp"))
     if everyone.size > 1:
         yield Call("all_reduce", COUNT_BYTES, 1, "other", "dp", everyone)
         yield Call("all_reduce", LOSS_BYTES, 1, "other", "dp", everyone)
-    if not recipe.clips:
-        return
+    numbers = [FLAG_BYTES] * (plan.precision == "fp16") + [NORM_BYTES] * recipe.clips
+    for size in numbers:
+        yield from (Call("all_reduce", size, 1, "other", axis, ranks) for axis, ranks in _dividing_groups(plan))
+
+
+def _dividing_groups(plan: Plan) -> Iterator[tuple[Axis, Group]]:
+    """Along each axis that divides gradients, the ranks that hold the parts."""
+    mesh = plan.mesh
     if plan.shard_degree > 1:
-        yield Call("all_reduce", NORM_BYTES, 1, "other", "dp", Group(plan.shard_degree, group.stride))
+        yield "dp", Group(plan.shard_degree, axis_group(mesh, "dp").stride)
     elif mesh.ep > 1:
-        yield Call("all_reduce", NORM_BYTES, 1, "other", "ep", axis_group(mesh, "ep"))
+        yield "ep", axis_group(mesh, "ep")
     if mesh.tp > 1:
-        yield Call("all_reduce", NORM_BYTES, 1, "other", "tp", axis_group(mesh, "tp"))
+        yield "tp", axis_group(mesh, "tp")
     if mesh.pp > 1:
-        yield Call("all_reduce", NORM_BYTES, 1, "other", "pp", axis_group(mesh, "pp"))
+        yield "pp", axis_group(mesh, "pp")

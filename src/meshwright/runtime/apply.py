@@ -53,6 +53,8 @@ def wrap(
     The plan's `num_microbatches` backward passes make one step: ranks reduce gradients in the last of them, and
     `optimizer.step()` in between is refused. Divide each loss by their number, as with plain torch.
     """
+    if plan.precision == "fp16":
+        raise PlanError("fp16 scales the loss, which with wrap is your own loop's: use apply, or bf16")
     spread_module, bound, mesh = _spread(module, plan, optimizer, device, Watch(None))
     counter = _MicrobatchCounter(spread_module, plan)
     spread_module.register_forward_pre_hook(counter.before_forward)

@@ -76,8 +76,8 @@ def check_model(module: nn.Module, plan: Plan) -> None:
 
 def check_precision(module: nn.Module, plan: Plan) -> None:
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    if plan.zero and plan.precision == "bf16" and any(isinstance(part, norms) for part in module.modules()):
+    if plan.zero and plan.precision in ("bf16", "fp16") and any(isinstance(part, norms) for part in module.modules()):
         raise PlanError(
-            f"ZeRO {plan.zero} gathers parameters in bf16, and batch norm cannot mix them with its fp32 statistics: "
+            f"ZeRO {plan.zero} gathers parameters in {plan.precision}, and batch norm cannot mix them with its fp32 statistics: "
             "use zero 0, or fp32"
         )

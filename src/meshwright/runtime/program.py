@@ -39,6 +39,7 @@ from meshwright.runtime.data_parallel import (
 )
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
 from meshwright.runtime.precision import compute_context, to_device
+from meshwright.runtime.scaling import LossScale
 from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
 from meshwright.runtime.watch import Watch
 
@@ -78,6 +79,7 @@ class Program:
         self._compute = compute_context(plan, self.device)
         self._dp = mesh.get_group("dp")
         self._shards = shard_group(self.module)
+        self.loss_scale = LossScale(self._dividing_groups()) if plan.precision == "fp16" else None
         self._coordinate = mesh.get_local_rank("pp")
         # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
         self._keeps_buckets = isinstance(module, DistributedDataParallel) and plan.num_microbatches > 1
@@ -198,6 +200,8 @@ class Program:
                     counting.wait()
                     counting = None
                 scale = counts[index] * self.plan.mesh.dp / total_count.clamp(min=1)
+                if self.loss_scale is not None:
+                    scale = scale * self.loss_scale.scale
                 self._backward(losses.pop(index), scale)
             elif action.kind == "update":
                 norm = self._update()
@@ -224,6 +228,11 @@ class Program:
         with self.watch.region("backward"):
             (loss * scale.to(loss.dtype)).backward()
 
+    def _dividing_groups(self) -> list[dist.ProcessGroup]:
+        """Along each axis that divides gradients, the ranks that hold the other parts."""
+        divided = [axis for axis in ("tp", "pp") if getattr(self.plan.mesh, axis) > 1]
+        return [*([self._shards] if self._shards is not None else []), *map(self.mesh.get_group, divided)]
+
     def _update(self) -> Tensor | None:
         if self.num_steps == 0 and isinstance(self.spread_module, DistributedDataParallel):
             unused = without_gradient(self.spread_module)
@@ -231,6 +240,9 @@ class Program:
                 raise _UnusedError(unused)
         with self.watch.region("update"):
             norm = None
+            if self.loss_scale is not None and not self.loss_scale.unscale(self.module.parameters()):
+                self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
+                return torch.tensor(torch.inf)
             if self.max_norm is not None:
                 norm = clip(self.module.parameters(), self.max_norm, self._shards)
             self.optimizer.step()
