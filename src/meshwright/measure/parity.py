@@ -28,6 +28,7 @@ from meshwright.core.plan import Plan
 from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
+from meshwright.runtime.deferred import building
 from meshwright.runtime.gather import whole
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank, joined
@@ -70,7 +71,9 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     if source.example is None:
         raise ModelError(f"{source.name} returned a module alone: return (module, batch) so that it can be run")
     reference = _reference(source)
-    program = apply(_build(source), plan, optimizer=_optimizer, objective=source.objective, device=rank.device)
+    with building(plan):
+        module = _build(source)
+    program = apply(module, plan, optimizer=_optimizer, objective=source.objective, device=rank.device)
     if tamper is not None:
         tamper(program)
     gradients: dict[str, Tensor] = {}

@@ -23,6 +23,7 @@ from torch._C._autograd import (
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,  # what such a mode makes; it knows its mode, which is how a deferred module leads to its tape
     FakeTensorMode,  # tensors with shape, dtype and device but no memory; meta tensors take other attention paths
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +35,7 @@ __all__ = [
     "DataDependentOutputException",
     "DispatchKey",
     "DynamicOutputShapeException",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "_SetExcludeDispatchKeyGuard",
@@ -66,3 +68,8 @@ def alias_of(tensor: typing.Any) -> typing.Any:
     """The tensor without its graph, made inside a dispatch mode; in-place changes of the one count on the other."""
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+def forget_conversions(mode: typing.Any) -> None:
+    """A fake mode refers weakly to the tensors it made, and `Module.to` refuses tensors that something refers to."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()

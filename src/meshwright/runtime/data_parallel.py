@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.core.groups import shard_groups
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
+from meshwright.runtime.deferred import materialise
 from meshwright.runtime.mesh import state_mesh
 from meshwright.runtime.precision import sharded_policy
 
@@ -35,6 +36,7 @@ def spread(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """The module, replicated or sharded over the dp axis."""
     if plan.zero:
         return shard_state(module, plan, mesh)
+    materialise(module)
     return replicate(module, mesh) if plan.mesh.dp > 1 else module
 
 
@@ -80,12 +82,20 @@ def give_up_gathered(module: nn.Module) -> None:
 
 def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """Each rank holds 1/dp, or under hybrid sharding 1/H, of every parameter, gradient and optimizer state."""
-    copy_from_first_rank(module, mesh)
     policy, ranks = sharded_policy(plan), state_mesh(plan, mesh)
     for name in filter(None, shard_groups(list_parameters(module), plan.blocks)):
-        fully_shard(module.get_submodule(name), mesh=ranks, reshard_after_forward=plan.zero == 3, mp_policy=policy)
+        block = module.get_submodule(name)
+        make_alike(block, mesh)
+        fully_shard(block, mesh=ranks, reshard_after_forward=plan.zero == 3, mp_policy=policy)
+    make_alike(module, mesh)
     fully_shard(module, mesh=ranks, reshard_after_forward=False, mp_policy=policy)
     return module
+
+
+def make_alike(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give a module that is about to be sharded its values: of a deferred model, no more than this much is whole at a time."""
+    materialise(module)
+    copy_from_first_rank(module, mesh)
 
 
 def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
@@ -99,7 +109,8 @@ def copy_from_first_rank(module: nn.Module, mesh: DeviceMesh) -> None:
     """Ranks may have started from other random weights: the first one's count."""
     group = mesh.get_group("dp")
     for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.detach(), group=group, group_src=0)
+        if not isinstance(tensor, DTensor):  # a block that is sharded by now
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
 def prepare_microbatch(module: nn.Module, plan: Plan, is_last: bool) -> None:

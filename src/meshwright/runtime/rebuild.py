@@ -35,8 +35,15 @@ class Part:
 
     @classmethod
     def of(cls, tensor: Tensor, maker: Maker | None) -> Part:
+        part = cls.place(tensor, maker)
+        part.tensor = alias_of(tensor)
+        return part
+
+    @classmethod
+    def place(cls, tensor: Tensor, maker: Maker | None) -> Part:
+        """Forgotten from the start."""
         offset = int(tensor.storage_offset())
-        return cls(alias_of(tensor), maker, tensor.dtype, tensor.size(), tensor.stride(), offset, tensor._version)
+        return cls(None, maker, tensor.dtype, tensor.size(), tensor.stride(), offset, tensor._version)
 
     def on(self, storage: Tensor) -> Tensor:
         """The same view of a result that was made again."""
@@ -46,21 +53,31 @@ class Part:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The state of the generator an op drew from."""
+    """The state of the generator an op drew from: its own, or the device's."""
 
     device: torch.device
     state: Tensor
+    own: torch.Generator | None
 
     @classmethod
     def before(cls, op: Any, arguments: Any, options: dict[str, Any]) -> Drawn | None:
         if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
             return None
+        own = options.get("generator")
+        if own is not None:
+            return cls(own.device, own.get_state(), own)
         devices = [tensor.device for tensor in tensors_in([*arguments, *options.values()])]
-        device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-        return cls(device, torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state())
+        device = torch.device(options.get("device") or next(iter(devices), "cpu"))
+        return cls(device, torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state(), None)
 
     @contextmanager
     def again(self) -> Iterator[None]:
+        if self.own is not None:
+            now = self.own.get_state()
+            self.own.set_state(self.state)
+            yield
+            self.own.set_state(now)
+            return
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             if self.device.type == "cuda":
                 torch.cuda.set_rng_state(self.state, self.device)
