@@ -46,6 +46,7 @@ class Case:
     """Per rank and step."""
     compile: bool = False
     hybrid: int | None = None
+    sync_batch_norm: bool = False
 
     def __str__(self) -> str:
         words = f"{self.model}-zero{self.zero}-{self.recompute}-m{self.num_microbatches}-{self.precision}"
@@ -75,6 +76,7 @@ def plan_of(case: Case, num_ranks: int | None = None) -> Plan:
         microbatch=case.samples // case.num_microbatches,
         compile=case.compile,
         hybrid=case.hybrid,
+        sync_batch_norm=case.sync_batch_norm,
     )
     return plain_plan(request, graph_of(case.model), world, "tests")
 

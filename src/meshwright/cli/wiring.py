@@ -125,7 +125,7 @@ def request_of(plan: Plan) -> PlanRequest:
         dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, virtual=plan.virtual, zero=plan.zero, hybrid=plan.hybrid,
         sequence_parallel=plan.sequence_parallel, microbatch=plan.microbatch, global_batch=plan.global_batch,
         schedule=plan.schedule, recompute=next(iter(modes), "none"), precision=plan.precision, offload=plan.offload.what,
-        compile=plan.compile,
+        compile=plan.compile, sync_batch_norm=plan.sync_batch_norm,
     )  # fmt: skip
 
 

@@ -130,6 +130,8 @@ class Plan(Value, kw_only=True):
     global_batch: Degree
     precision: Precision = "fp32"
     compile: bool = False
+    sync_batch_norm: bool = False
+    """Whether batch norm takes its statistics over the samples of all dp ranks, rather than of each alone."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError)

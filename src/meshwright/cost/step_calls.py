@@ -15,6 +15,7 @@ All of it counts as axis dp. Once a step, beside that:
     tied     a tensor with names on several pp coordinates: all-reduce of its gradient between them      -> _tied_calls
     sp       each tp rank saw its part of the tokens: all-reduce over tp of the gradients of all tensors that are whole,
              norms, rows' biases, positions, in one call                                                 -> _whole_calls
+    norms    batch norms that are synchronised: two numbers a channel, in forward and in backward  -> _batch_norm_calls
     numbers  how many tokens, the loss; over every axis that divides gradients, whether they are finite in fp16, and the
              squared norm where they are clipped                                                         -> _number_calls
 """
@@ -31,8 +32,10 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.units import MIB
 from meshwright.cost.communication import Call
 from meshwright.cost.links import Group, axis_group
+from meshwright.cost.redone import modes_of
 from meshwright.cost.state import (
     Items,
+    blocks_on,
     groups_of,
     held_elements,
     items_of,
@@ -44,6 +47,9 @@ from meshwright.cost.state import (
 FIRST_BUCKET_BYTES = 1 * MIB
 BUCKET_BYTES = 25 * MIB
 """torch's DistributedDataParallel closes its first bucket at 1 MiB and the others at 25 MiB."""
+
+
+BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm")
 
 
 def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tuple[Call, ...]:
@@ -58,6 +64,7 @@ def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tup
         *(_state_calls(graph, plan, recipe, experts, rest) if experts else ()),
         *_tied_calls(graph, plan, recipe, parameters, coordinate),
         *_whole_calls(graph, plan, recipe, parameters),
+        *_batch_norm_calls(graph, plan, recipe, coordinate),
         *_number_calls(plan, recipe),
     )
 
@@ -169,6 +176,22 @@ def _whole_calls(graph: Graph, plan: Plan, recipe: Recipe, parameters: tuple[Par
     if elements:
         size = elements * items_of(plan, recipe).reduced
         yield Call("all_reduce", size, 1, "other", "tp", axis_group(plan.mesh, "tp"))
+
+
+def _batch_norm_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> Iterator[Call]:
+    """Mean and mean square of every channel in forward, two sums in backward, in each microbatch; a recompute asks again."""
+    if not plan.sync_batch_norm or plan.mesh.dp == 1:
+        return
+    group, item = axis_group(plan.mesh, "dp"), 8 if plan.precision == "fp64" else 4
+    here, modes, kinds = {*blocks_on(plan, coordinate)}, modes_of(plan, recipe), graph.kind_by_block
+    for block in graph.blocks:
+        if block.name not in here and (block.name or coordinate):
+            continue
+        times = plan.num_microbatches * (3 if modes.get(block.name) == "full" else 2)
+        for op in kinds[block.name].ops:
+            if op.name in BATCH_NORMS and op.phase == "forward":
+                size = round(2 * item * op.input_shapes[0][1].fixed)
+                yield Call("all_reduce", size, times * op.count, "other", "dp", group, block.name)
 
 
 def _number_calls(plan: Plan, recipe: Recipe) -> Iterator[Call]:

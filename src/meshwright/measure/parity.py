@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from meshwright.core.codec import Value
 from meshwright.core.errors import ModelError
 from meshwright.core.plan import Plan
-from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch
+from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch, tensors_of
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
@@ -34,6 +34,8 @@ from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank, joined
 
 SLACK = 4096.0
+SYNC_SLACK = 16 * SLACK
+"""Where batch norms add up their samples in another order: one that sees few divides by small deviations."""
 FLOOR = 1e-3
 SEED = 1234
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -78,7 +80,8 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
         tamper(program)
     gradients: dict[str, Tensor] = {}
     program.optimizer.register_step_pre_hook(lambda *_: gradients.update(_gradients(program.module)))
-    tally = _Tally(bound=SLACK * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
+    slack = SYNC_SLACK if plan.sync_batch_norm else SLACK
+    tally = _Tally(bound=slack * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
     batches = source.example(num_steps * plan.global_batch)
     for step in range(num_steps):
         batch = _masked(slice_batch(batches, step * plan.global_batch, (step + 1) * plan.global_batch))
@@ -139,8 +142,20 @@ def _depends_on_batch(module: nn.Module) -> bool:
 
 
 def _groups(batch: Batch, plan: Plan) -> Iterator[Batch]:
-    for start in range(0, plan.global_batch, plan.microbatch):
-        yield slice_batch(batch, start, start + plan.microbatch)
+    """Samples that a batch norm sees together: a microbatch of one rank, or of all, where the plan synchronises them."""
+    starts = range(0, plan.global_batch, plan.microbatch)
+    together = [[start] for start in starts]
+    if plan.sync_batch_norm:
+        together = [list(starts[number :: plan.num_microbatches]) for number in range(plan.num_microbatches)]
+    for group in together:
+        yield _joined([slice_batch(batch, start, start + plan.microbatch) for start in group])
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    """One batch of the samples of several."""
+    columns = zip(*map(tensors_of, batches), strict=True)
+    joined = iter([torch.cat(column) for column in columns])
+    return map_batch(lambda _: next(joined), batches[0])
 
 
 def _update(reference: _Reference) -> None:

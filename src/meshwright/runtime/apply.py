@@ -17,6 +17,7 @@ from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
+from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatch, spread, without_gradient
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan
@@ -79,6 +80,7 @@ def _spread(
     check_precision(module, plan)
     before = named_parameters(module)
     store(module, plan, device)
+    sync_batch_norms(module, plan, mesh)
     mark_recompute(module, plan, watch)
     compile_blocks(module, plan)  # after recompute, which belongs inside a compiled block
     spread_module = spread(module, plan, mesh)  # last: it must see the tensors the steps above made

@@ -52,7 +52,7 @@ class _Deferral(FakeTensorMode):
     """Every tensor made under it knows it, and so its tape."""
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        super().__init__(allow_non_fake_inputs=True)
         self.tape = Tape()
         self.within = False
         """Whether an op is being followed: what it is made of is not of interest."""
