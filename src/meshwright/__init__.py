@@ -30,6 +30,7 @@ _HOMES = {
     "Trace": "meshwright.core.trace",
     "apply": "meshwright._api",
     "capture": "meshwright._api",
+    "deferred": "meshwright.runtime.deferred",
     "estimate": "meshwright.cost.estimate",
     "plain_plan": "meshwright.core.request",
     "predicted_vs_measured": "meshwright.report.tables",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from meshwright.cost.estimate import estimate
     from meshwright.measure.probe import probe
     from meshwright.report.tables import predicted_vs_measured
+    from meshwright.runtime.deferred import deferred
 
 __all__ = [
     "Cluster",
@@ -69,6 +71,7 @@ __all__ = [
     "__version__",
     "apply",
     "capture",
+    "deferred",
     "estimate",
     "plain_plan",
     "predicted_vs_measured",

@@ -55,9 +55,12 @@ class Case:
     samples: int = 4
     """Per rank and step."""
     compile: bool = False
+    hybrid: int | None = None
+    sync_batch_norm: bool = False
 
     def __str__(self) -> str:
         words = f"{self.model}-zero{self.zero}-{self.recompute}-m{self.num_microbatches}-{self.precision}"
+        words += f"-hybrid{self.hybrid}" if self.hybrid else ""
         return f"{words}-compiled" if self.compile else words
 
 
@@ -82,6 +85,8 @@ def plan_of(case: Case, num_ranks: int | None = None) -> Plan:
         global_batch=case.samples * world,
         microbatch=case.samples // case.num_microbatches,
         compile=case.compile,
+        hybrid=case.hybrid,
+        sync_batch_norm=case.sync_batch_norm,
     )
     return plain_plan(request, graph_of(case.model), world, "tests")
 
@@ -91,7 +96,7 @@ def hand_cluster(num_devices: int) -> Cluster:
     rates = tuple(
         Rate(kind=kind, dtype=dtype, size=1.0, per_second=1e9)
         for kind in get_args(OpKind)
-        for dtype in ("fp64", "fp32", "bf16")
+        for dtype in ("fp64", "fp32", "bf16", "fp16")
     )
     device = Device(
         name="hand", kind="cpu", memory_bytes=2**34, rates=rates, launch_seconds=1e-6, peak_flops_per_second=1e9

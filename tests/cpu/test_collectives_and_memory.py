@@ -185,9 +185,12 @@ MEASURED_WITHIN = 0.02
 def test_memory_by_category(
     pool: Pools, zero: int, num_microbatches: int, recompute: str, precision: Precision
 ) -> None:
+    check_categories(pool(2), Case(BROAD, zero, recompute, num_microbatches, precision, samples=16))
+
+
+def check_categories(ranks: RankPool, case: Case) -> None:
     """At the peak. Activations, temporaries and buffers count together: a graph of segments knows no finer moments."""
-    case = Case(BROAD, zero, recompute, num_microbatches, precision, samples=16)
-    for seen in pool(2).run(train_on_rank, case, "adam"):
+    for seen in ranks.run(train_on_rank, case, "adam"):
         measured, predicted = seen.trace.memory_bytes, seen.predicted.memory_bytes
         assert measured is not None
         for names in (

@@ -108,8 +108,8 @@ def collectives(graph: Graph, **request: Any) -> dict[tuple[str, str], tuple[int
 def test_a_step_of_a_transformer_under_tp(recompute: str, forwards: int) -> None:
     """Two all-reduces each way a block and microbatch, those of forward again under full recompute; one of the table
     of tokens, one of the head, and the three small ones of the loss."""
-    graph = transformer_graph(layers=3, seq=32, hidden=64)
-    found = collectives(graph, tp=2, global_batch=4, microbatch=1, recompute=recompute)
+    graph = transformer_graph(layers=3, seq=32, hidden=64, precision="bf16")
+    found = collectives(graph, precision="bf16", tp=2, global_batch=4, microbatch=1, recompute=recompute)
     count = 4 * (3 * 2 * (forwards + 1) + 2)
     assert found == {("all_reduce", "tp"): (count + 4 * 3, count * STREAM + 4 * 3 * 4 * 32)}
 

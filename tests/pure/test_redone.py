@@ -29,8 +29,11 @@ def test_full_does_all_of_forward_again() -> None:
     assert redone_ops(kind, "none") == frozenset()
 
 
-def test_selective_does_the_attention_core_again() -> None:
-    assert names("selective", EAGER) == ["bmm", "_softmax", "native_dropout", "bmm"]
+def test_selective_does_again_what_rebuilds_the_attention_core() -> None:
+    """The product with the values is read by the projection, and kept; a checkpoint around the core would redo it too."""
+    assert names("selective", EAGER) == ["bmm", "_softmax", "native_dropout"]
+    assert names("selective core", EAGER) == ["bmm", "_softmax", "native_dropout", "bmm"]
+    assert names("selective", FUSED) == []
 
 
 def test_selective_ops_keep_attention_and_every_second_matmul() -> None:
@@ -44,6 +47,7 @@ def test_the_recipe_says_what_selective_means() -> None:
     plan = plan_for(FUSED, recompute="selective")
     assert set(modes_of(plan, Recipe()).values()) == {"selective"}
     assert set(modes_of(plan, OPS).values()) == {"selective ops"}
+    assert set(modes_of(plan, Recipe(selective_core=True)).values()) == {"selective core"}
     assert set(modes_of(plan_for(FUSED, recompute="full"), OPS).values()) == {"full"}
     assert modes_of(plan_for(FUSED), OPS) == {}
 

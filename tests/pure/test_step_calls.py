@@ -13,7 +13,7 @@ from strategies import divisors, quick
 from test_experts import GRAPH as EXPERTS
 from transformer import Sizes, transformer_graph
 
-from meshwright.core.collective import COUNT_BYTES, LOSS_BYTES, NORM_BYTES
+from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES
 from meshwright.core.graph import Graph, Parameter
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
@@ -28,7 +28,9 @@ PSI = 4 * 64 * 8
 
 
 def calls(graph: Graph, plan: Plan, recipe: Recipe | None = None, coordinate: int = 0) -> list[Call]:
-    return list(step_calls(graph, plan, recipe or Recipe(), coordinate))
+    """Without fp16's flag, which has a test of its own."""
+    found = step_calls(graph, plan, recipe or Recipe(), coordinate)
+    return [call for call in found if call.phase != "other" or call.num_bytes != FLAG_BYTES]
 
 
 def state_calls(graph: Graph, plan: Plan, recipe: Recipe | None = None) -> list[Call]:
@@ -249,6 +251,26 @@ def test_sequence_parallel_adds_up_gradients_of_whole_tensors() -> None:
     assert calls(graph, plain) == []
     whole = 3 * (2 * 2 + 2) * 64 + 32 * 64 + 2 * 64
     assert calls(graph, split) == [Call("all_reduce", 4 * whole, 1, "other", "tp", Group(2))]
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        ({"dp": 2}, []),
+        ({"dp": 2, "zero": 2}, ["dp"]),
+        ({"dp": 2, "zero": 1, "tp": 2, "pp": 2}, ["dp", "tp", "pp"]),
+        ({"tp": 2}, ["tp"]),
+    ],
+)
+def test_in_fp16_ranks_that_divide_gradients_agree_whether_they_are_finite(
+    layout: dict[str, Any], axes: list[str]
+) -> None:
+    graph = transformer_graph(layers=4)
+    for precision in ("fp16", "bf16"):
+        plan = plan_for(graph, **layout, precision=precision, global_batch=2)
+        found = [call for call in step_calls(graph, plan, Recipe(), 0) if call.num_bytes == FLAG_BYTES]
+        assert [call.axis for call in found] == (axes if precision == "fp16" else [])
+        assert {call.kind for call in found} <= {"all_reduce"}
 
 
 @quick

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from meshwright.core.attention import FUSED_ATTENTION
 from meshwright.core.graph import OpKind
 
 GROUPED = "_grouped_mm"
 """One product per expert, over rows that lie together."""
-_ATTENTION = "_scaled_dot_product"
 _CONVOLUTIONS = ("convolution", "convolution_backward", "_slow_conv2d_forward", "mkldnn_convolution")
 _COPIES = (
     "clone", "copy_", "_to_copy", "cat", "stack", "repeat", "embedding", "embedding_dense_backward", "index", "index_put",
@@ -67,7 +67,7 @@ def moves_data(op: Any) -> bool:
 def kind_of(op: Any) -> OpKind:
     """By the op's name; whatever is not listed touches each element once."""
     name = base_name(op)
-    if name.startswith(_ATTENTION):
+    if name.startswith(FUSED_ATTENTION):
         return "attention"
     if name in _CONVOLUTIONS:
         return "convolution"
@@ -84,7 +84,7 @@ def kind_of(op: Any) -> OpKind:
 
 def is_causal(op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Whether an attention op was told that no token looks ahead."""
-    if not base_name(op).startswith(_ATTENTION):
+    if not base_name(op).startswith(FUSED_ATTENTION):
         return False
     names = [argument.name for argument in op._schema.arguments]
     return bool({**dict(zip(names, arguments, strict=False)), **options}.get("is_causal", False))

@@ -54,6 +54,7 @@ _WORDS = {
 _SWITCHES = {
     "sequence_parallel": "Shard activations along the sequence between tensor-parallel regions.",
     "compile": "Compile the blocks.",
+    "sync_batch_norm": "Batch norm over the samples of all data-parallel ranks.",
 }
 
 

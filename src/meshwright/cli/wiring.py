@@ -80,7 +80,7 @@ def casting_of_flags(flags: PlanFlags, precision: Precision) -> Casting:
     if flags.file:
         return Plan.load(flags.file).casting
     wish = flags.request
-    return casting_of(precision, wish.zero or 0, (wish.tp or 1) * (wish.pp or 1) * (wish.cp or 1))
+    return casting_of(precision, wish.zero or 0)
 
 
 def plain_precision(cluster: Cluster) -> Precision:
@@ -126,7 +126,7 @@ def request_of(plan: Plan) -> PlanRequest:
         dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, virtual=plan.virtual, zero=plan.zero, hybrid=plan.hybrid,
         sequence_parallel=plan.sequence_parallel, microbatch=plan.microbatch, global_batch=plan.global_batch,
         schedule=plan.schedule, recompute=next(iter(modes), "none"), precision=plan.precision, offload=plan.offload.what,
-        compile=plan.compile,
+        compile=plan.compile, sync_batch_norm=plan.sync_batch_norm,
     )  # fmt: skip
 
 

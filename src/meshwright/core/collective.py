@@ -18,6 +18,8 @@ LOSS_BYTES = 16
 """After the last backward they add up the loss and the stop signal (two float64)."""
 NORM_BYTES = 8
 """Clipping sharded gradients adds up one squared norm (one float64)."""
+FLAG_BYTES = 4
+"""In fp16 the ranks tell each other whether their gradients are finite (one float32)."""
 
 
 class Collective(Value, kw_only=True):

@@ -132,6 +132,8 @@ class Plan(Value, kw_only=True):
     global_batch: Degree
     precision: Precision = "fp32"
     compile: bool = False
+    sync_batch_norm: bool = False
+    """Whether batch norm takes its statistics over the samples of all dp ranks, rather than of each alone."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError)
@@ -148,8 +150,8 @@ class Plan(Value, kw_only=True):
 
     @property
     def casting(self) -> Casting:
-        """How it reaches 16 bits: replicas of whole modules by autocast, all else with 16-bit parameters."""
-        return casting_of(self.precision, self.zero, self.mesh.tp * self.mesh.pp * self.mesh.cp)
+        """How it reaches 16 bits: whole parameters by autocast, sharded ones are gathered in 16 bits."""
+        return casting_of(self.precision, self.zero)
 
     @property
     def placement(self) -> Placement:
@@ -181,9 +183,8 @@ class Plan(Value, kw_only=True):
         return " + ".join(f"{mode} ({count} blocks)" for mode, count in counts.items()) or "none"
 
 
-def casting_of(precision: Precision, zero: int, divided_by: int) -> Casting:
-    """`divided_by`: over how many ranks the model itself is divided, by tp, pp and cp."""
-    return "parameters" if precision in ("bf16", "fp16") and (zero > 0 or divided_by > 1) else "autocast"
+def casting_of(precision: Precision, zero: int) -> Casting:
+    return "parameters" if precision in ("bf16", "fp16") and zero > 0 else "autocast"
 
 
 def _check_batch(plan: Plan) -> None:

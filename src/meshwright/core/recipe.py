@@ -51,6 +51,9 @@ class Recipe(Value, kw_only=True):
     selective_ops: bool = False
     """Whether selective recompute keeps attention's result and every second matmul's and redoes all else, as torchtitan's,
     rather than redo the attention core alone."""
+    selective_core: bool = False
+    """Whether selective recompute redoes all of the attention core, as a checkpoint around it does, rather than only what
+    rebuilds the tensors that were not kept."""
     copies_received: bool = False
     """Whether what a stage received is kept twice."""
     overlaps_reduction: bool = True

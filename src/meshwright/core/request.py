@@ -39,6 +39,7 @@ class PlanRequest(Value, kw_only=True):
     precision: Precision | None = None
     offload: str | None = None
     compile: bool | None = None
+    sync_batch_norm: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, InputError)
@@ -99,6 +100,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         global_batch=global_batch,
         precision=request.precision or graph.precision,
         compile=bool(request.compile),
+        sync_batch_norm=bool(request.sync_batch_norm),
     )
 
 

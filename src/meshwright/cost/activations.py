@@ -5,7 +5,7 @@
     full        of repeated blocks what they hand on     Σ output_bytes of the forward passes
 
 Selective recompute runs the attention core again (ops of region `attention`). It frees what those ops save, except what is
-read outside the core, its result; and it keeps what the core reads, even where backward would not have needed that.
+read outside the core, its result; and it keeps what the redone ops read, even where backward would not have needed that.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from meshwright.core.graph import Graph, Kind
+from meshwright.cost.redone import dropped_ops, kept_for_core
 
 
 class Activations(msgspec.Struct, frozen=True):
@@ -33,17 +34,9 @@ def block_activations(kind: Kind, repeated: bool, num_samples: int) -> Activatio
 
 def redone_bytes(kind: Kind, num_samples: int) -> float:
     """What selective recompute frees of one block."""
-    forward = {number: op for number, op in enumerate(kind.ops) if op.phase == "forward"}
-    core = {number for number, op in forward.items() if op.region == "attention"}
-    results = {source for number, op in forward.items() if number not in core for source in op.inputs}
-    read = {source for number in core for source in forward[number].inputs if isinstance(source, int)}
-    freed = sum(forward[number].saved_bytes.at(num_samples) for number in core if number not in results)
-    added = sum(
-        forward[number].written_bytes.at(num_samples)
-        for number in read - core
-        if not forward[number].saved_bytes.at(num_samples)
-    )
-    return max(0.0, freed - added)
+    freed = sum(kind.ops[number].saved_bytes.at(num_samples) for number in dropped_ops(kind))
+    added = sum(kind.ops[number].written_bytes.at(num_samples) for number in kept_for_core(kind))
+    return freed - added
 
 
 def activations_by_block(graph: Graph, num_samples: int) -> dict[str, Activations]:

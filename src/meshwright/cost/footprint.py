@@ -16,7 +16,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.births import Births
 from meshwright.cost.division import Division
 from meshwright.cost.fusion import Fused, is_fused
-from meshwright.cost.redone import Mode, modes_of, redone_ops
+from meshwright.cost.redone import Mode, dropped_ops, kept_for_core, modes_of, read_behind, redone_ops
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,37 @@ class Footprints:
         output = one.output_bytes.at(self.samples) * division.result_share("@input")
         if mode == "full":
             return max(0.0, kept - output)
+        if mode == "selective":
+            return min(kept, self._core_bytes(division, one))
         again = redone_ops(division.kind, mode)
         if mode == "selective ops":  # results that are not redone are kept, needed or not
             rest = (op for op in one.op_range if op not in again)
             return (
                 kept - output - sum(ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in rest)
             )
-        fused = self._fused[id(division)]
+        fused, behind = self._fused[id(division)], read_behind(division.kind)
         freed = (  # what the core hands on is kept: its readers behind it need it
             ops[op].saved_bytes.at(self.samples) * self._share(division, op)
             for op in one.op_range
-            if op in again and (fused is None or op in fused.kept_ops) and not _read_behind(division.kind, op)
+            if op in again - behind and (fused is None or op in fused.kept_ops)
         )
         return min(kept, sum(freed))
+
+    def _core_bytes(self, division: Division, one: Pass) -> float:
+        """What the attention core need not keep, less what is kept to make it again."""
+        ops, fused = division.kind.ops, self._fused[id(division)]
+        dropped, added = dropped_ops(division.kind), kept_for_core(division.kind)
+        freed = sum(
+            ops[op].saved_bytes.at(self.samples) * self._share(division, op)
+            for op in one.op_range
+            if op in dropped and (fused is None or op in fused.kept_ops)
+        )
+        if fused is not None:
+            return freed
+        held = (
+            ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in one.op_range if op in added
+        )
+        return freed - sum(held)
 
     def _levels(self, division: Division, number: int) -> tuple[float, float, float]:
         """Bytes when the pass ends and at its fullest, gradients of parameters included in the choice of that moment but not
@@ -156,11 +174,6 @@ class Footprints:
                 number for number, op in enumerate(ops) if op.phase == "forward" and number not in read
             )
         return self._outputs[id(division)]
-
-
-def _read_behind(kind: Kind, number: int) -> bool:
-    """Whether what the attention core made is read in forward behind it: the projection needs it in backward too."""
-    return any(number in op.inputs and op.region != kind.ops[number].region for op in kind.ops if op.phase == "forward")
 
 
 def _forward_of(kind: Kind, backward: int) -> int:

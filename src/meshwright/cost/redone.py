@@ -1,4 +1,11 @@
-"""Which ops of a block's forward a recompute does again, and which results it therefore need not keep."""
+"""Which ops of a block's forward a recompute does again, and which results it therefore need not keep.
+
+full             all of them
+selective        of the attention core, what the dropped results are made of. Dropped: what core ops made and backward
+                 needs, unless an op behind the core reads it: that is kept anyway         -> dropped_ops
+selective core   all of the core
+selective ops    all but attention and every second matmul
+"""
 
 from __future__ import annotations
 
@@ -9,12 +16,14 @@ from meshwright.core.graph import Kind
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 
-Mode = Literal["none", "selective", "selective ops", "full"]
+Mode = Literal["none", "selective", "selective core", "selective ops", "full"]
 
 
 def modes_of(plan: Plan, recipe: Recipe) -> dict[str, Mode]:
     """Block → how it is recomputed; blocks that keep everything are left out."""
-    selective: Mode = "selective ops" if recipe.selective_ops else "selective"
+    selective: Mode = "selective core" if recipe.selective_core else "selective"
+    if recipe.selective_ops:
+        selective = "selective ops"
     return {
         **dict.fromkeys(plan.recomputed("selective"), selective),
         **dict.fromkeys(plan.recomputed("full"), "full"),
@@ -27,7 +36,9 @@ def redone_ops(kind: Kind, mode: Mode) -> frozenset[int]:
     if mode == "full":
         return frozenset(forward)
     if mode == "selective":
-        return frozenset(number for number in forward if kind.ops[number].region == "attention")
+        return _makers(kind, dropped_ops(kind))
+    if mode == "selective core":
+        return core_ops(kind)
     if mode == "selective ops":
         matmuls = [
             number for number in forward if kind.ops[number].kind in FLOP_KINDS and kind.ops[number].kind != "attention"
@@ -35,3 +46,53 @@ def redone_ops(kind: Kind, mode: Mode) -> frozenset[int]:
         kept = {*matmuls[::2], *(number for number in forward if kind.ops[number].kind == "attention")}
         return frozenset(number for number in forward if number not in kept)
     return frozenset()
+
+
+def core_ops(kind: Kind) -> frozenset[int]:
+    """Numbers of the forward ops of the attention core."""
+    return frozenset(number for number, op in enumerate(kind.ops) if op.phase == "forward" and op.region == "attention")
+
+
+def dropped_ops(kind: Kind) -> frozenset[int]:
+    """Core ops whose results selective recompute does not keep; none where that would free nothing."""
+    found = frozenset(number for number in core_ops(kind) - read_behind(kind) if kind.ops[number].saved_bytes.at(1) > 0)
+    freed = sum(kind.ops[number].saved_bytes.at(1) for number in found)
+    return (
+        found if freed > sum(kind.ops[number].written_bytes.at(1) for number in _read_by(kind, found)) else frozenset()
+    )
+
+
+def kept_for_core(kind: Kind) -> frozenset[int]:
+    """Ops outside the core, whose results only the redone ops need."""
+    return _read_by(kind, dropped_ops(kind))
+
+
+def _read_by(kind: Kind, dropped: frozenset[int]) -> frozenset[int]:
+    redone = _makers(kind, dropped)
+    read = {source for number in redone for source in kind.ops[number].inputs if isinstance(source, int)}
+    return frozenset(number for number in read - redone if not kind.ops[number].saved_bytes.at(1))
+
+
+def read_behind(kind: Kind) -> frozenset[int]:
+    """Ops whose results are read in forward outside the attention core: the projection needs them in backward too."""
+    core = core_ops(kind)
+    return frozenset(
+        source
+        for number, op in enumerate(kind.ops)
+        if op.phase == "forward" and number not in core
+        for source in op.inputs
+        if isinstance(source, int)
+    )
+
+
+def _makers(kind: Kind, wanted: frozenset[int]) -> frozenset[int]:
+    """Core ops that make these results, from what is kept or comes from outside."""
+    core, kept = core_ops(kind), read_behind(kind)
+    found: set[int] = set()
+    waiting = list(wanted)
+    while waiting:
+        number = waiting.pop()
+        if number not in found:
+            found.add(number)
+            waiting += [s for s in kind.ops[number].inputs if isinstance(s, int) and s in core and s not in kept]
+    return frozenset(found)

@@ -8,21 +8,22 @@ m microbatches, one row per group of parameters (a block, or all that is in none
     ZeRO 2   all-gather once a step; reduce-scatter in each microbatch
     ZeRO 3   all-gather before forward and before backward in each microbatch (the rest group once); reduce-scatter in each
 
-ZeRO shards over these N ranks, or groups of H of them (hybrid); the N/H ranks that hold the same shard all-reduce it. All of
-it counts as axis dp. Once a step, beside that:
+ZeRO shards over these N ranks, or groups of H of them (hybrid); the N/H ranks that hold the same shard all-reduce it, once a
+step. All of it counts as axis dp. Once a step, beside that:
 
     tied     a tensor with names on several pp coordinates: all-reduce of its gradient between them      -> _tied_calls
     sp       each tp rank saw its part of the tokens: all-reduce over tp of the gradients of all tensors that are whole,
              norms, rows' biases, positions, in one call                                                 -> _whole_calls
-    numbers  how many tokens, the loss; the squared norm where gradients are clipped, over every axis that
-             divides them                                                                                -> _number_calls
+    norms    batch norms that are synchronised: two numbers a channel, in forward and in backward  -> _batch_norm_calls
+    numbers  how many tokens, the loss; over every axis that divides gradients, whether they are finite in fp16, and the
+             squared norm where they are clipped                                                         -> _number_calls
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshwright.core.collective import COUNT_BYTES, LOSS_BYTES, NORM_BYTES
+from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES, Axis
 from meshwright.core.graph import Graph, Parameter
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
@@ -31,8 +32,10 @@ from meshwright.core.units import MIB
 from meshwright.cost.block_calls import is_whole_lookup
 from meshwright.cost.communication import Call
 from meshwright.cost.links import Group, axis_group
+from meshwright.cost.redone import modes_of
 from meshwright.cost.state import (
     Items,
+    blocks_on,
     groups_of,
     held_elements,
     items_of,
@@ -44,6 +47,9 @@ from meshwright.cost.state import (
 FIRST_BUCKET_BYTES = 1 * MIB
 BUCKET_BYTES = 25 * MIB
 """torch's DistributedDataParallel closes its first bucket at 1 MiB and the others at 25 MiB."""
+
+
+BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm")
 
 
 def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tuple[Call, ...]:
@@ -58,6 +64,7 @@ def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tup
         *(_state_calls(graph, plan, recipe, experts, rest) if experts else ()),
         *_tied_calls(graph, plan, recipe, parameters, coordinate),
         *_whole_calls(graph, plan, recipe, parameters),
+        *_batch_norm_calls(graph, plan, recipe, coordinate),
         *_number_calls(plan, recipe),
     )
 
@@ -135,7 +142,7 @@ def _sharded(plan: Plan, parameters: tuple[Parameter, ...], items: Items, group:
         if inner.size > 1 and shard:
             yield Call("reduce_scatter", degree * shard * items.reduced, times, "backward", "dp", inner, name)
         if outer.size > 1 and shard:
-            yield Call("all_reduce", shard * items.reduced, times, "backward", "dp", outer, name)
+            yield Call("all_reduce", shard * items.reduced, 1, "backward", "dp", outer, name)
 
 
 # ---------------------------------------------------------------- once a step
@@ -190,18 +197,40 @@ def _whole_lookups(graph: Graph) -> set[tuple[str, str]]:
     }
 
 
+def _batch_norm_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> Iterator[Call]:
+    """Mean and mean square of every channel in forward, two sums in backward, in each microbatch; a recompute asks again."""
+    if not plan.sync_batch_norm or plan.mesh.dp == 1:
+        return
+    group, item = axis_group(plan.mesh, "dp"), 8 if plan.precision == "fp64" else 4
+    here, modes, kinds = {*blocks_on(plan, coordinate)}, modes_of(plan, recipe), graph.kind_by_block
+    for block in graph.blocks:
+        if block.name not in here and (block.name or coordinate):
+            continue
+        times = plan.num_microbatches * (3 if modes.get(block.name) == "full" else 2)
+        for op in kinds[block.name].ops:
+            if op.name in BATCH_NORMS and op.phase == "forward":
+                size = round(2 * item * op.input_shapes[0][1].fixed)
+                yield Call("all_reduce", size, times * op.count, "other", "dp", group, block.name)
+
+
 def _number_calls(plan: Plan, recipe: Recipe) -> Iterator[Call]:
-    mesh, group = plan.mesh, axis_group(plan.mesh, "dp")
+    group = axis_group(plan.mesh, "dp")
     if group.size > 1:
         yield Call("all_reduce", COUNT_BYTES, 1, "other", "dp", group)
         yield Call("all_reduce", LOSS_BYTES, 1, "other", "dp", group)
-    if not recipe.clips:
-        return
+    numbers = [FLAG_BYTES] * (plan.precision == "fp16") + [NORM_BYTES] * recipe.clips
+    for size in numbers:
+        yield from (Call("all_reduce", size, 1, "other", axis, ranks) for axis, ranks in _dividing_groups(plan))
+
+
+def _dividing_groups(plan: Plan) -> Iterator[tuple[Axis, Group]]:
+    """Along each axis that divides gradients, the ranks that hold the parts."""
+    mesh = plan.mesh
     if plan.shard_degree > 1:
-        yield Call("all_reduce", NORM_BYTES, 1, "other", "dp", Group(plan.shard_degree, with_cp(plan, group).stride))
+        yield "dp", Group(plan.shard_degree, with_cp(plan, axis_group(mesh, "dp")).stride)
     elif mesh.ep > 1:
-        yield Call("all_reduce", NORM_BYTES, 1, "other", "ep", axis_group(mesh, "ep"))
+        yield "ep", axis_group(mesh, "ep")
     if mesh.tp > 1:
-        yield Call("all_reduce", NORM_BYTES, 1, "other", "tp", axis_group(mesh, "tp"))
+        yield "tp", axis_group(mesh, "tp")
     if mesh.pp > 1:
-        yield Call("all_reduce", NORM_BYTES, 1, "other", "pp", axis_group(mesh, "pp"))
+        yield "pp", axis_group(mesh, "pp")

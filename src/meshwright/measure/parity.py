@@ -29,9 +29,10 @@ from meshwright.core.codec import Value
 from meshwright.core.errors import ModelError
 from meshwright.core.plan import Plan
 from meshwright.measure.exact import exact
-from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch
+from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch, tensors_of
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
+from meshwright.runtime.deferred import building
 from meshwright.runtime.gather import whole_parameter
 from meshwright.runtime.places import places_of
 from meshwright.runtime.program import Program
@@ -78,7 +79,9 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     if source.example is None:
         raise ModelError(f"{source.name} returned a module alone: return (module, batch) so that it can be run")
     reference = _reference(source)
-    program = apply(_build(source), plan, optimizer=_optimizer, objective=source.objective, device=rank.device)
+    with building(plan):
+        module = _build(source)
+    program = apply(module, plan, optimizer=_optimizer, objective=source.objective, device=rank.device)
     if tamper is not None:
         tamper(program)
     gradients: dict[str, Tensor] = {}
@@ -148,8 +151,20 @@ def _has_batch_norm(module: nn.Module) -> bool:
 
 
 def _groups(batch: Batch, plan: Plan) -> Iterator[Batch]:
-    for start in range(0, plan.global_batch, plan.microbatch):
-        yield slice_batch(batch, start, start + plan.microbatch)
+    """Samples that a batch norm sees together: a microbatch of one rank, or of all, where the plan synchronises them."""
+    starts = range(0, plan.global_batch, plan.microbatch)
+    together = [[start] for start in starts]
+    if plan.sync_batch_norm:
+        together = [list(starts[number :: plan.num_microbatches]) for number in range(plan.num_microbatches)]
+    for group in together:
+        yield _joined([slice_batch(batch, start, start + plan.microbatch) for start in group])
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    """One batch of the samples of several."""
+    columns = zip(*map(tensors_of, batches), strict=True)
+    joined = iter([torch.cat(column) for column in columns])
+    return map_batch(lambda _: next(joined), batches[0])
 
 
 def _update(reference: _Reference) -> None:

@@ -4,7 +4,8 @@ Each finding becomes a range in the profile (`measure/profile.py` lists their na
 collective is called along which axis with how many bytes. Nothing of it is installed outside a sampled step.
 
     gathered_parameters    a module's parameter in forward that is not held between steps
-    gradients              a parameter's gradient, when backward has just added to it, and before the update
+    gradients              a parameter's gradient, when backward has just added to it, and before the update; sums within a
+                           sharding group, when the next microbatch begins
     inputs                 what the module is called with
 """
 
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from meshwright.core.collective import Axis, Collective, CollectiveKind
-from meshwright.runtime._torch import TorchDispatchMode, tree_leaves
+from meshwright.runtime._torch import TorchDispatchMode, sums_within_groups, tree_leaves
 from meshwright.runtime.axis import named_axis
 from meshwright.runtime.clip import local
 from meshwright.runtime.program import Program
@@ -70,6 +72,8 @@ class Witness:
 
     def _see_inputs(self, module: nn.Module, arguments: Any, options: Any) -> None:
         note("inputs", [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)])
+        sharded = [part for part in self.program.module.modules() if isinstance(part, FSDPModule)]
+        note("gradients", [tensor for part in sharded for tensor in sums_within_groups(part)])
 
     def _see_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

@@ -5,9 +5,16 @@
 
 from __future__ import annotations
 
+import typing
+
 # A check between two ops must not itself be taken for an op of the model by a mode that watches torch functions.
 # Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
-from torch._C import DisableTorchFunction, _current_autograd_node
+from torch._C import (
+    DisableTorchFunction,
+    DispatchKey,
+    _current_autograd_node,
+    _SetExcludeDispatchKeyGuard,  # an alias that is made below autograd and still counts in-place changes: see `alias_of`
+)
 from torch._C._autograd import (
     _get_sequence_nr,
     _top_saved_tensors_default_hooks,  # whether saved tensors are packed (recompute): such blocks are not skipped
@@ -18,6 +25,7 @@ from torch._C._autograd import (
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,  # what such a mode makes; it knows its mode, which is how a deferred module leads to its tape
     FakeTensorMode,  # tensors with shape, dtype and device but no memory; meta tensors take other attention paths
 )
 
@@ -31,9 +39,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 __all__ = [
     "DataDependentOutputException",
     "DisableTorchFunction",
+    "DispatchKey",
     "DynamicOutputShapeException",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "_SetExcludeDispatchKeyGuard",
     "_current_autograd_node",
     "_get_current_function_mode_stack",
     "_get_sequence_nr",
@@ -50,3 +61,22 @@ def compile_replicas_whole() -> None:
     from torch._dynamo import config  # takes a second to import: only where something is compiled
 
     config.optimize_ddp = False
+
+
+def sums_within_groups(module: typing.Any) -> list[typing.Any]:
+    """Gradients that a module under fully_shard has added up within its sharding group but not yet across the groups: it
+    keeps them to itself, and no hook shows them."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11 has one of them
+    return [group._partial_reduce_output for group in groups if group and group._partial_reduce_output is not None]
+
+
+def alias_of(tensor: typing.Any) -> typing.Any:
+    """The tensor without its graph, made inside a dispatch mode; in-place changes of the one count on the other."""
+    with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def forget_conversions(mode: typing.Any) -> None:
+    """A fake mode refers weakly to the tensors it made, and `Module.to` refuses tensors that something refers to."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()

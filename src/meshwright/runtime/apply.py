@@ -18,9 +18,10 @@ from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
+from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, spread
-from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, state_mesh
+from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, data_mesh
 from meshwright.runtime.nan import NanFinder
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.precision import compute_context, store
@@ -63,6 +64,8 @@ def wrap(
     The plan's `num_microbatches` backward passes make one step: ranks reduce gradients in the last of them, and
     `optimizer.step()` in between is refused. Divide each loss by their number, as with plain torch.
     """
+    if plan.precision == "fp16":
+        raise PlanError("fp16 scales the loss, which with wrap is your own loop's: use apply, or bf16")
     spread_module, bound, mesh, split = _spread(module, plan, optimizer, device, Watch(None))
     counter = _MicrobatchCounter(spread_module, plan, mesh, split)
     spread_module.register_forward_pre_hook(counter.before_forward)
@@ -88,9 +91,10 @@ def _spread(
     before = named_parameters(module)
     store(module, plan, device)
     split = split_model(module, plan, mesh)
+    sync_batch_norms(module, plan, mesh)
     mark_recompute(module, plan, watch)
     compile_blocks(module, plan)  # after recompute, which belongs inside a compiled block
-    spread_module = spread(module, plan, state_mesh(plan, mesh))  # last: it must see the tensors the steps above made
+    spread_module = spread(module, plan, data_mesh(plan, mesh))  # last: it must see the tensors the steps above made
     if split is not None and plan.zero:
         split.carry_notes()
     return spread_module, make_optimizer(optimizer, module, before), mesh, split

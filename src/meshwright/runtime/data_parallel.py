@@ -8,6 +8,8 @@
 | 3    | before each use of a block       | reduce-scatter in every microbatch      |
 
 ZeRO 0 is DistributedDataParallel; 1, 2 and 3 are `fully_shard` with other answers to when to gather and when to reduce.
+Hybrid sharding gathers and reduce-scatters within groups of H ranks; the dp / H ranks that hold the same shard all-reduce it
+once a step, after the last microbatch.
 Each repeated block is gathered by itself; all else forms one group that stays gathered from forward to backward.
 """
 
@@ -19,11 +21,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.groups import shard_groups
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
+from meshwright.runtime.deferred import materialise
+from meshwright.runtime.mesh import state_mesh
 from meshwright.runtime.precision import sharded_policy
 
 
@@ -31,6 +36,7 @@ def spread(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """The module, replicated or sharded over the dp axis."""
     if plan.zero:
         return shard_state(module, plan, mesh)
+    materialise(module)
     return replicate(module, mesh) if mesh["dp"].size() > 1 else module
 
 
@@ -70,20 +76,36 @@ def give_up_gathered(module: nn.Module) -> None:
 
 
 def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
-    """Each rank holds 1/dp of every parameter, gradient and optimizer state."""
-    copy_from_first_rank(module, mesh)
-    policy = sharded_policy(plan)
+    """Each rank holds 1/dp, or under hybrid sharding 1/H, of every parameter, gradient and optimizer state."""
+    policy, ranks = sharded_policy(plan), state_mesh(plan, mesh)
     for name in filter(None, shard_groups(list_parameters(module), plan.blocks)):
-        fully_shard(module.get_submodule(name), mesh=mesh["dp"], reshard_after_forward=plan.zero == 3, mp_policy=policy)
-    fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=policy)
+        block = module.get_submodule(name)
+        make_alike(block, mesh)
+        fully_shard(block, mesh=ranks, reshard_after_forward=plan.zero == 3, mp_policy=policy)
+    make_alike(module, mesh)
+    fully_shard(module, mesh=ranks, reshard_after_forward=False, mp_policy=policy)
     return module
+
+
+def make_alike(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give a module that is about to be sharded its values: of a deferred model, no more than this much is whole at a time."""
+    materialise(module)
+    copy_from_first_rank(module, mesh)
+
+
+def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks whose shards make up the parameters; None where each rank has all of them."""
+    sharded = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
+    group = None if sharded is None else sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1)
+    return group if group is not None and group.size() > 1 else None
 
 
 def copy_from_first_rank(module: nn.Module, mesh: DeviceMesh) -> None:
     """Ranks may have started from other random weights: the first one's count."""
     group = mesh.get_group("dp")
     for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.detach(), group=group, group_src=0)
+        if not isinstance(tensor, DTensor):  # a block that is sharded by now
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
 def prepare_microbatch(module: nn.Module, plan: Plan, is_last: bool) -> None:
@@ -93,6 +115,7 @@ def prepare_microbatch(module: nn.Module, plan: Plan, is_last: bool) -> None:
     elif isinstance(module, FSDPModule):
         module.set_is_last_backward(is_last)
         module.set_requires_gradient_sync(is_last or plan.zero >= 2)
+        module.set_requires_all_reduce(is_last)
         module.set_reshard_after_backward(is_last or plan.zero == 3)
 
 

@@ -17,10 +17,10 @@ from meshwright.runtime.split.layout import Cut
 T = TypeVar("T")
 
 
-def all_ranks(value: T) -> list[T]:
-    """The value each rank gave, in the order of ranks."""
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value each rank gave, in the order of ranks: of a group, or all."""
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
 
 
@@ -39,7 +39,8 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.detach()
     if tensor.device.type == "cuda" and dist.get_backend() == "gloo":
         # torch 2.11 frees the buffers of this exchange too early and the process dies; shards along dim 0 can go by hand
-        return torch.cat(all_ranks(tensor.to_local().detach().cpu()))
+        shards = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+        return torch.cat(all_ranks(tensor.to_local().detach().cpu(), shards))
     gathered: Tensor = tensor.full_tensor()
     return gathered.detach()
 

@@ -17,6 +17,8 @@ from meshwright.runtime.standing import name_world
 
 AXES = ("pp", "dp", "cp", "tp")
 
+STATE_DIMS = ("replicas", "shards")
+
 
 def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """Ranks by axis, pp outermost and tp innermost: neighbours share a host."""
@@ -27,12 +29,22 @@ def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     return mesh
 
 
-def state_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks with cp counted to dp: all that hold the same parameters and add up their gradients."""
+def data_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks with cp counted to dp: along it lie all that hold the same parameters and add up their gradients."""
     if plan.mesh.cp == 1:
         return mesh
     degrees = (plan.mesh.pp, plan.mesh.dp * plan.mesh.cp, plan.mesh.tp)
     return init_device_mesh(mesh.device_type, degrees, mesh_dim_names=("pp", "dp", "tp"))
+
+
+def state_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
+    """Of a data mesh, its dp as ZeRO sees it: one row, or replicas of sharding groups, the group innermost."""
+    replicas = plan.mesh.dp * plan.mesh.cp // plan.shard_degree
+    if replicas == 1:
+        return mesh["dp"]
+    sizes = (plan.mesh.pp, replicas, plan.shard_degree, plan.mesh.tp)
+    grid = torch.arange(plan.world).view(sizes).permute(0, 3, 1, 2)
+    return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("pp", "tp", *STATE_DIMS))[STATE_DIMS]
 
 
 def check_world(plan: Plan) -> None:
@@ -73,8 +85,8 @@ def check_model(module: nn.Module, plan: Plan) -> None:
 
 def check_precision(module: nn.Module, plan: Plan) -> None:
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    if plan.zero and plan.precision == "bf16" and any(isinstance(part, norms) for part in module.modules()):
+    if plan.zero and plan.precision in ("bf16", "fp16") and any(isinstance(part, norms) for part in module.modules()):
         raise PlanError(
-            f"ZeRO {plan.zero} gathers parameters in bf16, and batch norm cannot mix them with its fp32 statistics: "
+            f"ZeRO {plan.zero} gathers parameters in {plan.precision}, and batch norm cannot mix them with its fp32 statistics: "
             "use zero 0, or fp32"
         )

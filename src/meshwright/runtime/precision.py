@@ -1,4 +1,8 @@
-"""Precision: fp64 and fp32 as they are; bf16 computes in bfloat16 and keeps parameters, reductions and updates in fp32."""
+"""Precision: fp64 and fp32 as they are; bf16 and fp16 compute in 16 bits and keep parameters, reductions and updates in fp32.
+
+Whole parameters (ZeRO 0) are cast op by op by autocast; sharded ones are gathered in 16 bits. fp16 scales its loss
+(runtime/scaling.py).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from meshwright.core.plan import Plan
 from meshwright.models.objective import Batch, map_batch
 
-STORED = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
+STORED = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32}
+LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def store(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
@@ -34,8 +39,8 @@ def compute_context(
     plan: Plan, device: torch.device, splitter: AbstractContextManager[Any] | None = None
 ) -> Callable[[], AbstractContextManager[Any]]:
     """What forward and loss run in. Sharded modules cast by themselves (`sharded_policy`)."""
-    if plan.precision == "bf16" and plan.zero == 0:
-        return lambda: _both(torch.autocast(device.type, dtype=torch.bfloat16), splitter)
+    if plan.precision in LOWER and plan.casting == "autocast":
+        return lambda: _both(torch.autocast(device.type, dtype=LOWER[plan.precision]), splitter)
     return lambda: splitter or nullcontext()
 
 
@@ -46,9 +51,9 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 def sharded_policy(plan: Plan) -> MixedPrecisionPolicy:
-    """Gather and compute in bf16, reduce gradients in fp32."""
-    if plan.precision == "bf16":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    """Gather and compute in 16 bits, reduce gradients in fp32."""
+    if plan.precision in LOWER:
+        return MixedPrecisionPolicy(param_dtype=LOWER[plan.precision], reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
 
 

@@ -35,11 +35,13 @@ from meshwright.runtime.data_parallel import (
     inner,
     prepare_microbatch,
     replicate_again,
+    shard_group,
 )
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
 from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.reach import Usage, reach
+from meshwright.runtime.scaling import LossScale
 from meshwright.runtime.split.model import SplitModel, whole_output
 from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
 from meshwright.runtime.watch import Watch
@@ -86,6 +88,8 @@ class Program:
         self.split = split
         self._compute = compute_context(plan, self.device, split.splitter if split else None)
         self._dp = mesh.get_group("dp")
+        self._shards = shard_group(self.module)
+        self.loss_scale = LossScale(self._dividing_groups()) if plan.precision == "fp16" else None
         self._coordinate = mesh.get_local_rank("pp")
         # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
         self._keeps_buckets = isinstance(module, DistributedDataParallel) and plan.num_microbatches > 1
@@ -210,6 +214,8 @@ class Program:
                     counting.wait()
                     counting = None
                 scale = counts[index] * self.plan.mesh.dp / total_count.clamp(min=1)
+                if self.loss_scale is not None:
+                    scale = scale * self.loss_scale.scale
                 self._backward(losses.pop(index), scale)
             elif action.kind == "update":
                 norm = self._update()
@@ -243,6 +249,11 @@ class Program:
         with self.watch.region("backward"):
             reach(loss * scale.to(loss.dtype), self.spread_module).backward()
 
+    def _dividing_groups(self) -> list[dist.ProcessGroup]:
+        """Along each axis that divides gradients, the ranks that hold the other parts."""
+        divided = [axis for axis in ("tp", "pp") if getattr(self.plan.mesh, axis) > 1]
+        return [*([self._shards] if self._shards is not None else []), *map(self.mesh.get_group, divided)]
+
     def _update(self) -> Tensor | None:
         if self._usage is not None:
             unused = self._usage.unused(self._dp)
@@ -255,12 +266,11 @@ class Program:
             if self.split is not None:
                 self.split.settle_gradients(self.module)
             norm = None
+            if self.loss_scale is not None and not self.loss_scale.unscale(self.module.parameters()):
+                self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
+                return torch.tensor(torch.inf)
             if self.max_norm is not None:
-                norm = clip(
-                    self.module.parameters(),
-                    self.max_norm,
-                    self._dp if self.plan.zero and self.plan.mesh.dp > 1 else None,
-                )
+                norm = clip(self.module.parameters(), self.max_norm, self._shards)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
             return norm

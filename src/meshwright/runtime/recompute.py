@@ -1,4 +1,4 @@
-"""Recompute: a block keeps only its input and redoes its forward in backward."""
+"""Recompute: a block keeps only its input and redoes its forward in backward, or keeps all but its attention core."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.core.plan import Plan
 from meshwright.runtime._torch import _get_current_function_mode_stack
+from meshwright.runtime.selective import selective
 from meshwright.runtime.watch import Watch
 
 
@@ -20,6 +21,9 @@ def mark_recompute(module: nn.Module, plan: Plan, watch: Watch) -> None:
     for name in plan.recomputed("full"):
         block = module.get_submodule(name)
         block.forward = _recomputed(block.forward, {} if plan.compile else {"context_fn": _watched(watch)})
+    for name in plan.recomputed("selective"):
+        block = module.get_submodule(name)
+        block.forward = selective(block, name, watch)
 
 
 def _recomputed(forward: Callable[..., Any], extra: dict[str, Any]) -> Callable[..., Any]:

@@ -51,7 +51,7 @@ class StepOutput:
 
     @property
     def gradient_norm(self) -> float | None:
-        """Global norm before clipping; None where nothing clips."""
+        """Global norm before clipping, infinite where fp16 gradients were and the update was left out; None where nothing clips."""
         return None if self._norm is None else float(self._norm)
 
     @property

@@ -121,14 +121,15 @@ def _publish(draft: Path, target: Path, keep: int) -> None:
 
 def _local_bytes(program: Program) -> int:
     tensors = (*program.module.parameters(), *program.module.buffers(), *state_tensors(program.optimizer))
-    whole = program.plan.zero == 0
+    plan = program.plan
     total = sum(local(tensor).numel() * local(tensor).element_size() for tensor in tensors)
-    return total // program.plan.mesh.dp if whole else total
+    return total * plan.shard_degree // plan.mesh.dp
 
 
 def _state(program: Program, rank: Rank) -> dict[str, Any]:
     model, optimizer = get_state_dict(program.spread_module, program.optimizer)
-    return {"model": model, "optimizer": optimizer, "random": {str(rank.number): _random_state(rank)}}
+    scaling = {} if program.loss_scale is None else {"loss_scale": program.loss_scale.state_dict()}
+    return {"model": model, "optimizer": optimizer, "random": {str(rank.number): _random_state(rank)}, **scaling}
 
 
 def _random_state(rank: Rank) -> dict[str, Tensor]:
@@ -165,6 +166,8 @@ def restore(program: Program, graph: str, folder: Path, rank: Rank) -> Progress:
     set_state_dict(
         program.spread_module, program.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
+    if program.loss_scale is not None:
+        program.loss_scale.load_state_dict(state["loss_scale"])  # the first scale, where none was saved
     if "random" in state:
         _set_random_state(state["random"][str(rank.number)], rank)
     return progress

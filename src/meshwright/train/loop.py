@@ -26,6 +26,7 @@ from meshwright.core.trace import Trace
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
+from meshwright.runtime.deferred import building
 from meshwright.runtime.environment import device_bytes
 from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.program import Program
@@ -68,7 +69,8 @@ def run(job: Job, rank: Rank, recorder: Recorder | None, console: Console) -> Ou
     """Train, and leave metrics, trace and a checkpoint in the run folder. Every rank calls it."""
     torch.manual_seed(job.settings.seed)
     source = resolve(job.settings.model)
-    module = source.build()
+    with building(job.plan):
+        module = source.build()
     graph = identity(list_parameters(module))
     program = build_program(job, module, source, rank, recorder)
     torch.manual_seed(job.settings.seed + program.mesh.get_local_rank("dp"))  # replicas draw their own dropout

@@ -1,0 +1,81 @@
+"""Which ops of a forward form an attention core. Capture marks a graph by it, and selective recompute runs by it.
+
+From the ops that mix positions (a fused attention, or a softmax between two products of activations), to both sides along
+the edges, as long as an op runs in the same module and reads no parameter. So the projections end it, and rotary positions,
+scaling, mask, softmax, dropout and the product with the values are in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+FUSED_ATTENTION = "_scaled_dot_product"
+SOFTMAXES = ("_softmax", "_safe_softmax")
+
+
+class Step(Protocol):
+    """An op as far as this rule looks at it. `inputs`: numbers of the ops that wrote what it reads, or names."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def block(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def inputs(self) -> tuple[int | str, ...]: ...
+
+
+def reading_parameters(ops: Sequence[Step]) -> set[int]:
+    """Ops with a parameter among their inputs, also one that was only cast or copied before."""
+    found, copies = set(), set()
+    for number, op in enumerate(ops):
+        from_parameters = [(isinstance(s, str) and not s.startswith("@")) or s in copies for s in op.inputs]
+        if any(from_parameters):
+            found.add(number)
+        if from_parameters and all(from_parameters) and op.kind == "copy":
+            copies.add(number)
+    return found
+
+
+def attention_core(ops: Sequence[Step], outside: set[int]) -> set[int]:
+    """Numbers of the forward ops of the core. `outside`: ops that cannot be in it, such as those that read parameters."""
+    inside = {number for number, op in enumerate(ops) if op.phase == "forward" and number not in outside}
+    before: dict[int, list[int]] = defaultdict(list)
+    after: dict[int, list[int]] = defaultdict(list)
+    for number in inside:
+        for source in ops[number].inputs:
+            if isinstance(source, int) and source in inside and _same_module(ops[source], ops[number]):
+                before[number].append(source)
+                after[source].append(number)
+    found = set()
+    for number in inside:
+        op = ops[number]
+        if op.kind == "attention":
+            found |= _reached([number], before) | _reached([number], after)
+        elif op.name in SOFTMAXES:
+            upstream, downstream = _reached([number], before), _reached([number], after)
+            if all(any(ops[other].kind == "matmul" for other in side) for side in (upstream, downstream)):
+                products = [other for other in downstream if ops[other].kind == "matmul"]
+                found |= _reached(products, before) | downstream
+    return found
+
+
+def _same_module(one: Step, other: Step) -> bool:
+    return (one.block, one.module) == (other.block, other.module)
+
+
+def _reached(starts: Iterable[int], steps: dict[int, list[int]]) -> set[int]:
+    seen, waiting = set(starts), list(starts)
+    while waiting:
+        for number in steps[waiting.pop()]:
+            if number not in seen:
+                seen.add(number)
+                waiting.append(number)
+    return seen

@@ -1,0 +1,134 @@
+"""Deferred initialisation: a module is built without memory, and each rank makes only what it holds.
+
+    with deferred():
+        module = GPT(options)          any constructor: tensors have shape, dtype and device, but nothing in them
+
+Under `deferred` every op that makes or changes a tensor is written on a tape (runtime/tape.py) in place of its result. An op that
+draws random numbers is also run once, into memory that is dropped at once, so that the generator goes on as it would;
+its state before is on the tape. A value that the constructor reads (`.item()`) is computed there and then.
+
+`apply` takes such a module. What it does to parameters first, casts and cuts over tp or ep, goes onto the tape as well; then
+`materialise` plays the ops that each remaining tensor comes of, one tensor at a time, and drops the rest. Stages of other
+ranks are never made; under ZeRO a block is sharded before the next one is made. The result equals, bit for bit, what the
+constructor alone would have made with the same seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.plan import Plan
+from meshwright.runtime._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    forget_conversions,
+)
+from meshwright.runtime.rebuild import Drawn, map_leaves
+from meshwright.runtime.tape import Tape
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Modules built inside hold no memory until `apply` gives them to ranks."""
+    with _Deferral():
+        yield
+
+
+def building(plan: Plan) -> AbstractContextManager[None]:
+    """What to build a module in: deferred where the plan divides it."""
+    mesh = plan.mesh
+    divided = plan.zero > 0 or mesh.tp * mesh.pp * mesh.ep > 1
+    return deferred() if divided else nullcontext()
+
+
+class _Deferral(FakeTensorMode):
+    """Every tensor made under it knows it, and so its tape."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.tape = Tape()
+        self.within = False
+        """Whether an op is being followed: what it is made of is not of interest."""
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}
+        """Buffers that were made: several modules may share one."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = options or {}
+        if self.within:
+            return super().__torch_dispatch__(op, types, arguments, options)
+        if _reads(op):
+            return op(*self._real(arguments), **self._real(options))
+        drawn = Drawn.before(op, arguments, options)
+        if drawn is not None:
+            op(*self._real(arguments), **self._real(options))  # the generator goes on as if this had been kept
+        described = self.tape.describe(op, arguments, options, drawn)
+        self.within = True
+        try:
+            result = super().__torch_dispatch__(op, types, arguments, options)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return op(*self._real(arguments), **self._real(options))
+        finally:
+            self.within = False
+        self.tape.add(described, arguments, options, result)
+        forget_conversions(self)
+        return result
+
+    def _real(self, nest: Any) -> Any:
+        """The same arguments with memory and values."""
+        return map_leaves(lambda leaf: self.real(leaf) if isinstance(leaf, FakeTensor) else leaf, nest)
+
+    def real(self, tensor: Tensor) -> Tensor:
+        return self.tape.value(tensor)
+
+
+def _reads(op: Any) -> bool:
+    """Whether an op returns a number to Python."""
+    return str(op.overloadpacket) in ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero")
+
+
+def is_deferred(tensor: Any) -> bool:
+    return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, _Deferral)
+
+
+@torch.no_grad()
+def materialise(module: nn.Module) -> None:
+    """Give every deferred tensor of a module its memory and value. Tied parameters stay tied, shared buffers shared."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in _deferred(part._parameters):
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(_mode_of(parameter).real(parameter), parameter.requires_grad)
+            part._parameters[name] = made[id(parameter)]
+        for name, buffer in _deferred(part._buffers):
+            part._buffers[name] = _shared(buffer)
+        for name, tensor in _deferred(vars(part)):
+            setattr(part, name, _shared(tensor))
+
+
+def _deferred(named: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in named.items() if is_deferred(tensor)]
+
+
+def _mode_of(tensor: Any) -> _Deferral:
+    mode = tensor.fake_mode
+    assert isinstance(mode, _Deferral)
+    return mode
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    mode = _mode_of(tensor)
+    if id(tensor) not in mode.made:
+        mode.made[id(tensor)] = (tensor, mode.real(tensor))
+    return mode.made[id(tensor)][1]
+
+
+def deferred_tensors(module: nn.Module) -> Iterable[Tensor]:
+    """What of a module has no memory yet."""
+    return (tensor for tensor in (*module.parameters(), *module.buffers()) if is_deferred(tensor))

@@ -1,0 +1,77 @@
+"""Batch norm over all dp ranks: the statistics, gradients and running averages of one process with all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Case, plan_of, source_of
+from pool import RankPool, this_rank
+from test_collectives_and_memory import check_collectives_and_state
+from test_parity import compare_on_rank, scale_one_gradient
+
+from meshwright.runtime.apply import apply
+
+Pools = Callable[[int], RankPool]
+
+SYNCED = Case("resnet", 0, "none", 2, sync_batch_norm=True)
+
+
+@pytest.mark.parametrize(
+    "case", [SYNCED, replace(SYNCED, zero=3), replace(SYNCED, zero=1, num_microbatches=1)], ids=str
+)
+def test_two_ranks_agree_with_one_process(pool: Pools, case: Case) -> None:
+    for result in pool(2).run(compare_on_rank, case, 2):
+        assert result.first_difference is None
+        assert result.max_loss_difference < 1e-12
+        assert result.max_gradient_difference < 1e-10
+
+
+def test_a_scaled_gradient_is_found(pool: Pools) -> None:
+    for result in pool(2).run(compare_on_rank, SYNCED, 1, scale_one_gradient):
+        assert not result.ok
+
+
+def compare_with_other_groups(case: Case) -> bool:
+    """The reference told that batch norms are not synchronised."""
+    from unittest import mock
+
+    from meshwright.measure import parity
+
+    groups = parity._groups
+    alone = lambda batch, plan: groups(batch, plan_of(replace(case, sync_batch_norm=False)))  # noqa: E731
+    with mock.patch.object(parity, "_groups", alone):
+        return compare_on_rank(case, 1).ok
+
+
+def test_statistics_of_each_rank_alone_are_found(pool: Pools) -> None:
+    assert pool(2).run(compare_with_other_groups, SYNCED) == [False, False]
+
+
+@pytest.mark.parametrize(("zero", "recompute"), [(0, "none"), (3, "none"), (2, "full")])
+def test_collectives_and_state(pool: Pools, zero: int, recompute: str) -> None:
+    case = Case("resnet", zero, recompute, 2, "fp32", sync_batch_norm=True)
+    check_collectives_and_state(pool(2), case)
+
+
+def buffers_on_rank(case: Case) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    source, plan = source_of(case.model), plan_of(case)
+    program = apply(
+        source.build(), plan, optimizer=torch.optim.SGD, objective=source.objective, device=this_rank().device
+    )
+    torch.manual_seed(1)
+    batch = source.example(plan.global_batch)  # type: ignore[misc]
+    program.step(batch)
+    return {name: buffer.clone() for name, buffer in program.module.named_buffers()}
+
+
+def test_running_statistics_are_those_of_one_process(pool: Pools) -> None:
+    case = Case("resnet", 0, "none", 1, "fp64", sync_batch_norm=True)
+    one, other = pool(2).run(buffers_on_rank, case)
+    (whole,) = pool(1).run(buffers_on_rank, replace(case, samples=8))
+    for name, buffer in whole.items():
+        torch.testing.assert_close(one[name], buffer)
+        torch.testing.assert_close(other[name], buffer)
