@@ -159,7 +159,16 @@ def _answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Answer:
     gc.collect()
     for group in [group for group in _groups() if group not in before]:
         dist.destroy_process_group(group)
+    _forget_shardings()
     return answer
+
+
+def _forget_shardings() -> None:
+    """torch remembers what ops do to shards, with the mesh they lay over; its groups are gone, and the next mesh is equal."""
+    from torch.distributed.tensor import debug
+
+    for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+        getattr(debug, name, lambda: None)()
 
 
 def _groups() -> list[Any]:

@@ -21,7 +21,7 @@ from meshwright.capture.storages import Storages
 T = TypeVar("T")
 
 ALL = Fraction(1)
-_SAME = ("_to_copy", "clone", "ne", "gt", "copy_", "lift_fresh_copy")
+_SAME = ("_to_copy", "clone", "ne", "gt", "copy_", "lift_fresh_copy", "masked_fill")
 _REDUCING = ("sum", "any", "amax", "max")
 _COUNTING = ("bincount", "histc")
 

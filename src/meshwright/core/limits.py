@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 
-CAN = "dp with ZeRO 0 to 3, full recompute, compile, fp64, fp32 and bf16, schedule 1f1b"
+CAN = "dp with ZeRO 0 to 3, ep, full recompute, compile, fp64, fp32 and bf16, schedule 1f1b"
 
 
 def check_runs(plan: Plan) -> None:
@@ -16,7 +16,7 @@ def check_runs(plan: Plan) -> None:
 
 def not_yet(plan: Plan) -> list[str]:
     """The parts of a plan that are not built yet, in words."""
-    axes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "cp", "tp", "ep")}
+    axes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "cp", "tp")}
     parts = {
         **{f"{axis}={degree}": degree > 1 for axis, degree in axes.items()},
         f"hybrid={plan.hybrid}": plan.hybrid is not None,

@@ -7,8 +7,13 @@ In each microbatch, and again where the forward is redone:
     loss     logits split by the vocabulary: three all-reduces over tp, of each token's largest logit, its sum of
              exponentials and its target's logit                                          -> _loss_calls
     cp       all-gather of keys and values before attention; backward gathers them again and reduce-scatters their gradients
-    ep       all-to-all of the tokens to their experts and back, forward and backward     -> _expert_calls
+    ep       all-to-all of the tokens to their experts and back, forward and backward; before them, of how many come to
+             each expert                                                                  -> _expert_calls
     pp       one send of the activation to the next stage, one of its gradient back       -> transfer_calls
+
+Rows of experts: a rank sends k rows a token, and sends back as many as came, which depends on the routing. Predicted is an even
+spread: exact for what is sent out and for the sum over the ep ranks, as long as no choice is dropped; dropped ones are not
+sent.
 
 Under sequence parallel a split part keeps its rank's tokens of what it read, not what it gathered: memory counts 1/tp of
 every tensor with tokens (cost/division.py). Backward therefore gathers what the columns read once more, beside the gradient
@@ -31,6 +36,8 @@ from meshwright.cost.division import Division
 from meshwright.cost.links import Group, axis_group
 from meshwright.cost.passes import StagePasses, handed_on_bytes
 
+EXPERT_COUNT_BYTES = 8
+"""How many rows come to one expert, as int64."""
 LOSS_CALLS, LOSS_ITEM_BYTES = 3, 4
 """Largest logit, sum and target of each token, in fp32."""
 
@@ -152,25 +159,35 @@ def _context_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
 
 
 def _expert_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
-    """Tokens to their experts and back: as many bytes as the experts' first matmuls read."""
-    if own.plan.mesh.ep == 1:
+    """Tokens to their experts and back: as many bytes as the experts' first matmuls read. Forward, ranks first tell each other
+    how many come to each expert."""
+    experts = own.division.experts
+    if own.plan.mesh.ep == 1 or not experts:
         return
-    size = _expert_input_bytes(own)
-    if size:
-        yield Call("all_to_all", size, 2, phase, "ep", axis_group(own.plan.mesh, "ep"))
+    size, group = _expert_input_bytes(own), axis_group(own.plan.mesh, "ep")
+    if not size:
+        return
+    if phase == "forward":
+        yield from (Call("all_to_all", EXPERT_COUNT_BYTES * count, 1, phase, "ep", group) for count in experts)
+    yield Call("all_to_all", size // len(experts), 2 * len(experts), phase, "ep", group)
 
 
 def _expert_input_bytes(own: _Ops) -> int:
     """What enters the experts of a block: results from outside them that their matmuls read, each once."""
     ops = own.division.kind.ops
-    found: dict[object, int] = {}
+    found: dict[int, int] = {}
     for _, op in own:
         if op.region != "expert" or op.kind != "matmul":
             continue
         for source in op.inputs:
-            if isinstance(source, int) and ops[source].kind != "matmul" and not _after_matmul(ops, source):
-                found[source] = _read_bytes(op, own.plan)
+            if isinstance(source, int) and _has_tokens(ops[source]) and not _after_matmul(ops, source):
+                found[source] = _result_bytes(ops[source], own.plan)
     return sum(found.values())
+
+
+def _has_tokens(op: Op) -> bool:
+    """Not so where each expert's rows end: one number an expert."""
+    return op.written_bytes.per_sample > 0
 
 
 def _after_matmul(ops: tuple[Op, ...], number: int) -> bool:

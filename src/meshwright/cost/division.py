@@ -37,6 +37,8 @@ class Division:
     kind: Kind
     labels: Labels
     degrees: Degrees
+    experts: tuple[int, ...] = ()
+    """How many experts each of the block's modules of experts has, on all ranks together."""
 
     @cached_property
     def fused(self) -> Fused:
@@ -84,8 +86,25 @@ def divide(graph: Graph, plan: Plan) -> dict[str, Division]:
     kinds = graph.kind_by_block
     degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel)
     labels = _labels(graph, kinds, ways)
+    experts = _experts(graph)
     made: dict[int, Division] = {}
-    return {name: made.setdefault(id(labels[name]), Division(kinds[name], labels[name], degrees)) for name in kinds}
+    return {
+        name: made.setdefault(id(labels[name]), Division(kinds[name], labels[name], degrees, experts.get(name, ())))
+        for name in kinds
+    }
+
+
+def _experts(graph: Graph) -> dict[str, tuple[int, ...]]:
+    """Block → the number of experts of each module in it that holds some."""
+    modules = {
+        parameter.name.rpartition(".")[0]: (parameter.block, parameter.shape[0])
+        for parameter in graph.parameters
+        if parameter.expert and parameter.shape
+    }
+    found: dict[str, tuple[int, ...]] = {}
+    for block, count in modules.values():
+        found[block] = (*found.get(block, ()), count)
+    return found
 
 
 def _labels(graph: Graph, kinds: dict[str, Kind], ways: dict[str, dict[str, Way]]) -> dict[str, Labels]:

@@ -7,13 +7,13 @@ parameter. A difference counts relative to the largest entry of the reference te
     |a - b|∞ / max(|b|∞, FLOOR · largest gradient of the step)  ≤  SLACK · ε · (number of blocks + 1)
 
 The bound grows with depth and machine epsilon; the floor keeps gradients that are zero but for rounding (the bias of an
-attention key) from being compared with themselves. Where the mathematics depends on the local batch (batch norm) the
+attention key) from being compared with themselves. Where the mathematics depends on the local batch (batch norm, expert capacity) the
 reference runs the same microbatch groups one after another; else it runs the global batch at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.codec import Value
 from meshwright.core.errors import ModelError
@@ -28,7 +29,9 @@ from meshwright.core.plan import Plan
 from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
-from meshwright.runtime.gather import whole
+from meshwright.runtime.gather import put_together
+from meshwright.runtime.mesh import axis_groups
+from meshwright.runtime.places import places_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank, joined
 
@@ -74,7 +77,7 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     if tamper is not None:
         tamper(program)
     gradients: dict[str, Tensor] = {}
-    program.optimizer.register_step_pre_hook(lambda *_: gradients.update(_gradients(program.module)))
+    program.optimizer.register_step_pre_hook(lambda *_: gradients.update(_gradients(program.module, mesh=program.mesh)))
     tally = _Tally(bound=SLACK * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
     batches = source.example(num_steps * plan.global_batch)
     for step in range(num_steps):
@@ -85,7 +88,7 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
         tally.loss(step, found, expected)
         tally.gradients(step, gradients, _gradients(reference.module))
         _update(reference)
-    tally.parameters(_parameters(program.module), _parameters(reference.module))
+    tally.parameters(_parameters(program.module, program.mesh), _parameters(reference.module))
     return tally.result()
 
 
@@ -132,7 +135,9 @@ def _step(reference: _Reference, batch: Batch, source: ModelSource, plan: Plan) 
 
 
 def _depends_on_batch(module: nn.Module) -> bool:
-    return any(isinstance(part, BATCH_NORMS) for part in module.modules())
+    return any(
+        isinstance(part, BATCH_NORMS) or getattr(part, "depends_on_batch", False) is True for part in module.modules()
+    )
 
 
 def _groups(batch: Batch, plan: Plan) -> Iterator[Batch]:
@@ -145,16 +150,19 @@ def _update(reference: _Reference) -> None:
     reference.optimizer.zero_grad()
 
 
-def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: whole(parameter.grad).cpu().clone()
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
+def _gradients(module: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
+    found = ((name, parameter.grad) for name, parameter in module.named_parameters())
+    return _whole({name: gradient for name, gradient in found if gradient is not None}, module, mesh)
 
 
-def _parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(parameter).cpu() for name, parameter in module.named_parameters()}
+def _parameters(module: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
+    return _whole(dict(module.named_parameters()), module, mesh)
+
+
+def _whole(tensors: Mapping[str, Tensor], module: nn.Module, mesh: DeviceMesh | None) -> dict[str, Tensor]:
+    """Copies, put together of what the ranks of a mesh hold."""
+    groups, places = axis_groups(module, mesh) if mesh else {}, places_of(module)
+    return {name: put_together(tensor, places.get(name, ()), groups).cpu().clone() for name, tensor in tensors.items()}
 
 
 class _Tally:

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from meshwright.core.collective import Axis, Collective, CollectiveKind
 from meshwright.runtime._torch import TorchDispatchMode, tree_leaves
 from meshwright.runtime.clip import local
+from meshwright.runtime.mesh import axis_groups
 from meshwright.runtime.program import Program
 
 COLLECTIVE_CALLS: dict[str, tuple[CollectiveKind, int]] = {
@@ -97,8 +98,10 @@ class CollectiveWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Collective] = []
         self.axes: dict[str, Axis] = {}
-        for axis in ("dp", "pp", "cp", "tp"):  # axes of one rank may share a group, which is then dp's
-            self.axes.setdefault(program.mesh.get_group(axis).group_name, axis)
+        groups = axis_groups(program.module, program.mesh)
+        for axis in ("dp", "ep", "pp", "cp", "tp"):  # axes of one rank may share a group, which is then dp's
+            if axis in groups:
+                self.axes.setdefault(groups[axis].group_name, axis)
         self.supports_higher_order_operators = True  # compiled blocks call some; they pass through
 
     @classmethod

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import ModelError, nearest
 from meshwright.models.gpt import GPT, GPTOptions
 from meshwright.models.llama import Llama, LlamaOptions
+from meshwright.models.moe import BALANCED, MoEGPT, MoEOptions
 from meshwright.models.objective import DEFAULT, Batch, Objective, map_batch, num_samples
 from meshwright.models.resnet import ResNet, ResNetOptions
 from meshwright.models.userfile import call_function
@@ -170,9 +171,22 @@ def _llama(name: str, options: LlamaOptions) -> ModelSource:
     )
 
 
+def _moe(name: str, options: MoEOptions) -> ModelSource:
+    shape = TextShape(seq=options.seq, vocab=options.vocab)
+    small = dataclasses.replace(
+        options,
+        layers=min(options.layers, 3), hidden=8 * min(options.heads, 4), heads=min(options.heads, 4),
+        seq=min(options.seq, 16), vocab=min(options.vocab, 61), experts=min(options.experts, 4), dropout=0.0,
+    )  # fmt: skip
+    return ModelSource(
+        name, lambda: MoEGPT(options), random_text(shape), shape, BALANCED, lambda: _moe(f"{name} (shrunk)", small)
+    )
+
+
 REFERENCE: dict[str, Reference] = {
     "gpt": Reference(GPTOptions, "decoder-only transformer, learned positions, tied or untied head", _gpt),
     "llama": Reference(LlamaOptions, "decoder-only transformer, rotary positions, grouped keys, gated MLP", _llama),
+    "moe": Reference(MoEOptions, "decoder-only transformer with experts, top 1 (Switch) or 2 (GShard)", _moe),
     "resnet": Reference(ResNetOptions, "bottleneck ResNet-50/101, width=2 for Wide-ResNet", _resnet),
 }
 

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import nn
+
 # Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
 from torch._C import _current_autograd_node
 from torch._C._autograd import (
@@ -36,6 +40,13 @@ __all__ = [
     "tree_leaves",
     "tree_unflatten",
 ]
+
+
+def leave_out_of_replicas(module: nn.Module, names: Iterable[str]) -> None:
+    """Replicas neither copy nor reduce these parameters: other ranks hold other ones. torch has no public name for it."""
+    from torch.nn.parallel import DistributedDataParallel  # it imports torch.distributed
+
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
 
 
 def compile_replicas_whole() -> None:

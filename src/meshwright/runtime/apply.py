@@ -19,6 +19,7 @@ from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatch, spread, without_gradient
+from meshwright.runtime.experts import spread_experts
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.precision import compute_context, store
@@ -77,6 +78,7 @@ def _spread(
     check_precision(module, plan)
     before = named_parameters(module)
     store(module, plan, device)
+    spread_experts(module, plan, mesh)
     mark_recompute(module, plan, watch)
     compile_blocks(module, plan)  # after recompute, which belongs inside a compiled block
     spread_module = spread(module, plan, mesh)  # last: it must see the tensors the steps above made

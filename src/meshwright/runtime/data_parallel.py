@@ -8,7 +8,8 @@
 | 3    | before each use of a block       | reduce-scatter in every microbatch      |
 
 ZeRO 0 is DistributedDataParallel; 1, 2 and 3 are `fully_shard` with other answers to when to gather and when to reduce.
-Each repeated block is gathered by itself; all else forms one group that stays gathered from forward to backward.
+Each repeated block is gathered by itself; all else forms one group that stays gathered from forward to backward. Experts that
+lie over ep are groups of their own, replicated or sharded over the dp/ep ranks that hold the same ones.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.core.groups import shard_groups
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
+from meshwright.runtime._torch import leave_out_of_replicas
+from meshwright.runtime.buckets import reduce_in_buckets, set_last
+from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
 from meshwright.runtime.precision import sharded_policy
 
 
@@ -31,11 +35,17 @@ def spread(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """The module, replicated or sharded over the dp axis."""
     if plan.zero:
         return shard_state(module, plan, mesh)
-    return replicate(module, mesh) if plan.mesh.dp > 1 else module
+    if plan.mesh.dp == 1:
+        return module
+    experts = expert_spread_of(module)
+    if experts is not None and experts.replicas.size() > 1:
+        reduce_in_buckets(module, expert_parameters_of(module).values(), experts.replicas.get_group())
+    return replicate(module, mesh)
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Every rank holds everything; buckets of gradients are all-reduced while backward goes on."""
+    leave_out_of_replicas(module, expert_parameters_of(module))
     return DistributedDataParallel(
         module,
         process_group=mesh.get_group("dp"),
@@ -78,6 +88,11 @@ def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """Each rank holds 1/dp of every parameter, gradient and optimizer state."""
     copy_from_first_rank(module, mesh)
     policy = sharded_policy(plan)
+    experts = expert_spread_of(module)
+    for name in experts.names if experts else ():
+        fully_shard(
+            module.get_submodule(name), mesh=experts.replicas, reshard_after_forward=plan.zero == 3, mp_policy=policy
+        )
     for name in filter(None, shard_groups(list_parameters(module), plan.blocks)):
         fully_shard(module.get_submodule(name), mesh=mesh["dp"], reshard_after_forward=plan.zero == 3, mp_policy=policy)
     fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=policy)
@@ -87,7 +102,8 @@ def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
 def copy_from_first_rank(module: nn.Module, mesh: DeviceMesh) -> None:
     """Ranks may have started from other random weights: the first one's count."""
     group = mesh.get_group("dp")
-    for tensor in (*module.parameters(), *module.buffers()):
+    apart = {id(parameter) for parameter in expert_parameters_of(module).values()}  # they are copied before they are cut
+    for tensor in (*(one for one in module.parameters() if id(one) not in apart), *module.buffers()):
         dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
@@ -95,6 +111,7 @@ def prepare_microbatch(module: nn.Module, plan: Plan, is_last: bool) -> None:
     """Say before a microbatch's forward whether its backward reduces gradients and gives up gathered parameters."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = is_last
+        set_last(inner(module), is_last)
     elif isinstance(module, FSDPModule):
         module.set_is_last_backward(is_last)
         module.set_requires_gradient_sync(is_last or plan.zero >= 2)

@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import identity
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
+from meshwright.runtime.experts import expert_spread_of
 
 
 def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
@@ -20,6 +22,14 @@ def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     check_world(plan)
     degrees = (plan.mesh.pp, plan.mesh.dp, plan.mesh.cp, plan.mesh.tp)
     return init_device_mesh(device.type, degrees, mesh_dim_names=("pp", "dp", "cp", "tp"))
+
+
+def axis_groups(module: nn.Module, mesh: DeviceMesh) -> dict[Axis, dist.ProcessGroup]:
+    """This rank's group along each axis; ep where the module's experts lie over it."""
+    experts = expert_spread_of(module)
+    found: dict[Axis, dist.ProcessGroup] = {"ep": experts.ep.get_group()} if experts else {}
+    axes: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
+    return {**found, **{axis: mesh.get_group(axis) for axis in axes}}
 
 
 def check_world(plan: Plan) -> None:

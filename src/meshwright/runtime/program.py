@@ -27,7 +27,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Schedule
 from meshwright.core.trace import Trace
 from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
-from meshwright.runtime.clip import clip
+from meshwright.runtime.clip import axes_of_parameters, clip
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.data_parallel import (
     give_up_gathered,
@@ -36,7 +36,9 @@ from meshwright.runtime.data_parallel import (
     replicate_again,
     without_gradient,
 )
+from meshwright.runtime.dropped import Dropped
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
+from meshwright.runtime.mesh import axis_groups
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
 from meshwright.runtime.watch import Watch
@@ -77,6 +79,7 @@ class Program:
         self._compute = compute_context(plan, self.device)
         self._dp = mesh.get_group("dp")
         self._coordinate = mesh.get_local_rank("pp")
+        self._dropped = Dropped(module)
         # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
         self._keeps_buckets = isinstance(module, DistributedDataParallel) and plan.num_microbatches > 1
 
@@ -183,7 +186,7 @@ class Program:
         microbatches = self._microbatches(batch)
         counts = [self.objective.count(microbatch) for microbatch in microbatches]
         total_count, counting = self._sum_counts(sum(counts))
-        sums = torch.tensor([0.0, signal], dtype=torch.float64, device=self.device)
+        sums = torch.tensor([0.0, signal, 0.0, 0.0], dtype=torch.float64, device=self.device)
         losses: dict[int, Tensor] = {}
         norm = None
         for action in self.schedule.actions[self._coordinate]:
@@ -191,6 +194,7 @@ class Program:
             if action.kind == "forward":
                 losses[index] = self._forward(microbatches[index], is_last=index == len(microbatches) - 1)
                 sums[0] += losses[index].detach() * counts[index]
+                self._dropped.add_to(sums[2:])
             elif action.kind == "backward":
                 if counting is not None:
                     counting.wait()
@@ -230,11 +234,8 @@ class Program:
         with self.watch.region("update"):
             norm = None
             if self.max_norm is not None:
-                norm = clip(
-                    self.module.parameters(),
-                    self.max_norm,
-                    self._dp if self.plan.zero and self.plan.mesh.dp > 1 else None,
-                )
+                groups = axis_groups(self.module, self.mesh)
+                norm = clip(axes_of_parameters(self.module, self.plan), self.max_norm, groups)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
             return norm
