@@ -41,6 +41,9 @@ class Routing:
     def density(self, mask: Tensor) -> Fraction:
         return self.densities.get(self._number(mask), ALL)
 
+    def is_count(self, tensor: Tensor) -> bool:
+        return self._number(tensor) in self.counts
+
     def count(self, tensor: Tensor) -> int:
         """What one element of an integer tensor is taken to be."""
         number = self._number(tensor)

@@ -162,14 +162,15 @@ def _expert_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
     """Tokens to their experts and back: as many bytes as the experts' first matmuls read. Forward, ranks first tell each other
     how many come to each expert."""
     experts = own.division.experts
-    if own.plan.mesh.ep == 1 or not experts:
+    if own.plan.mesh.ep == 1:
         return
     size, group = _expert_input_bytes(own), axis_group(own.plan.mesh, "ep")
     if not size:
         return
     if phase == "forward":
         yield from (Call("all_to_all", EXPERT_COUNT_BYTES * count, 1, phase, "ep", group) for count in experts)
-    yield Call("all_to_all", size // len(experts), 2 * len(experts), phase, "ep", group)
+    modules = max(1, len(experts))
+    yield Call("all_to_all", size // modules, 2 * modules, phase, "ep", group)
 
 
 def _expert_input_bytes(own: _Ops) -> int:
@@ -181,8 +182,15 @@ def _expert_input_bytes(own: _Ops) -> int:
             continue
         for source in op.inputs:
             if isinstance(source, int) and _has_tokens(ops[source]) and not _after_matmul(ops, source):
-                found[source] = _result_bytes(ops[source], own.plan)
+                entered = _before_cast(ops, source)
+                found[entered] = _result_bytes(ops[entered], own.plan)
     return sum(found.values())
+
+
+def _before_cast(ops: tuple[Op, ...], number: int) -> int:
+    """Rows travel as the module is given them; autocast makes them narrow inside."""
+    source = ops[number].inputs[0] if ops[number].name == "_to_copy" else None
+    return _before_cast(ops, source) if isinstance(source, int) else number
 
 
 def _has_tokens(op: Op) -> bool:

@@ -21,6 +21,10 @@ from meshwright.core.sharding import ways_by_block
 from meshwright.cost.fusion import Fused, fused_groups
 
 
+STACKED_DIMS = 3
+"""Matrices of several experts in one parameter."""
+
+
 @dataclass(frozen=True)
 class Degrees:
     """Over how many ranks work is divided."""
@@ -95,11 +99,11 @@ def divide(graph: Graph, plan: Plan) -> dict[str, Division]:
 
 
 def _experts(graph: Graph) -> dict[str, tuple[int, ...]]:
-    """Block → the number of experts of each module in it that holds some."""
+    """Block → the number of experts of each module in it that holds some, stacked."""
     modules = {
         parameter.name.rpartition(".")[0]: (parameter.block, parameter.shape[0])
         for parameter in graph.parameters
-        if parameter.expert and parameter.shape
+        if parameter.expert and len(parameter.shape) == STACKED_DIMS
     }
     found: dict[str, tuple[int, ...]] = {}
     for block, count in modules.values():

@@ -1,7 +1,7 @@
 """Expert parallelism: each of ep ranks holds E/ep experts, and tokens travel to the experts their router chose.
 
 The ep ranks of a group are neighbours along dp: dp coordinates ep·g … ep·(g+1) - 1. Ranks with the same place in their groups
-hold the same experts and are data parallel replicas of each other for them: dp/ep of them.         -> expert_mesh
+hold the same experts and are data parallel replicas of each other for them: dp/ep of them.         -> expert_groups
 
 Any module is taken that keeps its experts in stacked parameters [E, …] and is called as transformers calls its own:
 
@@ -40,8 +40,8 @@ NOTE = "_meshwright_experts"
 class ExpertSpread:
     """How the experts of a module lie over ranks; noted on the module."""
 
-    ep: DeviceMesh
-    """The ranks that share the experts out."""
+    ep: dist.ProcessGroup
+    """The ranks that share the experts out. A group of its own, also where it has the ranks of another."""
     replicas: DeviceMesh
     """The dp/ep ranks that hold the same ones."""
     names: tuple[str, ...]
@@ -72,9 +72,9 @@ def find_experts(module: nn.Module) -> dict[str, int]:
 def _num_experts(part: nn.Module) -> int:
     """Known by their structure: all parameters stacked along a first dim of the same size, matrices among them, and a forward
     of three arguments. 0 for any other module."""
-    own = list(part.parameters())
+    own = list(part.parameters(recurse=False))
     sizes = {parameter.shape[0] if parameter.dim() else 0 for parameter in own}
-    if len(sizes) != 1 or list(part.children()) or max(parameter.dim() for parameter in own) < 3:
+    if len(sizes) != 1 or len(list(part.parameters())) > len(own) or max(one.dim() for one in own) < 3:
         return 0
     taken = inspect.signature(part.forward).parameters.values()
     needed = [one for one in taken if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
@@ -95,26 +95,29 @@ def spread_experts(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             raise PlanError(
                 f"{count} experts of '{name}' do not divide over ep={ep}: with dp={plan.mesh.dp} use {', '.join(legal)}"
             )
-    whole = expert_mesh(plan, mesh.device_type)
-    vars(module)[NOTE] = ExpertSpread(whole["ep"], whole["replicas"], tuple(found))
+    group, replicas = expert_groups(plan, mesh.device_type)
+    vars(module)[NOTE] = ExpertSpread(group, replicas, tuple(found))
     for name, count in found.items():
-        _keep_share(module, name, whole["ep"], mesh.get_group("dp"))
-        _send_tokens(module.get_submodule(name), count, whole.get_group("ep"))
+        _keep_share(module, name, group, mesh.get_group("dp"))
+        _send_tokens(module.get_submodule(name), count, group)
 
 
-def expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """The ranks as the experts see them: dp in two directions."""
+def expert_groups(plan: Plan, device_type: str) -> tuple[dist.ProcessGroup, DeviceMesh]:
+    """This rank's ep group, and the ranks that hold its experts: dp in two directions."""
     own = plan.mesh
     degrees = (own.pp, own.dp // own.ep, own.ep, own.cp, own.tp)
-    return init_device_mesh(device_type, degrees, mesh_dim_names=("pp", "replicas", "ep", "cp", "tp"))
+    mesh = init_device_mesh(device_type, degrees, mesh_dim_names=("pp", "replicas", "ep", "cp", "tp"))
+    rows = mesh.mesh.movedim(2, -1).flatten(0, -2).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(rows)
+    return group, mesh["replicas"]
 
 
-def _keep_share(module: nn.Module, name: str, ep: DeviceMesh, dp: dist.ProcessGroup) -> None:
+def _keep_share(module: nn.Module, name: str, ep: dist.ProcessGroup, dp: dist.ProcessGroup) -> None:
     """Ranks may have started from other random weights: the first one's count, before they are cut."""
     part = module.get_submodule(name)
     for own, parameter in list(part.named_parameters()):
         dist.broadcast(parameter.detach(), group=dp, group_src=0)
-        share = parameter.detach().chunk(ep.size())[ep.get_local_rank()].clone()
+        share = parameter.detach().chunk(ep.size())[ep.rank()].clone()
         part.register_parameter(own, nn.Parameter(share, requires_grad=parameter.requires_grad))
         note_place(module, f"{name}.{own}", Place("ep", 0))
 
@@ -140,7 +143,7 @@ def _exchanged(
         sent, received = (each.view(ep, -1).sum(1).tolist() for each in (counts, coming))
         order = chosen.argsort(stable=True)[: sum(sent)]  # by expert; what was dropped comes last
         tokens = order // top_k_index.shape[1]
-        rows = _Exchange.apply(_as_computed(hidden_states)[tokens], sent, received, group, float(ep))
+        rows = _Exchange.apply(hidden_states[tokens], sent, received, group, float(ep))
         made = _run_local(part, forward, rows, coming, ep)
         back = _Exchange.apply(made, received, sent, group, 1 / ep)
         weighted = back * top_k_weights.flatten()[order, None]
@@ -156,12 +159,6 @@ def _check_call(part: nn.Module, hidden_states: Tensor, index: Tensor, weights: 
             f"{type(part).__name__} was called with {shapes}: experts over ep are called with rows [N, H], chosen experts "
             "[N, k] and weights [N, k]; set ep to 1"
         )
-
-
-def _as_computed(hidden_states: Tensor) -> Tensor:
-    """Under autocast the experts compute in 16 bits: rows travel in them."""
-    kind = hidden_states.device.type
-    return hidden_states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden_states
 
 
 def _run_local(part: nn.Module, forward: Callable[..., Tensor], rows: Tensor, coming: Tensor, ep: int) -> Tensor:

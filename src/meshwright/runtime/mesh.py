@@ -27,7 +27,7 @@ def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 def axis_groups(module: nn.Module, mesh: DeviceMesh) -> dict[Axis, dist.ProcessGroup]:
     """This rank's group along each axis; ep where the module's experts lie over it."""
     experts = expert_spread_of(module)
-    found: dict[Axis, dist.ProcessGroup] = {"ep": experts.ep.get_group()} if experts else {}
+    found: dict[Axis, dist.ProcessGroup] = {"ep": experts.ep} if experts else {}
     axes: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
     return {**found, **{axis: mesh.get_group(axis) for axis in axes}}
 
