@@ -159,16 +159,15 @@ def _answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Answer:
     gc.collect()
     for group in [group for group in _groups() if group not in before]:
         dist.destroy_process_group(group)
-    _forget_shardings()
+    _forget_meshes()
     return answer
 
 
-def _forget_shardings() -> None:
-    """torch remembers what ops do to shards, with the mesh they lay over; its groups are gone, and the next mesh is equal."""
-    from torch.distributed.tensor import debug
+def _forget_meshes() -> None:
+    """torch remembers how ops lie over a mesh, and with it the mesh's groups: the next one of the same shape has others."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
-        getattr(debug, name, lambda: None)()
+    _clear_sharding_prop_cache()
 
 
 def _groups() -> list[Any]:

@@ -16,10 +16,10 @@ from meshwright.runtime.places import Place
 T = TypeVar("T")
 
 
-def all_ranks(value: T) -> list[T]:
-    """The value each rank gave, in the order of ranks."""
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value each rank gave, in the order of ranks: of a group, or all."""
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
 
 
@@ -27,15 +27,12 @@ def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor put together, on every rank; others as they are."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    group = tensor.device_mesh.get_group()
-    most = -(-tensor.shape[0] // group.size())
-    own = tensor.to_local().detach()
-    if dist.get_backend(group) == "gloo":
-        own = own.cpu()
-    padded = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
-    shards = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(shards, padded, group=group)
-    return torch.cat(shards)[: tensor.shape[0]]
+    if tensor.device.type == "cuda" and dist.get_backend() == "gloo":
+        # torch 2.11 frees the buffers of this exchange too early and the process dies; shards along dim 0 can go by hand
+        shards = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+        return torch.cat(all_ranks(tensor.to_local().detach().cpu(), shards))
+    gathered: Tensor = tensor.full_tensor()
+    return gathered.detach()
 
 
 def put_together(tensor: Tensor, places: Iterable[Place], groups: Mapping[Axis, dist.ProcessGroup]) -> Tensor:
