@@ -22,12 +22,16 @@ MODELS = {
     "tied": "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=61,tied=true",
     "grouped": "llama:layers=2,hidden=32,heads=4,kv_heads=2,intermediate=48,seq=16,vocab=61",
     "resnet": "resnet:depth=26,image=64,classes=10,channels=8",
+    "switch": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=61,experts=4,top=1,capacity=1.0",
+    "gshard": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=61,experts=4,top=2,capacity=1.0",
+    "dropless": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=61,experts=4,top=2,capacity=0,every=2,balance=0",
     "frozen": f"{ASSETS}/models.py:frozen",
     "odd": f"{ASSETS}/models.py:odd",
     "head_first": f"{ASSETS}/models.py:head_first",
     "unused": f"{ASSETS}/models.py:unused",
     "llama": f"hf:{ASSETS}/llama-tiny.json",
     "gpt2": f"hf:{ASSETS}/gpt2-tiny.json",
+    "mixtral": f"hf:{ASSETS}/mixtral-tiny.json",
 }
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTES = ("none", "full")
@@ -45,9 +49,11 @@ class Case:
     samples: int = 4
     """Per rank and step."""
     compile: bool = False
+    ep: int = 1
 
     def __str__(self) -> str:
         words = f"{self.model}-zero{self.zero}-{self.recompute}-m{self.num_microbatches}-{self.precision}"
+        words = f"{words}-ep{self.ep}" if self.ep > 1 else words
         return f"{words}-compiled" if self.compile else words
 
 
@@ -72,6 +78,7 @@ def plan_of(case: Case, num_ranks: int | None = None) -> Plan:
         global_batch=case.samples * world,
         microbatch=case.samples // case.num_microbatches,
         compile=case.compile,
+        ep=case.ep,
     )
     return plain_plan(request, graph_of(case.model), world, "tests")
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import ModelError, PlanError
 from meshwright.core.plan import Plan
@@ -42,10 +42,15 @@ class ExpertSpread:
 
     ep: dist.ProcessGroup
     """The ranks that share the experts out. A group of its own, also where it has the ranks of another."""
-    replicas: DeviceMesh
-    """The dp/ep ranks that hold the same ones."""
+    mesh: DeviceMesh
+    """The same ranks, and beside them those that hold the same experts: ("ep", "replicas")."""
     names: tuple[str, ...]
     """Modules of experts."""
+
+    @property
+    def replicas(self) -> DeviceMesh:
+        """The dp/ep ranks that hold the same experts."""
+        return self.mesh["replicas"]
 
 
 def expert_spread_of(module: nn.Module) -> ExpertSpread | None:
@@ -95,21 +100,20 @@ def spread_experts(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             raise PlanError(
                 f"{count} experts of '{name}' do not divide over ep={ep}: with dp={plan.mesh.dp} use {', '.join(legal)}"
             )
-    group, replicas = expert_groups(plan, mesh.device_type)
-    vars(module)[NOTE] = ExpertSpread(group, replicas, tuple(found))
+    group, ranks = expert_groups(plan, mesh.device_type)
+    vars(module)[NOTE] = ExpertSpread(group, ranks, tuple(found))
     for name, count in found.items():
         _keep_share(module, name, group, mesh.get_group("dp"))
         _send_tokens(module.get_submodule(name), count, group)
 
 
 def expert_groups(plan: Plan, device_type: str) -> tuple[dist.ProcessGroup, DeviceMesh]:
-    """This rank's ep group, and the ranks that hold its experts: dp in two directions."""
+    """This rank's ep group, and the dp ranks in two directions: along ep, and along those that hold the same experts."""
     own = plan.mesh
-    degrees = (own.pp, own.dp // own.ep, own.ep, own.cp, own.tp)
-    mesh = init_device_mesh(device_type, degrees, mesh_dim_names=("pp", "replicas", "ep", "cp", "tp"))
-    rows = mesh.mesh.movedim(2, -1).flatten(0, -2).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(rows)
-    return group, mesh["replicas"]
+    ranks = torch.arange(plan.world).view(own.pp, own.dp // own.ep, own.ep, own.cp, own.tp)
+    group, _ = dist.new_subgroups_by_enumeration(ranks.movedim(2, -1).flatten(0, -2).tolist())
+    names = ("pp", "ep", "replicas", "cp", "tp")
+    return group, DeviceMesh(device_type, ranks.transpose(1, 2), mesh_dim_names=names)["ep", "replicas"]
 
 
 def _keep_share(module: nn.Module, name: str, ep: dist.ProcessGroup, dp: dist.ProcessGroup) -> None:
