@@ -200,7 +200,10 @@ def test_collectives_and_state(pool: Pools, case: Case) -> None:
     every = pool(4).run(train_on_rank, case)
     for seen in every:
         assert calls_of(seen.trace.collectives) == calls_of(seen.predicted.collectives)
-    memory, predicted = every[0].trace.memory_bytes, every[0].predicted.memory_bytes  # the first rank's shards are the largest
+    memory, predicted = (
+        every[0].trace.memory_bytes,
+        every[0].predicted.memory_bytes,
+    )  # the first rank's shards are the largest
     assert memory is not None
     assert (memory.parameters, memory.optimizer_state) == (predicted.parameters, predicted.optimizer_state)
     assert total(row for seen in every for row in seen.trace.collectives) == total(

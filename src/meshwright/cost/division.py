@@ -20,7 +20,6 @@ from meshwright.core.plan import Plan
 from meshwright.core.sharding import ways_by_block
 from meshwright.cost.fusion import Fused, fused_groups
 
-
 STACKED_DIMS = 3
 """Matrices of several experts in one parameter."""
 

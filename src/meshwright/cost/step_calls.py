@@ -40,6 +40,7 @@ from meshwright.cost.state import (
     total_elements,
 )
 
+
 def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tuple[Call, ...]:
     """The collectives of a rank on this coordinate outside the blocks."""
     parameters = local_parameters(graph, plan, coordinate)

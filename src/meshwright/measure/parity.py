@@ -7,8 +7,8 @@ parameter. A difference counts relative to the largest entry of the reference te
     |a - b|∞ / max(|b|∞, FLOOR · largest gradient of the step)  ≤  SLACK · ε · (number of blocks + 1)
 
 The bound grows with depth and machine epsilon; the floor keeps gradients that are zero but for rounding (the bias of an
-attention key) from being compared with themselves. Where the mathematics depends on the local batch (batch norm, expert capacity) the
-reference runs the same microbatch groups one after another; else it runs the global batch at once.
+attention key) from being compared with themselves. Where the mathematics depends on the local batch (batch norm,
+expert capacity) the reference runs the same microbatch groups one after another; else it runs the global batch at once.
 """
 
 from __future__ import annotations

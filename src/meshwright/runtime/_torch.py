@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import nn
+import torch
 
 # Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
 from torch._C import _current_autograd_node
@@ -42,11 +40,11 @@ __all__ = [
 ]
 
 
-def leave_out_of_replicas(module: nn.Module, names: Iterable[str]) -> None:
+def leave_out_of_replicas(module: torch.nn.Module, names: list[str]) -> None:
     """Replicas neither copy nor reduce these parameters: other ranks hold other ones. torch has no public name for it."""
     from torch.nn.parallel import DistributedDataParallel  # it imports torch.distributed
 
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
 def compile_replicas_whole() -> None:

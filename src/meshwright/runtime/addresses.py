@@ -23,9 +23,7 @@ def addressed(tensors: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     spread, apart = expert_spread_of(module), expert_parameters_of(module)
     if spread is None:
         return dict(tensors)
-    return {
-        name: _addressed(found, apart[name], spread) if name in apart else found for name, found in tensors.items()
-    }
+    return {name: _addressed(found, apart[name], spread) if name in apart else found for name, found in tensors.items()}
 
 
 def _addressed(found: Any, parameter: nn.Parameter, spread: ExpertSpread) -> Any:

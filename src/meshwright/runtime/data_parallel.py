@@ -45,7 +45,7 @@ def spread(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Every rank holds everything; buckets of gradients are all-reduced while backward goes on."""
-    leave_out_of_replicas(module, expert_parameters_of(module))
+    leave_out_of_replicas(module, list(expert_parameters_of(module)))
     return DistributedDataParallel(
         module,
         process_group=mesh.get_group("dp"),
@@ -88,21 +88,29 @@ def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """Each rank holds 1/dp of every parameter, gradient and optimizer state."""
     copy_from_first_rank(module, mesh)
     policy = sharded_policy(plan)
-    experts = expert_spread_of(module)
-    for name in experts.names if experts else ():
-        fully_shard(
-            module.get_submodule(name), mesh=experts.replicas, reshard_after_forward=plan.zero == 3, mp_policy=policy
-        )
+    shard_experts(module, plan)
     for name in filter(None, shard_groups(list_parameters(module), plan.blocks)):
         fully_shard(module.get_submodule(name), mesh=mesh["dp"], reshard_after_forward=plan.zero == 3, mp_policy=policy)
     fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=policy)
     return module
 
 
+def shard_experts(module: nn.Module, plan: Plan) -> None:
+    """Experts that lie over ep, over the ranks that hold the same ones."""
+    experts = expert_spread_of(module)
+    if experts is None:
+        return
+    ranks, policy = experts.replicas, sharded_policy(plan)
+    for name in experts.names:
+        fully_shard(module.get_submodule(name), mesh=ranks, reshard_after_forward=plan.zero == 3, mp_policy=policy)
+
+
 def copy_from_first_rank(module: nn.Module, mesh: DeviceMesh) -> None:
     """Ranks may have started from other random weights: the first one's count."""
     group = mesh.get_group("dp")
-    apart = {id(parameter) for parameter in expert_parameters_of(module).values()}  # they are copied before they are cut
+    apart = {
+        id(parameter) for parameter in expert_parameters_of(module).values()
+    }  # they are copied before they are cut
     for tensor in (*(one for one in module.parameters() if id(one) not in apart), *module.buffers()):
         dist.broadcast(tensor.detach(), group=group, group_src=0)
 

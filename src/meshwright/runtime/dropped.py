@@ -19,6 +19,7 @@ class Dropped:
     def add_to(self, sums: Tensor) -> None:
         """Add what the last forward dropped and chose to two numbers."""
         for router in self.routers:
+            dropped: Tensor | None = getattr(router, "dropped_tokens", None)
             sums[1] += getattr(router, "routed_tokens", 0)
-            if router.dropped_tokens is not None:
-                sums[0] += router.dropped_tokens
+            if dropped is not None:
+                sums[0] += dropped

@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -128,14 +128,14 @@ def _keep_share(module: nn.Module, name: str, ep: dist.ProcessGroup, dp: dist.Pr
 
 def _send_tokens(part: nn.Module, num_experts: int, group: dist.ProcessGroup) -> None:
     if getattr(part, "num_experts", None) == num_experts:  # modules of this interface read it for their stacked weights
-        part.num_experts = num_experts // group.size()
+        vars(part)["num_experts"] = num_experts // group.size()
     part.forward = _exchanged(part, part.forward, num_experts, group)
 
 
 def _exchanged(
     part: nn.Module, forward: Callable[..., Tensor], num_experts: int, group: dist.ProcessGroup
 ) -> Callable[..., Tensor]:
-    ep = group.size()
+    ep, exchange = group.size(), cast(Callable[..., Tensor], _Exchange.apply)
 
     @wraps(forward)
     def run(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -147,9 +147,9 @@ def _exchanged(
         sent, received = (each.view(ep, -1).sum(1).tolist() for each in (counts, coming))
         order = chosen.argsort(stable=True)[: sum(sent)]  # by expert; what was dropped comes last
         tokens = order // top_k_index.shape[1]
-        rows = _Exchange.apply(hidden_states[tokens], sent, received, group, float(ep))
+        rows = exchange(hidden_states[tokens], sent, received, group, float(ep))
         made = _run_local(part, forward, rows, coming, ep)
-        back = _Exchange.apply(made, received, sent, group, 1 / ep)
+        back = exchange(made, received, sent, group, 1 / ep)
         weighted = back * top_k_weights.flatten()[order, None]
         return torch.zeros_like(hidden_states).index_add(0, tokens, weighted.to(hidden_states.dtype))
 
@@ -168,7 +168,7 @@ def _check_call(part: nn.Module, hidden_states: Tensor, index: Tensor, weights: 
 def _run_local(part: nn.Module, forward: Callable[..., Tensor], rows: Tensor, coming: Tensor, ep: int) -> Tensor:
     """The module's own forward on the rows that came."""
     if not len(rows):
-        return _Nothing.apply(rows, *part.parameters())  # type: ignore[no-any-return]
+        return cast(Callable[..., Tensor], _Nothing.apply)(rows, *part.parameters())
     own = torch.arange(len(coming) // ep, device=rows.device).repeat(ep).repeat_interleave(coming)
     return forward(rows, own[:, None], rows.new_ones(len(rows), 1))
 
@@ -184,7 +184,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _all_to_all(gradient, ctx.received, ctx.sent, ctx.group).mul_(ctx.scale), None, None, None, None
 
 
@@ -203,5 +203,5 @@ class _Nothing(torch.autograd.Function):
         return rows.new_empty(rows.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         return gradient, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
