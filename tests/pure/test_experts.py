@@ -9,6 +9,7 @@ import pytest
 from machines import DEVICE, chain_graph, machine, plan_for
 from writer import Writer, shape_of
 
+from meshwright.core.errors import PlanError
 from meshwright.core.graph import Affine, Block, Graph, Kind, Parameter, Segment
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication import block_calls
@@ -114,6 +115,11 @@ def test_tokens_travel_to_their_experts_and_back(microbatch: int) -> None:
         assert (call.kind, call.axis, call.count, call.num_bytes) == ("all_to_all", "ep", 2, microbatch * DISPATCHED)
         assert call.group == Group(4, 1)
     assert [(call.kind, call.axis, call.count, call.num_bytes) for call in told] == [("all_to_all", "ep", 1, COUNTED)]
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(PlanError, match="32 experts do not divide over ep=6: with dp=12 use 1, 2, 4"):
+        divide(GRAPH, plan_for(GRAPH, dp=12, ep=6, global_batch=12))
 
 
 def test_experts_on_every_rank_send_nothing() -> None:

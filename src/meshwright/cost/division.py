@@ -16,7 +16,7 @@ from functools import cached_property
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Kind, Op, Source
 from meshwright.core.labels import Label, Labels, Way, labels_of
-from meshwright.core.plan import Plan
+from meshwright.core.plan import Plan, check_experts
 from meshwright.core.sharding import ways_by_block
 from meshwright.cost.fusion import Fused, fused_groups
 
@@ -130,8 +130,10 @@ def _labels(graph: Graph, kinds: dict[str, Kind], ways: dict[str, dict[str, Way]
 
 
 def check_divides(graph: Graph, plan: Plan) -> None:
-    """Heads that do not divide over tp, and attention or sequences that do not divide over cp, are refused."""
+    """Heads that do not divide over tp, experts over ep, and attention or sequences over cp, are refused."""
     tp, cp = plan.mesh.tp, plan.mesh.cp
+    for counts in _experts(graph).values():
+        check_experts(counts, plan.mesh)
     if tp > 1 and not plan.sharding:
         raise PlanError(
             f"the plan has tp={tp} but splits no tensor: add `sharding`, or make the plan with --tp {tp}, which does"

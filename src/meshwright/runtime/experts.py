@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import ModelError, PlanError
-from meshwright.core.plan import Plan
+from meshwright.core.plan import Plan, check_experts
 from meshwright.runtime.places import Place, note_place
 
 NOTE = "_meshwright_experts"
@@ -94,12 +94,7 @@ def spread_experts(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     found = find_experts(module)
     if not found:
         raise PlanError(f"ep={ep}, but the model has no experts in stacked parameters: set ep to 1")
-    for name, count in found.items():
-        if count % ep:
-            legal = [str(degree) for degree in range(1, count + 1) if count % degree == plan.mesh.dp % degree == 0]
-            raise PlanError(
-                f"{count} experts of '{name}' do not divide over ep={ep}: with dp={plan.mesh.dp} use {', '.join(legal)}"
-            )
+    check_experts(found.values(), plan.mesh)
     group, ranks = expert_groups(plan, mesh.device_type)
     vars(module)[NOTE] = ExpertSpread(group, ranks, tuple(found))
     for name, count in found.items():
