@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from cases import ZERO_STAGES, Case, graph_of, hand_cluster, plan_of, source_of
@@ -17,11 +18,14 @@ from test_checkpoint import GLOBAL_BATCH, resume, run_and_save
 from test_parity import check
 from torch import Tensor, nn
 
+from meshwright.core.cluster import CollectiveTime
 from meshwright.core.collective import Collective, total
 from meshwright.core.estimate import Estimate
 from meshwright.core.recipe import Recipe
 from meshwright.core.trace import Trace
 from meshwright.cost.estimate import estimate
+from meshwright.cost.links import Group, ring_seconds
+from meshwright.measure.links import link_of
 from meshwright.measure.parity import ParityResult, Tamper, compare
 from meshwright.measure.record import StepRecorder
 from meshwright.models.moe import MoE, MoEOptions
@@ -30,6 +34,7 @@ from meshwright.models.source import ModelSource
 from meshwright.runtime.apply import apply
 from meshwright.runtime.experts import expert_parameters_of, find_experts
 from meshwright.runtime.program import Program
+from meshwright.train.metrics import dropped_tokens
 
 Pools = Callable[[int], RankPool]
 
@@ -325,6 +330,28 @@ def test_dropped_tokens_of_a_step(pool: Pools) -> None:
             module(slice_batch(batch, start, start + 2)["input_ids"])  # type: ignore[call-overload]
     assert set(every) == {(expected, 16 * 16 * 2)}
     assert expected > 0
+
+
+def test_dropped_tokens_of_a_run(tmp_path: Path) -> None:
+    lines = tmp_path / "metrics.jsonl"
+    assert dropped_tokens(lines) == (0, 0)
+    lines.write_text(
+        '{"step": 0, "dropped_tokens": 3, "routed_tokens": 10}\n{"step": 1, "routed_tokens": 10}\n{"step": 1}\n'
+    )
+    assert dropped_tokens(lines) == (3, 20)
+
+
+def test_a_measured_link_gives_the_measured_seconds() -> None:
+    """A ring over it takes as long as the all-reduces it was made of; fewer ranks take less."""
+    points = tuple(
+        CollectiveTime(kind="all_reduce", num_ranks=4, num_bytes=size, seconds=seconds)
+        for size, seconds in ((8, 6e-4), (2**20, 3e-3), (2**24, 4e-2))
+    )
+    cluster = msgspec.structs.replace(hand_cluster(4), intra_host=link_of(points))
+    for size, seconds in ((8, 6e-4), (2**24, 4e-2)):
+        assert ring_seconds("all_reduce", size, Group(4), cluster) == pytest.approx(seconds, rel=0.01)
+        assert ring_seconds("all_to_all", size, Group(2), cluster) < seconds
+    assert link_of(()) is None
 
 
 # Checkpoints.

@@ -228,7 +228,9 @@ def check_experts(counts: Iterable[int], mesh: Mesh) -> None:
     for count in counts:
         if count % mesh.ep:
             legal = [str(degree) for degree in range(1, count + 1) if count % degree == mesh.dp % degree == 0]
-            raise PlanError(f"{count} experts do not divide over ep={mesh.ep}: with dp={mesh.dp} use {', '.join(legal)}")
+            raise PlanError(
+                f"{count} experts do not divide over ep={mesh.ep}: with dp={mesh.dp} use {', '.join(legal)}"
+            )
 
 
 def placement_of(kind: ScheduleKind) -> Placement:

@@ -66,21 +66,19 @@ class Experts(nn.Module):
         chosen = top_k_index.flatten()
         counts = (chosen[:, None] == torch.arange(self.num_experts, device=chosen.device)).sum(0)
         order = chosen.argsort(stable=True)  # by expert; what was dropped comes last
-        if _has_grouped_product(hidden_states):
-            made = self.run_grouped(hidden_states, order // top_k_index.shape[1], counts)
-        else:
-            sizes = counts.tolist()
-            order = order[: sum(sizes)]
-            made = self.run_each(hidden_states[order // top_k_index.shape[1]], sizes)
-        weighted = made * top_k_weights.flatten()[order, None]
-        return torch.zeros_like(hidden_states).index_add(
-            0, order // top_k_index.shape[1], weighted.to(hidden_states.dtype)
-        )
+        tokens = order // top_k_index.shape[1]
+        run = self.run_grouped if self.has_grouped_product(hidden_states) else self.run_each
+        weighted = run(hidden_states, tokens, counts) * top_k_weights.flatten()[order, None]
+        return torch.zeros_like(hidden_states).index_add(0, tokens, weighted.to(hidden_states.dtype))
 
-    def run_each(self, rows: Tensor, sizes: list[int]) -> Tensor:
-        """One expert after another on its rows."""
+    def run_each(self, hidden_states: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
+        """One expert after another on its rows; zeros for what was dropped."""
+        sizes = counts.tolist()
+        rows = hidden_states[tokens[: sum(sizes)]]
         parts = zip(rows.split(sizes), self.expand.unbind(), self.contract.unbind(), strict=True)
-        return torch.cat([F.linear(F.gelu(F.linear(part, expand)), contract) for part, expand, contract in parts])
+        made = [F.linear(F.gelu(F.linear(part, expand)), contract) for part, expand, contract in parts]
+        dropped = made[0].new_zeros(len(tokens) - len(rows), rows.shape[1])
+        return torch.cat([*made, dropped])
 
     def run_grouped(self, hidden_states: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
         """All experts in two products, without asking the device how many rows each has. Rows past the last expert's are
@@ -92,12 +90,12 @@ class Experts(nn.Module):
         made = F.grouped_mm(F.gelu(wide), self.contract.to(rows.dtype).transpose(1, 2), offs=ends)
         return made.masked_fill(dropped, 0)
 
-
-def _has_grouped_product(hidden_states: Tensor) -> bool:
-    """On a GPU, in bfloat16, where torch has the product."""
-    kind = hidden_states.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
-    return kind == "cuda" and dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+    def has_grouped_product(self, hidden_states: Tensor) -> bool:
+        """On a GPU, in bfloat16, where torch has the product; it takes rows of whole 16 bytes."""
+        kind = hidden_states.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
+        fits = kind == "cuda" and dtype == torch.bfloat16 and hidden_states.shape[1] % 8 == 0
+        return fits and hasattr(F, "grouped_mm")
 
 
 class MoE(nn.Module):
