@@ -27,6 +27,9 @@ MODELS = {
     "coatnet": "coatnet:blocks=2-2-2-2-2,channels=8-8-16-32-64,head_width=8,image=64,classes=12",
     "mlp": "mlp:layers=2,inputs=24,hidden=32,classes=12",
     "resnet": "resnet:depth=26,image=64,classes=10,channels=8",
+    "switch": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=61,experts=4,top=1,capacity=1.0",
+    "gshard": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=61,experts=4,top=2,capacity=1.0",
+    "dropless": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=61,experts=4,top=2,capacity=0,every=2,balance=0",
     "frozen": f"{ASSETS}/models.py:frozen",
     "odd": f"{ASSETS}/models.py:odd",
     "head_first": f"{ASSETS}/models.py:head_first",
@@ -57,10 +60,12 @@ class Case:
     compile: bool = False
     hybrid: int | None = None
     sync_batch_norm: bool = False
+    ep: int = 1
 
     def __str__(self) -> str:
         words = f"{self.model}-zero{self.zero}-{self.recompute}-m{self.num_microbatches}-{self.precision}"
         words += f"-hybrid{self.hybrid}" if self.hybrid else ""
+        words += f"-ep{self.ep}" if self.ep > 1 else ""
         return f"{words}-compiled" if self.compile else words
 
 
@@ -87,6 +92,7 @@ def plan_of(case: Case, num_ranks: int | None = None) -> Plan:
         compile=case.compile,
         hybrid=case.hybrid,
         sync_batch_norm=case.sync_batch_norm,
+        ep=case.ep,
     )
     return plain_plan(request, graph_of(case.model), world, "tests")
 

@@ -614,7 +614,7 @@ def test_capture_lists_its_guesses(here: Cli) -> None:
 
 def test_models_as_json(here: Cli) -> None:
     said = here("models", "--json").json
-    assert said.keys() == {"gpt", "llama", "resnet"}
+    assert said.keys() == {"gpt", "llama", "moe", "resnet"}
     assert said["gpt"]["options"]["layers"] == 12
 
 

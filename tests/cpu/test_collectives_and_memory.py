@@ -162,7 +162,7 @@ def test_collectives_of_zero_3_by_hand(pool: Pools) -> None:
             kind="all_gather", axis="dp", count=microbatches * (2 * 3 + 1),
             total_bytes=microbatches * (2 * 3 * layer + rest),
         ),
-        Collective(kind="all_reduce", axis="dp", count=3, total_bytes=8 + 16 + 8),
+        Collective(kind="all_reduce", axis="dp", count=3, total_bytes=8 + 32 + 8),
         Collective(
             kind="reduce_scatter", axis="dp", count=microbatches * 4,
             total_bytes=2 * microbatches * (3 * layer + rest),

@@ -20,6 +20,7 @@ from meshwright.core.trace import Trace
 from meshwright.cost.estimate import estimate
 from meshwright.measure.probe import measure_cluster
 from meshwright.measure.record import StepRecorder
+from meshwright.models.moe import MoE, MoEOptions
 from meshwright.models.source import resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.launch import launch
@@ -50,6 +51,43 @@ def test_parity_with_one_process(zero: int, num_ranks: int) -> None:
     payload = {"model": MODEL, "plan": msgspec.to_builtins(plan), "steps": 4, "device": "cuda", "backend": backend}
     result = launch("meshwright.measure.parity:parity_rank", payload, num_ranks)
     assert result["ok"], result["first_difference"]
+
+
+MIXTURE = "moe:layers=2,hidden=32,heads=4,seq=16,vocab=64,experts=4"
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_parity_of_experts_over_two_ranks(zero: int) -> None:
+    plan = plan_for(MIXTURE, 2, zero=zero, ep=2, precision="fp64", recompute="full" if zero % 2 else "none")
+    payload = {"model": MIXTURE, "plan": msgspec.to_builtins(plan), "steps": 4, "device": "cuda", "backend": "gloo"}
+    result = launch("meshwright.measure.parity:parity_rank", payload, 2)
+    assert result["ok"], result["first_difference"]
+
+
+@pytest.mark.parametrize("top", [1, 2])
+@pytest.mark.parametrize("capacity", [0.0, 0.5])
+def test_experts_in_one_product_and_one_after_another(top: int, capacity: float) -> None:
+    """bf16: the same rounding of inputs, sums in another order."""
+    torch.manual_seed(0)
+    layer = MoE(MoEOptions(hidden=64, heads=4, experts=4, top=top, capacity=capacity)).to("cuda", torch.bfloat16)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(2, 32, 64, device="cuda", dtype=torch.bfloat16)
+    assert layer.experts.has_grouped_product(x.flatten(0, 1))
+    grouped = outcome(layer, x)
+    layer.experts.has_grouped_product = lambda _: False  # type: ignore[method-assign]
+    for found, expected in zip(grouped, outcome(layer, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
+def outcome(layer: MoE, x: torch.Tensor) -> list[torch.Tensor]:
+    """What a layer gives, and the gradients of its input and parameters."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    made, _ = layer(x)
+    made.float().square().sum().backward()
+    gradients = [x.grad, *(parameter.grad for parameter in layer.parameters())]
+    return [made.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

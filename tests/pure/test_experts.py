@@ -9,6 +9,7 @@ import pytest
 from machines import DEVICE, chain_graph, machine, plan_for
 from writer import Writer, shape_of
 
+from meshwright.core.errors import PlanError
 from meshwright.core.graph import Affine, Block, Graph, Kind, Parameter, Segment
 from meshwright.core.recipe import Recipe
 from meshwright.cost.block_calls import block_calls
@@ -22,6 +23,8 @@ from meshwright.cost.step_calls import step_calls
 EXPERTS, TOKENS, HIDDEN, WIDE = 32, 64, 32, 64
 DISPATCHED = TOKENS * HIDDEN * 4
 """Bytes of the tokens that enter the experts, one sample."""
+COUNTED = 8 * EXPERTS
+"""Bytes that say how many rows come to each expert."""
 DENSE, SPARSE = HIDDEN * HIDDEN, 2 * EXPERTS * HIDDEN * WIDE
 
 
@@ -106,10 +109,17 @@ def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_the_same_ones
 def test_tokens_travel_to_their_experts_and_back(microbatch: int) -> None:
     plan = plan_for(GRAPH, dp=4, ep=4, microbatch=microbatch)
     division = divide(GRAPH, plan)["blocks.0"]
-    for phase in ("forward", "backward"):
-        (call,) = block_calls(division, plan, phase)
+    *told, there = block_calls(division, plan, "forward")
+    (back,) = block_calls(division, plan, "backward")
+    for call in (there, back):
         assert (call.kind, call.axis, call.count, call.num_bytes) == ("all_to_all", "ep", 2, microbatch * DISPATCHED)
         assert call.group == Group(4, 1)
+    assert [(call.kind, call.axis, call.count, call.num_bytes) for call in told] == [("all_to_all", "ep", 1, COUNTED)]
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(PlanError, match="32 experts do not divide over ep=6: with dp=12 use 1, 2, 4"):
+        divide(GRAPH, plan_for(GRAPH, dp=12, ep=6, global_batch=12))
 
 
 def test_experts_on_every_rank_send_nothing() -> None:
@@ -126,7 +136,7 @@ def gathered_once(**request: Any) -> float:
 def test_dense_and_expert_gathers_of_a_block_both_count() -> None:
     """Bytes that arrive: 7/8 of the dense weights, and of a rank's experts the half the other rank has. The second
     block's gather hides behind the tokens that travel in the first."""
-    travelling = 2 * 3 / 4 * DISPATCHED / 1e3
+    travelling = 3 / 4 * (2 * DISPATCHED + COUNTED) / 1e3
     expected = 2 * 4 * (7 / 8 * DENSE + 1 / 2 * SPARSE / 4) / 1e3 - travelling
     assert gathered_once(dp=8, ep=4, zero=1) == pytest.approx(expected, rel=0.01)
 
@@ -134,5 +144,6 @@ def test_dense_and_expert_gathers_of_a_block_both_count() -> None:
 def test_experts_of_a_step_are_counted() -> None:
     found = estimate(GRAPH, plan_for(GRAPH, dp=4, ep=4, microbatch=1, global_batch=8), machine(4))
     rows = {(row.kind, row.axis): (row.count, row.total_bytes) for row in found.collectives}
-    assert rows["all_to_all", "ep"] == (2 * 2 * 2 * 2, 16 * DISPATCHED)
+    microbatches, layers = 2, 2
+    assert rows["all_to_all", "ep"] == (microbatches * layers * 5, microbatches * layers * (4 * DISPATCHED + COUNTED))
     assert found.time_seconds.exposed_inner > 0

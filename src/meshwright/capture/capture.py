@@ -34,7 +34,7 @@ def capture(
     """Follow a module on fake tensors; its own tensors may be on any device, also `meta`."""
     subject = Subject(module, batch, objective, Arithmetic(precision, casting))
     graph = subject.follow(name, find_groups(module, subject.blocks))
-    for guess in graph.guesses:
+    for guess in filter(lambda guess: guess.is_surprising, graph.guesses):
         warnings.warn(guess.words, GuessWarning, stacklevel=2)
     return graph
 

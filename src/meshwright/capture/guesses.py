@@ -25,7 +25,7 @@ from meshwright.capture.place import Place
 from meshwright.capture.recording import Recording
 from meshwright.capture.routing import ALL, Routing
 from meshwright.capture.storages import Storages
-from meshwright.core.graph import Guess
+from meshwright.core.graph import EVEN_SPREAD, Guess
 from meshwright.runtime._torch import DataDependentOutputException, DynamicOutputShapeException
 
 Answer = Callable[["Guesser", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -60,7 +60,7 @@ class Guesser:
 
     def num_true(self, mask: Tensor) -> int:
         share = self.routing.density(mask)
-        words = "all" if share == ALL else f"{share.numerator} in {share.denominator}, an even spread over experts"
+        words = "all" if share == ALL else f"{share.numerator} in {share.denominator}, {EVEN_SPREAD}"
         self.note("how many elements of a mask are true", words)
         return self.routing.num_true(mask)
 
@@ -68,13 +68,15 @@ class Guesser:
 def _item(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     tensor: Tensor = arguments[0]
     answer: bool | int | float = 1.0
+    why = ""
     if tensor.dtype is torch.bool:
         writer = guesser.storages.writer(tensor)
         from_all = isinstance(writer, int) and guesser.recording.ops[writer].name == "all"
         answer = from_all or guesser.routing.is_routing(tensor)
     elif not tensor.is_floating_point():
         answer = guesser.routing.count(tensor)
-    guesser.note(f"the value of a {str(tensor.dtype).removeprefix('torch.')} tensor", str(answer))
+        why = f", {EVEN_SPREAD}" if guesser.routing.is_count(tensor) else ""
+    guesser.note(f"the value of a {str(tensor.dtype).removeprefix('torch.')} tensor", f"{answer}{why}")
     return answer
 
 

@@ -21,7 +21,7 @@ from meshwright.capture.storages import Storages
 T = TypeVar("T")
 
 ALL = Fraction(1)
-_SAME = ("_to_copy", "clone", "ne", "gt", "copy_", "lift_fresh_copy")
+_SAME = ("_to_copy", "clone", "ne", "gt", "copy_", "lift_fresh_copy", "masked_fill")
 _REDUCING = ("sum", "any", "amax", "max")
 _COUNTING = ("bincount", "histc")
 
@@ -40,6 +40,9 @@ class Routing:
 
     def density(self, mask: Tensor) -> Fraction:
         return self.densities.get(self._number(mask), ALL)
+
+    def is_count(self, tensor: Tensor) -> bool:
+        return self._number(tensor) in self.counts
 
     def count(self, tensor: Tensor) -> int:
         """What one element of an integer tensor is taken to be."""

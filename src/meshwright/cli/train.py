@@ -251,12 +251,17 @@ def _finish(settings: Settings, decision: Decision, summary: dict[str, Any], con
     from meshwright.core.trace import Trace
     from meshwright.report.tables import comparison_table
     from meshwright.train.folder import RunFolder
+    from meshwright.train.metrics import dropped_tokens
 
     folder = RunFolder(settings.folder)
     trace = Trace.load(folder.trace)
+    dropped, routed = dropped_tokens(folder.metrics)
     console.print(comparison_table(decision.estimate, trace))
     ended = f"stopped after {summary['num_steps']} steps: {summary['stopped']}" if summary["stopped"] else "done"
     console.print(f"{ended}; loss {summary['loss']:.4f}; everything is in {folder.path}", highlight=False)
+    if routed:
+        share = f"{dropped / routed:.1%}"
+        console.print(f"experts had no room for {dropped} of {routed} choices ({share})", highlight=False)
     if summary["stopped"]:
         console.print("its checkpoint is whole: the same command with --resume goes on from it", highlight=False)
     if as_json:
@@ -268,6 +273,8 @@ def _finish(settings: Settings, decision: Decision, summary: dict[str, Any], con
                 "predicted_step_seconds": decision.estimate.step_seconds,
                 "predicted_peak_bytes": decision.estimate.peak_bytes,
                 "measured_peak_bytes": trace.peak_bytes,
+                "dropped_tokens": dropped,
+                "dropped_share": dropped / routed if routed else 0.0,
                 "validation_loss": summary["validation_loss"],
                 "num_steps": summary["num_steps"],
                 "stopped": summary["stopped"],

@@ -14,8 +14,8 @@ Axis = Literal["pp", "dp", "cp", "tp", "ep"]
 
 COUNT_BYTES = 8
 """Before the first backward of a step the ranks add up how many tokens the global batch holds (one float64)."""
-LOSS_BYTES = 16
-"""After the last backward they add up the loss and the stop signal (two float64)."""
+LOSS_BYTES = 32
+"""After the last backward they add up the loss, the stop signal, and dropped and all choices of experts (four float64)."""
 NORM_BYTES = 8
 """Clipping sharded gradients adds up one squared norm (one float64)."""
 FLAG_BYTES = 4

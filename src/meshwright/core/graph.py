@@ -165,6 +165,9 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     number: int
 
 
+EVEN_SPREAD = "an even spread over experts"
+
+
 class Guess(Value, kw_only=True):
     """A value the module read while it was followed, which fake tensors do not have, and what was answered."""
 
@@ -173,6 +176,11 @@ class Guess(Value, kw_only=True):
     """file:line of the code that read it."""
     question: str
     answer: str
+
+    @property
+    def is_surprising(self) -> bool:
+        """Experts ask how many tokens come, and the answer is always the same: nobody has to be warned."""
+        return not self.answer.endswith(EVEN_SPREAD)
 
     @property
     def words(self) -> str:

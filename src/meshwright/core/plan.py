@@ -8,6 +8,7 @@ diffed and committed. A plan refuses itself when it contradicts itself; nothing 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -223,6 +224,16 @@ def check_virtual(kind: ScheduleKind, virtual: int, error: type[ValueError]) -> 
             "schedule 'interleaved' runs several stages per coordinate, but virtual=1: "
             "set virtual to 2 or more, or use 1f1b"
         )
+
+
+def check_experts(counts: Iterable[int], mesh: Mesh) -> None:
+    """Experts that stand together are shared out evenly over ep."""
+    for count in counts:
+        if count % mesh.ep:
+            legal = [str(degree) for degree in range(1, count + 1) if count % degree == mesh.dp % degree == 0]
+            raise PlanError(
+                f"{count} experts do not divide over ep={mesh.ep}: with dp={mesh.dp} use {', '.join(legal)}"
+            )
 
 
 def placement_of(kind: ScheduleKind) -> Placement:

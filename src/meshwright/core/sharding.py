@@ -110,7 +110,14 @@ def _weight(op: Op, parameters: dict[str, Parameter], copies: dict[Source, str])
         return None
     names = [copies.get(source, source) for source in op.inputs]
     return next(
-        (name for name in names if isinstance(name, str) and name in parameters and len(parameters[name].shape) > 1),
+        (
+            name
+            for name in names
+            if isinstance(name, str)
+            and name in parameters
+            and len(parameters[name].shape) > 1
+            and not parameters[name].expert
+        ),
         None,
     )
 

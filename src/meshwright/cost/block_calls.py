@@ -8,7 +8,12 @@
     lookups  of what is no token of the batch (positions): the ranks do them whole, and under sequence parallel take
              their tokens of it; backward gathers the gradient over tp                    -> _lookup_calls
     cp       attention: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same
-    ep       all-to-all of the tokens to their experts and back, forward and backward     -> _expert_calls
+    ep       all-to-all of the tokens to their experts and back, forward and backward; before them, of how many come to
+             each expert                                                                  -> _expert_calls
+
+Rows of experts: a rank sends k rows a token, and sends back as many as came, which depends on the routing. Predicted is an even
+spread: exact for what is sent out and for the sum over the ep ranks, as long as no choice is dropped; dropped ones are not
+sent.
 
 Under sequence parallel a split part keeps its rank's tokens of what it read, not what it gathered: memory counts 1/tp of
 every tensor with tokens (cost/division.py). Backward therefore gathers what the columns read once more, beside the gradient
@@ -28,6 +33,8 @@ from meshwright.cost.communication import Call
 from meshwright.cost.division import Division
 from meshwright.cost.links import axis_group
 
+EXPERT_COUNT_BYTES = 8
+"""How many rows come to one expert, as int64."""
 LOSS_CALLS, LOSS_ITEM_BYTES = 3, 4
 """Largest logit, sum and target of each token, in fp32."""
 KEEP_NOTHING = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack")
@@ -191,25 +198,43 @@ def _context_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
 
 
 def _expert_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
-    """Tokens to their experts and back: as many bytes as the experts' first matmuls read."""
+    """Tokens to their experts and back: as many bytes as the experts' first matmuls read. Forward, ranks first tell each other
+    how many come to each expert."""
+    experts = own.division.experts
     if own.plan.mesh.ep == 1:
         return
-    size = _expert_input_bytes(own)
-    if size:
-        yield Call("all_to_all", size, 2, phase, "ep", axis_group(own.plan.mesh, "ep"))
+    size, group = _expert_input_bytes(own), axis_group(own.plan.mesh, "ep")
+    if not size:
+        return
+    if phase == "forward":
+        yield from (Call("all_to_all", EXPERT_COUNT_BYTES * count, 1, phase, "ep", group) for count in experts)
+    modules = max(1, len(experts))
+    yield Call("all_to_all", size // modules, 2 * modules, phase, "ep", group)
 
 
 def _expert_input_bytes(own: _Ops) -> int:
     """What enters the experts of a block: results from outside them that their matmuls read, each once."""
     ops = own.division.kind.ops
-    found: dict[object, int] = {}
+    found: dict[int, int] = {}
     for _, op in own:
         if op.region != "expert" or op.kind != "matmul":
             continue
         for source in op.inputs:
-            if isinstance(source, int) and ops[source].kind != "matmul" and not _after_matmul(ops, source):
-                found[source] = _read_bytes(op, own.plan)
+            if isinstance(source, int) and _has_tokens(ops[source]) and not _after_matmul(ops, source):
+                entered = _before_cast(ops, source)
+                found[entered] = _result_bytes(ops[entered], own.plan)
     return sum(found.values())
+
+
+def _before_cast(ops: tuple[Op, ...], number: int) -> int:
+    """Rows travel as the module is given them; autocast makes them narrow inside."""
+    source = ops[number].inputs[0] if ops[number].name == "_to_copy" else None
+    return _before_cast(ops, source) if isinstance(source, int) else number
+
+
+def _has_tokens(op: Op) -> bool:
+    """Not so where each expert's rows end: one number an expert."""
+    return op.written_bytes.per_sample > 0
 
 
 def _after_matmul(ops: tuple[Op, ...], number: int) -> bool:

@@ -16,9 +16,12 @@ from functools import cached_property
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Kind, Op, Source
 from meshwright.core.labels import Label, Labels, Way, labels_of
-from meshwright.core.plan import Plan
+from meshwright.core.plan import Plan, check_experts
 from meshwright.core.sharding import ways_by_block
 from meshwright.cost.fusion import Fused, fused_groups
+
+STACKED_DIMS = 3
+"""Matrices of several experts in one parameter."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Division:
     kind: Kind
     labels: Labels
     degrees: Degrees
+    experts: tuple[int, ...] = ()
+    """How many experts each of the block's modules of experts has, on all ranks together."""
 
     @cached_property
     def fused(self) -> Fused:
@@ -84,8 +89,25 @@ def divide(graph: Graph, plan: Plan) -> dict[str, Division]:
     kinds = graph.kind_by_block
     degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel)
     labels = _labels(graph, kinds, ways)
+    experts = _experts(graph)
     made: dict[int, Division] = {}
-    return {name: made.setdefault(id(labels[name]), Division(kinds[name], labels[name], degrees)) for name in kinds}
+    return {
+        name: made.setdefault(id(labels[name]), Division(kinds[name], labels[name], degrees, experts.get(name, ())))
+        for name in kinds
+    }
+
+
+def _experts(graph: Graph) -> dict[str, tuple[int, ...]]:
+    """Block → the number of experts of each module in it that holds some, stacked."""
+    modules = {
+        parameter.name.rpartition(".")[0]: (parameter.block, parameter.shape[0])
+        for parameter in graph.parameters
+        if parameter.expert and len(parameter.shape) == STACKED_DIMS
+    }
+    found: dict[str, tuple[int, ...]] = {}
+    for block, count in modules.values():
+        found[block] = (*found.get(block, ()), count)
+    return found
 
 
 def _labels(graph: Graph, kinds: dict[str, Kind], ways: dict[str, dict[str, Way]]) -> dict[str, Labels]:
@@ -108,8 +130,10 @@ def _labels(graph: Graph, kinds: dict[str, Kind], ways: dict[str, dict[str, Way]
 
 
 def check_divides(graph: Graph, plan: Plan) -> None:
-    """Heads that do not divide over tp and cp, and sequences that do not divide over cp, are refused."""
+    """Heads that do not divide over tp and cp, experts over ep, and sequences over cp, are refused."""
     tp, cp = plan.mesh.tp, plan.mesh.cp
+    for counts in _experts(graph).values():
+        check_experts(counts, plan.mesh)
     if tp > 1 and not plan.sharding:
         raise PlanError(
             f"the plan has tp={tp} but splits no tensor: add `sharding`, or make the plan with --tp {tp}, which does"

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from meshwright.core.buckets import fill_buckets
 from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES, Axis
 from meshwright.core.graph import Graph, Parameter
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.units import MIB
 from meshwright.cost.block_calls import is_whole_lookup
 from meshwright.cost.communication import Call
 from meshwright.cost.links import Group, axis_group
@@ -43,11 +43,6 @@ from meshwright.cost.state import (
     split_dims,
     total_elements,
 )
-
-FIRST_BUCKET_BYTES = 1 * MIB
-BUCKET_BYTES = 25 * MIB
-"""torch's DistributedDataParallel closes its first bucket at 1 MiB and the others at 25 MiB."""
-
 
 BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm")
 
@@ -80,7 +75,7 @@ def _state_calls(
     if everyone.size == 1:
         return
     if plan.zero == 0:
-        yield from _replicated(graph, parameters, items, everyone)
+        yield from _replicated(_as_filled(graph, plan, parameters), items, everyone)
     elif plan.zero == 1 and recipe.reduces_whole:
         yield from _reduced_whole(parameters, items, group, everyone)
     else:
@@ -96,26 +91,26 @@ def with_cp(plan: Plan, group: Group) -> Group:
     return Group(group.size * plan.mesh.cp, group.stride // plan.mesh.cp)
 
 
-def _replicated(graph: Graph, parameters: tuple[Parameter, ...], items: Items, group: Group) -> Iterator[Call]:
+def _as_filled(graph: Graph, plan: Plan, parameters: tuple[Parameter, ...]) -> list[Parameter]:
+    """In the order of their buckets. torch fills in gradients as they become ready; those of experts that lie over ep go in
+    from the last to the first (runtime/buckets.py)."""
+    trained = [parameter for parameter in parameters if parameter.trainable]
+    if plan.mesh.ep > 1 and any(parameter.expert for parameter in trained):
+        return trained[::-1]
     ready = {parameter.name: place for place, parameter in enumerate(graph.trained)}
-    trained = sorted(
-        (parameter for parameter in parameters if parameter.trainable),
-        key=lambda parameter: ready.get(parameter.name, -1),  # a tied name that is held apart: the head's, ready first
-    )
+    # a tied name that is held apart: the head's, ready first
+    return sorted(trained, key=lambda parameter: ready.get(parameter.name, -1))
+
+
+def _replicated(trained: list[Parameter], items: Items, group: Group) -> Iterator[Call]:
     for size in bucket_bytes(trained, items.reduced):
         yield Call("all_reduce", size, 1, "backward", "dp", group)
 
 
 def bucket_bytes(parameters: Iterable[Parameter], item_bytes: int) -> list[int]:
     """Buckets fill as gradients become ready; a full one is closed."""
-    sizes: list[int] = []
-    filled = 0
-    for parameter in parameters:
-        filled += parameter.num_elements * item_bytes
-        if filled >= (BUCKET_BYTES if sizes else FIRST_BUCKET_BYTES):
-            sizes.append(filled)
-            filled = 0
-    return [*sizes, filled] if filled else sizes
+    buckets = fill_buckets(parameters, lambda parameter: parameter.num_elements * item_bytes)
+    return [sum(parameter.num_elements for parameter in bucket) * item_bytes for bucket in buckets]
 
 
 def _reduced_whole(parameters: tuple[Parameter, ...], items: Items, group: Group, everyone: Group) -> Iterator[Call]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.core.cluster import CollectiveTime
+from meshwright.core.cluster import CollectiveTime, Link
 from meshwright.core.collective import CollectiveKind
 from meshwright.measure.kernels import cold_tensors
 from meshwright.measure.stopwatch import typical_seconds
@@ -23,8 +23,9 @@ OVERLAP_BYTES = 2**22
 def measure_collectives(rank: Rank) -> tuple[CollectiveTime, ...]:
     """Seconds of each kind at each size of the input tensor; the slowest rank's, the same on all."""
     sizes = CUDA_SIZES if rank.device.type == "cuda" else CPU_SIZES
-    kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-    keys = [(kind, size) for kind in kinds for size in sizes if size >= 4 * rank.num_ranks or kind != "reduce_scatter"]
+    kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+    parted = ("reduce_scatter", "all_to_all")  # a part for every rank
+    keys = [(kind, size) for kind in kinds for size in sizes if size >= 4 * rank.num_ranks or kind not in parted]
     seconds = [typical_seconds(collective_call(kind, size, rank), rank.device, together=True) for kind, size in keys]
     shared = torch.tensor(seconds, dtype=torch.float64, device=rank.device if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
@@ -32,6 +33,20 @@ def measure_collectives(rank: Rank) -> tuple[CollectiveTime, ...]:
         CollectiveTime(kind=kind, num_ranks=rank.num_ranks, num_bytes=size, seconds=float(value))
         for (kind, size), value in zip(keys, shared.tolist(), strict=True)
     )
+
+
+def link_of(points: tuple[CollectiveTime, ...]) -> Link | None:
+    """The link that would make a ring all-reduce of all ranks as fast as the measured ones: for groups of fewer ranks.
+
+    g ranks, n bytes:  t = 2 (g-1) hop + 2 (g-1)/g · n / bandwidth      hop from the smallest n, bandwidth from the largest
+    """
+    reduces = sorted((one.num_bytes, one.seconds, one.num_ranks) for one in points if one.kind == "all_reduce")
+    if not reduces:
+        return None
+    (_, least, ranks), (largest, most, _) = reduces[0], reduces[-1]
+    moving = max(most - least, 1e-3 * most)
+    bandwidth = 2 * (ranks - 1) / ranks * largest / moving
+    return Link(bytes_per_second=bandwidth, latency_seconds=least / (2 * (ranks - 1)), origin="probe")
 
 
 def collective_call(kind: CollectiveKind, num_bytes: int, rank: Rank) -> Callable[[], Any]:
@@ -46,6 +61,9 @@ def collective_call(kind: CollectiveKind, num_bytes: int, rank: Rank) -> Callabl
         part = torch.empty(length // rank.num_ranks, device=rank.device)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return lambda: reduce_scatter(part, next(tensors)[: part.numel() * rank.num_ranks])
+    if kind == "all_to_all":
+        arrived = torch.empty(length // rank.num_ranks * rank.num_ranks, device=rank.device)
+        return lambda: dist.all_to_all_single(arrived, next(tensors)[: arrived.numel()])
     if kind == "broadcast":
         return lambda: dist.broadcast(next(tensors), src=0)
     return lambda: dist.all_reduce(next(tensors))

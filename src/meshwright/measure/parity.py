@@ -8,13 +8,13 @@ parameter. A difference counts relative to the largest entry of the reference te
 
 The bound grows with depth and machine epsilon; the floor keeps gradients that are zero but for rounding (the bias of an
 attention key) from being compared with themselves. Both sides run inside `exact`, so that no cast of the model's own leaves
-float64. Where the mathematics depends on the local batch (batch norm) the reference runs the same microbatch groups one after
-another; else it runs the global batch at once.
+float64. Where the mathematics depends on the local batch (batch norm, expert capacity) the
+reference runs the same microbatch groups one after another; else it runs the global batch at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,8 @@ from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, m
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
-from meshwright.runtime.gather import whole_parameter
+from meshwright.runtime.gather import put_together
+from meshwright.runtime.mesh import axis_groups
 from meshwright.runtime.places import places_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank, joined
@@ -134,7 +135,7 @@ def _masked(batch: Batch) -> Batch:
 
 def _step(reference: _Reference, batch: Batch, source: ModelSource, plan: Plan) -> float:
     """Loss and gradients of the global batch in one process."""
-    groups = list(_groups(batch, plan)) if _has_batch_norm(reference.module) else [batch]
+    groups = list(_groups(batch, plan)) if _depends_on_batch(reference.module) else [batch]
     total = sum(source.objective.count(group) for group in groups)
     loss = 0.0
     for group in groups:
@@ -148,6 +149,11 @@ def _step(reference: _Reference, batch: Batch, source: ModelSource, plan: Plan) 
 
 def _has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, BATCH_NORMS) for part in module.modules())
+
+
+def _depends_on_batch(module: nn.Module) -> bool:
+    asked = any(getattr(part, "depends_on_batch", False) is True for part in module.modules())
+    return asked or _has_batch_norm(module)
 
 
 def _groups(batch: Batch, plan: Plan) -> Iterator[Batch]:
@@ -173,20 +179,18 @@ def _update(reference: _Reference) -> None:
 
 
 def _gradients(module: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
-    """mesh: of a spread module, whose gradients are put together."""
-    return {
-        name: _whole(module, name, parameter.grad, mesh).cpu().clone()
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
+    found = ((name, parameter.grad) for name, parameter in module.named_parameters())
+    return _whole({name: gradient for name, gradient in found if gradient is not None}, module, mesh)
 
 
 def _parameters(module: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
-    return {name: _whole(module, name, parameter, mesh).cpu() for name, parameter in module.named_parameters()}
+    return _whole(dict(module.named_parameters()), module, mesh)
 
 
-def _whole(module: nn.Module, name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    return tensor.detach() if mesh is None else whole_parameter(tensor, places_of(module).get(name, ()), mesh)
+def _whole(tensors: Mapping[str, Tensor], module: nn.Module, mesh: DeviceMesh | None) -> dict[str, Tensor]:
+    """Copies, put together of what the ranks of a mesh hold."""
+    groups, places = axis_groups(module, mesh) if mesh else {}, places_of(module)
+    return {name: put_together(tensor, places.get(name, ()), groups).cpu().clone() for name, tensor in tensors.items()}
 
 
 class _Tally:

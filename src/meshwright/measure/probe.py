@@ -28,7 +28,7 @@ from meshwright.measure.sharding import measure_shard_call
 from meshwright.runtime.launch import launch
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
-PROBE_VERSION = 4
+PROBE_VERSION = 5
 """Raised when a probe measures other things than before: older measurements are then not used."""
 
 
@@ -112,6 +112,7 @@ def measure_cluster(rank: Rank) -> Cluster:
             peak_flops_per_second=max(rate.per_second for rate in shared if rate.kind == "matmul"),
         ),
         collectives=collectives,
+        intra_host=links.link_of(collectives),
         host_memory_bytes=host_memory_bytes(),
         notes=(f"measured with {rank.num_ranks} ranks at once, torch {torch.__version__}",),
     )

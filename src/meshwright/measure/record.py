@@ -25,6 +25,7 @@ from meshwright.measure.unseen import end_unseen
 from meshwright.measure.witness import CollectiveWatch, Witness
 from meshwright.models.objective import Batch, tensors_of
 from meshwright.runtime.clip import local
+from meshwright.runtime.experts import expert_parameters_of
 from meshwright.runtime.optimizer import state_tensors
 from meshwright.runtime.program import Program
 from meshwright.runtime.step import StepOutput
@@ -74,7 +75,9 @@ def _bucket_bytes(module: nn.Module, device: torch.device) -> int:
     """Replicas keep their gradient buckets from step to step, also while no gradient points into them."""
     if not isinstance(module, nn.parallel.DistributedDataParallel):
         return 0
-    return _bytes((parameter for parameter in module.parameters() if parameter.requires_grad), device)
+    apart = expert_parameters_of(module.module)
+    own = module.module.named_parameters()
+    return _bytes((parameter for name, parameter in own if parameter.requires_grad and name not in apart), device)
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:

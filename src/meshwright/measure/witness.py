@@ -24,6 +24,7 @@ from meshwright.core.collective import Axis, Collective, CollectiveKind
 from meshwright.runtime._torch import TorchDispatchMode, sums_within_groups, tree_leaves
 from meshwright.runtime.axis import named_axis
 from meshwright.runtime.clip import local
+from meshwright.runtime.mesh import axis_groups
 from meshwright.runtime.program import Program
 
 COLLECTIVE_CALLS: dict[str, tuple[CollectiveKind, int]] = {
@@ -102,8 +103,10 @@ class CollectiveWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Collective] = []
         self.axes: dict[str, Axis] = {}
-        for axis in ("dp", "pp"):  # along cp, tp and ep whoever calls says so: axes of the same ranks share a group
-            self.axes.setdefault(program.mesh.get_group(axis).group_name, axis)
+        groups = axis_groups(program.module, program.mesh)
+        for axis in ("dp", "ep", "pp"):  # along cp and tp whoever calls says so: axes of the same ranks share a group
+            if axis in groups:
+                self.axes.setdefault(groups[axis].group_name, axis)
         self.supports_higher_order_operators = True  # compiled blocks call some; they pass through
 
     @classmethod

@@ -14,6 +14,7 @@ from meshwright.models.examples import ImageShape, Shape, TextShape, VectorShape
 from meshwright.models.gpt import GPT, GPTOptions
 from meshwright.models.llama import Llama, LlamaOptions
 from meshwright.models.mlp import MLP, MLPOptions
+from meshwright.models.moe import BALANCED, MoEGPT, MoEOptions
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.models.resnet import ResNet, ResNetOptions
 from meshwright.models.t5 import T5, T5Options
@@ -33,7 +34,7 @@ class Reference:
     objective: Callable[[Any], Objective] = lambda options: DEFAULT
 
 
-def next_token(options: GPTOptions | LlamaOptions) -> TextShape:
+def next_token(options: GPTOptions | LlamaOptions | MoEOptions) -> TextShape:
     return TextShape(seq=options.seq, vocab=options.vocab)
 
 
@@ -51,6 +52,14 @@ def images(options: ResNetOptions | ViTOptions | CoAtNetOptions) -> ImageShape:
 
 def vectors(options: MLPOptions) -> VectorShape:
     return VectorShape(width=options.inputs, classes=options.classes)
+
+
+def small_moe(options: MoEOptions) -> MoEOptions:
+    heads = min(options.heads, 4)
+    return replace(
+        options, layers=min(options.layers, 3), hidden=8 * heads, heads=heads, seq=min(options.seq, 16),
+        vocab=min(options.vocab, 61), experts=min(options.experts, 4), dropout=0.0,
+    )  # fmt: skip
 
 
 def small_gpt(options: GPTOptions) -> GPTOptions:
@@ -130,6 +139,10 @@ REFERENCE: dict[str, Reference] = {
     "vit": Reference(ViTOptions, "vision transformer on patches of an image", ViT, images, small_vit),
     "coatnet": Reference(
         CoAtNetOptions, "two stages of convolution, two of attention with a bias by offset", CoAtNet, images, small_coatnet
+    ),
+    "moe": Reference(
+        MoEOptions, "decoder-only transformer with experts, top 1 (Switch) or 2 (GShard)", MoEGPT, next_token, small_moe,
+        lambda options: BALANCED,
     ),
     "resnet": Reference(
         ResNetOptions, "bottleneck ResNet-50/101, width=2 for Wide-ResNet", ResNet, images, small_resnet

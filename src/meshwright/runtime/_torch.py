@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import typing
 
+import torch
+
 # A check between two ops must not itself be taken for an op of the model by a mode that watches torch functions.
 # Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
 from torch._C import (
@@ -53,6 +55,13 @@ __all__ = [
     "tree_leaves",
     "tree_unflatten",
 ]
+
+
+def leave_out_of_replicas(module: torch.nn.Module, names: list[str]) -> None:
+    """Replicas neither copy nor reduce these parameters: other ranks hold other ones. torch has no public name for it."""
+    from torch.nn.parallel import DistributedDataParallel  # it imports torch.distributed
+
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
 def compile_replicas_whole() -> None:

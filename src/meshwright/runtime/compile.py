@@ -5,10 +5,10 @@
     recompute inside it  the compiler sees what is redone: it fuses it into backward and leaves out what backward never reads
     loss                 its fp32 copies of the logits, the largest tensors of a language model, are never written
 
-Embeddings, the last norm and the head run as they are: a lookup and a matrix product gain nothing. Only `forward` is
-compiled. The hooks of data parallelism (gathering, reducing) stay outside and run as they always do, so
-blocks are compiled after they are marked for recompute and before they are sharded or replicated. Shapes are static: every
-microbatch of a plan has the same.
+Embeddings, the last norm and the head run as they are: a lookup and a matrix product gain nothing. So do experts, who see
+another number of tokens in every call. Only `forward` is compiled. The hooks of data parallelism (gathering, reducing) stay
+outside and run as they always do, so blocks are compiled after they are marked for recompute and before they are sharded or
+replicated. Shapes are static: every microbatch of a plan has the same.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.models.objective import Objective
 from meshwright.runtime._torch import compile_replicas_whole
+from meshwright.runtime.experts import find_experts
 
 GRAPHS_PER_BLOCK = 2
 """One to train and one to evaluate, where no two blocks are alike."""
@@ -37,6 +38,9 @@ def compile_blocks(module: nn.Module, plan: Plan) -> None:
         return
     _check_links(module)
     compile_replicas_whole()
+    for name in find_experts(module):
+        part = module.get_submodule(name)
+        part.forward = torch.compiler.disable(part.forward)  # other sizes in every call: each would be compiled anew
     repeated = list(filter(is_list_item, plan.blocks))
     blocks = [module.get_submodule(name) for name in repeated or ("",)]
     options = {"dynamic": False, **_room_for(GRAPHS_PER_BLOCK * len(blocks))}

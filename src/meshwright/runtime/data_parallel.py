@@ -10,7 +10,8 @@
 ZeRO 0 is DistributedDataParallel; 1, 2 and 3 are `fully_shard` with other answers to when to gather and when to reduce.
 Hybrid sharding gathers and reduce-scatters within groups of H ranks; the dp / H ranks that hold the same shard all-reduce it
 once a step, after the last microbatch.
-Each repeated block is gathered by itself; all else forms one group that stays gathered from forward to backward.
+Each repeated block is gathered by itself; all else forms one group that stays gathered from forward to backward. Experts that
+lie over ep are groups of their own, replicated or sharded over the dp/ep ranks that hold the same ones.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.core.groups import shard_groups
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
+from meshwright.runtime._torch import FakeTensor, leave_out_of_replicas
+from meshwright.runtime.buckets import reduce_in_buckets, set_last
 from meshwright.runtime.deferred import materialise
+from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
 from meshwright.runtime.mesh import state_mesh
 from meshwright.runtime.precision import sharded_policy
 
@@ -37,11 +41,17 @@ def spread(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     if plan.zero:
         return shard_state(module, plan, mesh)
     materialise(module)
-    return replicate(module, mesh) if mesh["dp"].size() > 1 else module
+    if mesh["dp"].size() == 1:
+        return module
+    experts = expert_spread_of(module)
+    if experts is not None and experts.replicas.size() > 1:
+        reduce_in_buckets(module, expert_parameters_of(module).values(), experts.replicas.get_group())
+    return replicate(module, mesh)
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Every rank holds everything; buckets of gradients are all-reduced while backward goes on."""
+    leave_out_of_replicas(module, list(expert_parameters_of(module)))
     return DistributedDataParallel(
         module,
         process_group=mesh.get_group("dp"),
@@ -78,6 +88,7 @@ def give_up_gathered(module: nn.Module) -> None:
 def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """Each rank holds 1/dp, or under hybrid sharding 1/H, of every parameter, gradient and optimizer state."""
     policy, ranks = sharded_policy(plan), state_mesh(plan, mesh)
+    shard_experts(module, plan)
     for name in filter(None, shard_groups(list_parameters(module), plan.blocks)):
         block = module.get_submodule(name)
         make_alike(block, mesh)
@@ -100,18 +111,40 @@ def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
     return group if group is not None and group.size() > 1 else None
 
 
+def shard_experts(module: nn.Module, plan: Plan) -> None:
+    """Experts that lie over ep, over the ranks that hold the same ones."""
+    experts = expert_spread_of(module)
+    if experts is None:
+        return
+    ranks, policy = experts.replicas, sharded_policy(plan)
+    for name in experts.names:
+        materialise(module.get_submodule(name))
+        fully_shard(module.get_submodule(name), mesh=ranks, reshard_after_forward=plan.zero == 3, mp_policy=policy)
+
+
 def copy_from_first_rank(module: nn.Module, mesh: DeviceMesh) -> None:
     """Ranks may have started from other random weights: the first one's count."""
     group = mesh.get_group("dp")
+    apart = {id(parameter) for parameter in expert_parameters_of(module).values()}
     for tensor in (*module.parameters(), *module.buffers()):
-        if not isinstance(tensor, DTensor):  # a block that is sharded by now
+        if not isinstance(tensor, DTensor) and id(tensor) not in apart:  # a block that is sharded by now; experts
             dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def agree_on_values(module: nn.Module, plan: Plan) -> None:
+    """Before a model is divided, all ranks hold the first one's values. A deferred model has the same ones everywhere."""
+    if plan.world == plan.mesh.dp and plan.mesh.ep == 1:
+        return
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, FakeTensor):
+            dist.broadcast(tensor.detach(), src=0)
 
 
 def prepare_microbatch(module: nn.Module, plan: Plan, is_last: bool) -> None:
     """Say before a microbatch's forward whether its backward reduces gradients and gives up gathered parameters."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = is_last
+        set_last(inner(module), is_last)
     elif isinstance(module, FSDPModule):
         module.set_is_last_backward(is_last)
         module.set_requires_gradient_sync(is_last or plan.zero >= 2)

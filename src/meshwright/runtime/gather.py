@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright.core.collective import Axis
 from meshwright.runtime.places import Place
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Cut
@@ -24,15 +25,6 @@ def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values  # type: ignore[return-value]
 
 
-def whole_parameter(tensor: Tensor, places: tuple[Place, ...], mesh: DeviceMesh) -> Tensor:
-    """A parameter, or its gradient, without ZeRO's shards and the cuts that places name, the last made first."""
-    found = whole(tensor)
-    for place in reversed(places):
-        ranks = Ranks(place.axis, mesh[place.axis].size(), mesh.get_local_rank(place.axis), mesh.get_group(place.axis))
-        found = ranks.gather(found, Cut(place.dim, place.runs))
-    return found
-
-
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor put together, on every rank; others as they are."""
     if not isinstance(tensor, DTensor):
@@ -43,6 +35,16 @@ def whole(tensor: Tensor) -> Tensor:
         return torch.cat(all_ranks(tensor.to_local().detach().cpu(), shards))
     gathered: Tensor = tensor.full_tensor()
     return gathered.detach()
+
+
+def put_together(tensor: Tensor, places: Iterable[Place], groups: Mapping[Axis, dist.ProcessGroup]) -> Tensor:
+    """A tensor from the parts that ranks hold of it: its ZeRO shards, and its cuts, the last made first."""
+    result = whole(tensor)
+    for place in reversed(tuple(places)):
+        group = groups[place.axis]
+        ranks = Ranks(place.axis, group.size(), group.rank(), group)
+        result = ranks.gather(result, Cut(place.dim, place.runs))
+    return result
 
 
 def wait_for_all() -> None:

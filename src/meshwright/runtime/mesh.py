@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import identity
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
+from meshwright.runtime.experts import expert_spread_of
 from meshwright.runtime.standing import name_world
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -45,6 +47,14 @@ def state_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
     sizes = (plan.mesh.pp, replicas, plan.shard_degree, plan.mesh.tp)
     grid = torch.arange(plan.world).view(sizes).permute(0, 3, 1, 2)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("pp", "tp", *STATE_DIMS))[STATE_DIMS]
+
+
+def axis_groups(module: nn.Module, mesh: DeviceMesh) -> dict[Axis, dist.ProcessGroup]:
+    """This rank's group along each axis; ep where the module's experts lie over it."""
+    experts = expert_spread_of(module)
+    found: dict[Axis, dist.ProcessGroup] = {"ep": experts.ep} if experts else {}
+    axes: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
+    return {**found, **{axis: mesh.get_group(axis) for axis in axes}}
 
 
 def check_world(plan: Plan) -> None:

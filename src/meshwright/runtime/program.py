@@ -23,12 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Schedule
 from meshwright.core.trace import Trace
 from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
-from meshwright.runtime.clip import clip
+from meshwright.runtime.clip import axes_of_parameters, clip
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.data_parallel import (
     give_up_gathered,
@@ -37,7 +38,9 @@ from meshwright.runtime.data_parallel import (
     replicate_again,
     shard_group,
 )
+from meshwright.runtime.dropped import Dropped
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
+from meshwright.runtime.mesh import axis_groups
 from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.reach import Usage, reach
@@ -91,6 +94,7 @@ class Program:
         self._shards = shard_group(self.module)
         self.loss_scale = LossScale(self._dividing_groups()) if plan.precision == "fp16" else None
         self._coordinate = mesh.get_local_rank("pp")
+        self._dropped = Dropped(module)
         # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
         self._keeps_buckets = isinstance(module, DistributedDataParallel) and plan.num_microbatches > 1
 
@@ -201,7 +205,7 @@ class Program:
         microbatches = self._microbatches(batch)
         counts = [self.objective.count(microbatch) for microbatch in microbatches]
         total_count, counting = self._sum_counts(sum(counts))
-        sums = torch.tensor([0.0, signal], dtype=torch.float64, device=self.device)
+        sums = torch.tensor([0.0, signal, 0.0, 0.0], dtype=torch.float64, device=self.device)
         losses: dict[int, Tensor] = {}
         norm = None
         for action in self.schedule.actions[self._coordinate]:
@@ -209,6 +213,7 @@ class Program:
             if action.kind == "forward":
                 losses[index] = self._forward(microbatches[index], is_last=index == len(microbatches) - 1)
                 sums[0] += losses[index].detach() * counts[index]
+                self._dropped.add_to(sums[2:])
             elif action.kind == "backward":
                 if counting is not None:
                     counting.wait()
@@ -249,10 +254,15 @@ class Program:
         with self.watch.region("backward"):
             reach(loss * scale.to(loss.dtype), self.spread_module).backward()
 
-    def _dividing_groups(self) -> list[dist.ProcessGroup]:
-        """Along each axis that divides gradients, the ranks that hold the other parts."""
-        divided = [axis for axis in ("tp", "pp") if getattr(self.plan.mesh, axis) > 1]
-        return [*([self._shards] if self._shards is not None else []), *map(self.mesh.get_group, divided)]
+    def _dividing_groups(self) -> dict[Axis, dist.ProcessGroup]:
+        """Along each axis that divides gradients, the ranks that hold the other parts; pp last, which divides all of them."""
+        groups = axis_groups(self.module, self.mesh)
+        found: dict[Axis, dist.ProcessGroup] = {"tp": groups["tp"]} if self.plan.mesh.tp > 1 else {}
+        if "ep" in groups and self._shards is None:
+            found["ep"] = groups["ep"]
+        if self._shards is not None:
+            found["dp"] = self._shards
+        return {**found, "pp": groups["pp"]} if self.plan.mesh.pp > 1 else found
 
     def _update(self) -> Tensor | None:
         if self._usage is not None:
@@ -270,7 +280,7 @@ class Program:
                 self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
                 return torch.tensor(torch.inf)
             if self.max_norm is not None:
-                norm = clip(self.module.parameters(), self.max_norm, self._shards)
+                norm = clip(axes_of_parameters(self.module, self.plan), self.max_norm, self._dividing_groups())
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
             return norm

@@ -12,13 +12,15 @@ changes no digit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from meshwright.core.collective import Axis
+from meshwright.runtime.axis import along
 from meshwright.runtime.clip import local
 
 FIRST_SCALE = 2.0**16
@@ -28,8 +30,8 @@ GROWTH_INTERVAL = 2000
 class LossScale:
     """The same on every rank."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """groups: the ranks that hold other gradients, one group for each axis."""
+    def __init__(self, groups: Mapping[Axis, dist.ProcessGroup]) -> None:
+        """groups: along each axis that divides gradients, the ranks that hold the others."""
         self.scale = FIRST_SCALE
         self.num_good_steps = 0
         self._groups = groups
@@ -49,8 +51,9 @@ class LossScale:
 
     def _are_finite(self, gradients: list[Tensor]) -> bool:
         bad = (~torch.isfinite(get_total_norm(gradients, math.inf))).float()
-        for group in self._groups:
-            dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
+        for axis, group in self._groups.items():
+            with along(axis):
+                dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
         return not bool(bad)
 
     def state_dict(self) -> dict[str, Tensor]:

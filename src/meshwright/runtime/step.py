@@ -24,7 +24,7 @@ class StepOutput:
     """What a step gave. Reading `loss` waits for the ranks' sum; until then nothing does."""
 
     _sums: Tensor
-    """Loss times tokens, and signals, summed over ranks when `_work` is done."""
+    """Loss times tokens, signals, choices of experts that were dropped and all choices, summed over ranks when `_work` is done."""
     _count: Tensor
     """Tokens of the global batch."""
     _work: Any
@@ -32,7 +32,7 @@ class StepOutput:
     """A mark after each action, with the action's name; the first is the start."""
     _norm: Tensor | None = None
     sampled: bool = False
-    _resolved: tuple[float, float] | None = field(default=None, repr=False)
+    _resolved: tuple[float, ...] | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -48,6 +48,16 @@ class StepOutput:
     def signal(self) -> float:
         """Sum of the signals the ranks gave to this step."""
         return self._values()[1]
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Choices of experts that found no room, over all ranks, blocks and microbatches; a token may choose two."""
+        return int(self._values()[2])
+
+    @property
+    def routed_tokens(self) -> int:
+        """All choices of experts; 0 where the model counts none."""
+        return int(self._values()[3])
 
     @property
     def gradient_norm(self) -> float | None:
@@ -76,12 +86,12 @@ class StepOutput:
             sampled=self.sampled,
         )
 
-    def _values(self) -> tuple[float, float]:
+    def _values(self) -> tuple[float, ...]:
         if self._resolved is None:
             if self._work is not None:
                 self._work.wait()
-            total, signal = self._sums.tolist()
-            self._resolved = (total / max(float(self._count), 1.0), signal)
+            total, *others = self._sums.tolist()
+            self._resolved = (total / max(float(self._count), 1.0), *others)
         return self._resolved
 
 

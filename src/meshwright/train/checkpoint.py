@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from meshwright.core.codec import Value, load
 from meshwright.core.errors import CheckpointError, InputError
 from meshwright.core.units import format_bytes
+from meshwright.runtime.addresses import addressed
 from meshwright.runtime.clip import local
 from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.optimizer import state_tensors
@@ -102,7 +103,7 @@ def _make_room(draft: Path, needed: int) -> None:
 
 
 def _write(program: Program, progress: Progress, draft: Path, rank: Rank) -> None:
-    dcp.save(_state(program, rank), checkpoint_id=str(draft))
+    dcp.save(_as_saved(_state(program, rank), program.module), checkpoint_id=str(draft))
     if rank.is_first:
         progress.save(draft / "progress.json")
         _flush(draft)
@@ -123,13 +124,19 @@ def _local_bytes(program: Program) -> int:
     tensors = (*program.module.parameters(), *program.module.buffers(), *state_tensors(program.optimizer))
     plan = program.plan
     total = sum(local(tensor).numel() * local(tensor).element_size() for tensor in tensors)
-    return total * plan.shard_degree // plan.mesh.dp
+    return total * plan.shard_degree * (plan.mesh.ep if plan.zero == 0 else 1) // plan.mesh.dp
 
 
 def _state(program: Program, rank: Rank) -> dict[str, Any]:
     model, optimizer = get_state_dict(program.spread_module, program.optimizer)
     scaling = {} if program.loss_scale is None else {"loss_scale": program.loss_scale.state_dict()}
     return {"model": model, "optimizer": optimizer, "random": {str(rank.number): _random_state(rank)}, **scaling}
+
+
+def _as_saved(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The same memory, with every part of a tensor where it belongs in the whole."""
+    optimizer = {**state["optimizer"], "state": addressed(state["optimizer"]["state"], module)}
+    return {**state, "model": addressed(state["model"], module), "optimizer": optimizer}
 
 
 def _random_state(rank: Rank) -> dict[str, Tensor]:
@@ -160,7 +167,8 @@ def restore(program: Program, graph: str, folder: Path, rank: Rank) -> Progress:
     try:
         _check_whole(newest, state["model"])
         # a parameter that never got a gradient has optimizer state here, but had none when it was saved
-        dcp.load(state, checkpoint_id=str(newest), planner=DefaultLoadPlanner(allow_partial_load=True))
+        saved = _as_saved(state, program.module)
+        dcp.load(saved, checkpoint_id=str(newest), planner=DefaultLoadPlanner(allow_partial_load=True))
     except (Exception, dcp.CheckpointException) as error:
         raise CheckpointError(f"{newest} cannot be read: {_words(error)}") from error
     set_state_dict(

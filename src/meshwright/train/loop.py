@@ -186,6 +186,8 @@ class _Loop:
                     "seconds": seconds,
                     "tokens_per_second": speed,
                     "memory_bytes": memory,
+                    "dropped_tokens": output.dropped_tokens if output.routed_tokens else None,
+                    "routed_tokens": output.routed_tokens or None,
                 },
             )
         self.view.show(step, self.loss, speed, memory)

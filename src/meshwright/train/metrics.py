@@ -43,6 +43,12 @@ def last_values(path: Path) -> dict[str, Any]:
     return {name: value for line in read_metrics(path) for name, value in line.items()}
 
 
+def dropped_tokens(path: Path) -> tuple[int, int]:
+    """Choices of experts that were dropped in all steps, and all choices; both 0 where the model routes nothing."""
+    lines = read_metrics(path) if path.exists() else []
+    return sum(line.get("dropped_tokens", 0) for line in lines), sum(line.get("routed_tokens", 0) for line in lines)
+
+
 def _cut(path: Path, first_step: int) -> None:
     if path.exists():
         kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) < first_step]
