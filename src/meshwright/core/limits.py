@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from meshwright.core.errors import PlanError
-from meshwright.core.plan import Plan
+from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 
-CAN = "dp with ZeRO 0 to 3, full recompute, compile, fp64, fp32 and bf16, schedule 1f1b"
+CAN = "dp with ZeRO 0 to 3, pp with every schedule, full recompute, compile, fp64, fp32 and bf16"
 
 
 def check_runs(plan: Plan) -> None:
@@ -16,7 +16,7 @@ def check_runs(plan: Plan) -> None:
 
 def not_yet(plan: Plan) -> list[str]:
     """The parts of a plan that are not built yet, in words."""
-    axes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "cp", "tp", "ep")}
+    axes = {axis: getattr(plan.mesh, axis) for axis in ("cp", "tp", "ep")}
     parts = {
         **{f"{axis}={degree}": degree > 1 for axis, degree in axes.items()},
         f"hybrid={plan.hybrid}": plan.hybrid is not None,
@@ -25,6 +25,7 @@ def not_yet(plan: Plan) -> list[str]:
         "selective recompute": bool(plan.recomputed("selective")),
         f"offload of {plan.offload.what}": plan.offload.what != "none",
         "fp16": plan.precision == "fp16",
-        f"schedule {plan.schedule}": plan.schedule != "1f1b",
+        f"schedule {plan.schedule} without pp": plan.schedule != "1f1b" and plan.mesh.pp == 1,
+        f"compile with schedule {plan.schedule}": plan.compile and plan.schedule in SPLIT_SCHEDULES,
     }
     return [words for words, asked in parts.items() if asked]

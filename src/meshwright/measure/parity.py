@@ -28,7 +28,7 @@ from meshwright.core.plan import Plan
 from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
-from meshwright.runtime.gather import whole
+from meshwright.runtime.gather import all_ranks, whole
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank, joined
 
@@ -74,7 +74,7 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     if tamper is not None:
         tamper(program)
     gradients: dict[str, Tensor] = {}
-    program.optimizer.register_step_pre_hook(lambda *_: gradients.update(_gradients(program.module)))
+    program.optimizer.register_step_pre_hook(lambda *_: gradients.update(_of_all_stages(_gradients(program.module), plan)))
     tally = _Tally(bound=SLACK * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
     batches = source.example(num_steps * plan.global_batch)
     for step in range(num_steps):
@@ -85,7 +85,7 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
         tally.loss(step, found, expected)
         tally.gradients(step, gradients, _gradients(reference.module))
         _update(reference)
-    tally.parameters(_parameters(program.module), _parameters(reference.module))
+    tally.parameters(_of_all_stages(_parameters(program.module), plan), _parameters(reference.module))
     return tally.result()
 
 
@@ -155,6 +155,16 @@ def _gradients(module: nn.Module) -> dict[str, Tensor]:
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: whole(parameter).cpu() for name, parameter in module.named_parameters()}
+
+
+def _of_all_stages(held: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
+    """What each stage holds, put together on every rank; of a tied tensor's copies, each by its own name."""
+    if plan.mesh.pp == 1:
+        return held
+    found: dict[str, Tensor] = {}
+    for part in all_ranks(held):
+        found.update(part)
+    return found
 
 
 class _Tally:

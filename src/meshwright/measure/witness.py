@@ -33,6 +33,7 @@ COLLECTIVE_CALLS: dict[str, tuple[CollectiveKind, int]] = {
     "broadcast_": ("broadcast", 0),
     "alltoall_": ("all_to_all", 1),
     "alltoall_base_": ("all_to_all", 1),
+    "send": ("send", 0),
 }
 """c10d op → kind, and which argument is the input tensor."""
 
@@ -99,6 +100,8 @@ class CollectiveWatch(TorchDispatchMode):
         self.axes: dict[str, Axis] = {}
         for axis in ("dp", "pp", "cp", "tp"):  # axes of one rank may share a group, which is then dp's
             self.axes.setdefault(program.mesh.get_group(axis).group_name, axis)
+        if program.pipeline is not None:
+            self.axes |= {group.group_name: "pp" for group in program.pipeline.tied.groups.values()}
         self.supports_higher_order_operators = True  # compiled blocks call some; they pass through
 
     @classmethod
@@ -113,7 +116,7 @@ class CollectiveWatch(TorchDispatchMode):
         kind, position = COLLECTIVE_CALLS[name]
         tensors = [item for item in tree_leaves(arguments[position]) if isinstance(item, Tensor)]
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        axis = self._axis(arguments)
+        axis: Axis = "pp" if kind == "send" else self._axis(arguments)
         self.found.append(Collective(kind=kind, axis=axis, count=1, total_bytes=num_bytes))
         with record_function(f"meshwright/call/{kind}/{axis}/{num_bytes}"):
             return op(*arguments, **(options or {}))

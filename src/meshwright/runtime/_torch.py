@@ -17,8 +17,12 @@ from torch._C._autograd import (
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,  # how a tensor of another stage is told from one that is here
     FakeTensorMode,  # tensors with shape, dtype and device but no memory; meta tensors take other attention paths
 )
+
+# Which function modes a block ran in: recompute runs it again in them, in whatever thread backward has.
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What a module takes and returns may be any nest of dicts, tuples and dataclasses; torch's own walk knows them all.
@@ -27,9 +31,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "_current_autograd_node",
+    "_get_current_function_mode_stack",
     "_get_sequence_nr",
     "_top_saved_tensors_default_hooks",
     "tree_flatten",
@@ -44,3 +50,11 @@ def compile_replicas_whole() -> None:
     from torch._dynamo import config  # takes a second to import: only where something is compiled
 
     config.optimize_ddp = False
+
+
+def finish_sharded_backward(module: object) -> None:
+    """Reduce the gradients of a sharded module and what is inside it, now. `fully_shard` does it by itself at the end of a
+    backward; weights whose gradients are made later than that have no public way."""
+    from torch.distributed.fsdp import fully_shard  # nothing here imports torch.distributed until it is needed
+
+    fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]

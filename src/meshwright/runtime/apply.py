@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatch, spread, without_gradient
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
+from meshwright.runtime.pipeline.cut import cut
+from meshwright.runtime.pipeline.pipeline import Pipeline
+from meshwright.runtime.pipeline.sketch import draw
 from meshwright.runtime.precision import compute_context, store
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import join
@@ -40,9 +43,12 @@ def apply(
 ) -> Program:
     """Spread a module over the running ranks as the plan says. The module itself is changed."""
     watch = Watch(recorder)
-    spread_module, bound, mesh = _spread(module, plan, optimizer, device, watch)
+    spread = _spread(module, plan, optimizer, device, watch, objective)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
-    return Program(spread_module, bound, plan, schedule, mesh, compile_loss(objective, plan), max_norm, watch)
+    compiled = compile_loss(objective, plan)
+    return Program(
+        spread.module, spread.optimizer, plan, schedule, spread.mesh, compiled, max_norm, watch, spread.pipeline
+    )
 
 
 def wrap(
@@ -53,13 +59,25 @@ def wrap(
     The plan's `num_microbatches` backward passes make one step: ranks reduce gradients in the last of them, and
     `optimizer.step()` in between is refused. Divide each loss by their number, as with plain torch.
     """
-    spread_module, bound, mesh = _spread(module, plan, optimizer, device, Watch(None))
-    counter = _MicrobatchCounter(spread_module, plan)
-    spread_module.register_forward_pre_hook(counter.before_forward)
-    bound.register_step_pre_hook(counter.before_update)
-    context = compute_context(plan, torch.device(mesh.device_type))
-    spread_module.forward = _inside(context, spread_module.forward)
-    return spread_module, bound
+    if plan.mesh.pp > 1:
+        raise PlanError(
+            f"the plan has pp={plan.mesh.pp}: one forward and backward are not the order of its stages; use apply(...).step, or "
+            "a plan without stages"
+        )
+    found = _spread(module, plan, optimizer, device, Watch(None), DEFAULT)
+    counter = _MicrobatchCounter(found.module, plan)
+    found.module.register_forward_pre_hook(counter.before_forward)
+    found.optimizer.register_step_pre_hook(counter.before_update)
+    context = compute_context(plan, torch.device(found.mesh.device_type))
+    found.module.forward = _inside(context, found.module.forward)
+    return found.module, found.optimizer
+
+
+class _Spread(NamedTuple):
+    module: nn.Module
+    optimizer: Optimizer
+    mesh: DeviceMesh
+    pipeline: Pipeline | None
 
 
 def _spread(
@@ -68,7 +86,8 @@ def _spread(
     optimizer: Optimizer | OptimizerFactory,
     device: torch.device | None,
     watch: Watch,
-) -> tuple[nn.Module, Optimizer, DeviceMesh]:
+    objective: Objective,
+) -> _Spread:
     device = device or join().device
     check_same_plan(plan)
     check_runs(plan)
@@ -77,10 +96,17 @@ def _spread(
     check_precision(module, plan)
     before = named_parameters(module)
     store(module, plan, device)
+    sketch = draw(module, plan, device) if plan.mesh.pp > 1 else None  # of the whole module, before anything is cut
+    found = cut(module, plan, sketch, mesh.get_local_rank("pp")) if sketch else None
     mark_recompute(module, plan, watch)
     compile_blocks(module, plan)  # after recompute, which belongs inside a compiled block
-    spread_module = spread(module, plan, mesh)  # last: it must see the tensors the steps above made
-    return spread_module, make_optimizer(optimizer, module, before), mesh
+    pipeline = None
+    if sketch is not None and found is not None:
+        pipeline = Pipeline(module, plan, mesh, sketch, found, objective)
+        spread_module = module
+    else:
+        spread_module = spread(module, plan, mesh)  # last: it must see the tensors the steps above made
+    return _Spread(spread_module, make_optimizer(optimizer, module, before), mesh, pipeline)
 
 
 class _MicrobatchCounter:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
-from meshwright.core.schedule import Schedule
+from meshwright.core.schedule import Action, Schedule
 from meshwright.core.trace import Trace
 from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
 from meshwright.runtime.clip import clip
@@ -37,6 +37,7 @@ from meshwright.runtime.data_parallel import (
     without_gradient,
 )
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
+from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
 from meshwright.runtime.watch import Watch
@@ -63,6 +64,7 @@ class Program:
         objective: Objective,
         max_norm: float | None = None,
         watch: Watch | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.spread_module = module
         self.optimizer = optimizer
@@ -73,9 +75,10 @@ class Program:
         self.max_norm = max_norm
         self.device = local_device(mesh)
         self.watch = watch or Watch(None)
+        self.pipeline = pipeline
         self._outputs: list[StepOutput] = []
         self._compute = compute_context(plan, self.device)
-        self._dp = mesh.get_group("dp")
+        self._dp, self._pp = mesh.get_group("dp"), mesh.get_group("pp")
         self._coordinate = mesh.get_local_rank("pp")
         # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
         self._keeps_buckets = isinstance(module, DistributedDataParallel) and plan.num_microbatches > 1
@@ -121,8 +124,11 @@ class Program:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for batch in batches:
-                for microbatch in self._microbatches(self.share_of(batch)):
-                    sums += self._loss_and_count(microbatch)
+                for index, microbatch in enumerate(self._microbatches(self.share_of(batch))):
+                    sums += self._loss_and_count(microbatch, index)
+        if self.pipeline is not None:
+            self.pipeline.links.finish()
+            dist.all_reduce(sums, group=self._pp)
         dist.all_reduce(sums, group=self._dp)
         give_up_gathered(self.module)
         for part, mode in modes.items():
@@ -130,11 +136,18 @@ class Program:
         total, count = sums.tolist()
         return float(total / max(count, 1.0))
 
-    def _loss_and_count(self, microbatch: Batch) -> Tensor:
+    def _loss_and_count(self, microbatch: Batch, index: int) -> Tensor:
+        """Zero on a stage that has no loss."""
         count = self.objective.count(microbatch)
         moved = to_device(microbatch, self.plan, self.device)
-        with self._compute():
-            loss = self.objective.loss(call(self.spread_module, moved), moved)
+        if self.pipeline is not None:
+            found = self.pipeline.evaluate(moved, index, self._compute, self.objective)
+            if found is None:
+                return torch.zeros(2, dtype=torch.float64, device=self.device)
+            loss = found
+        else:
+            with self._compute():
+                loss = self.objective.loss(call(self.spread_module, moved), moved)
         return torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
 
     def sync_buffers(self) -> None:
@@ -186,22 +199,41 @@ class Program:
         sums = torch.tensor([0.0, signal], dtype=torch.float64, device=self.device)
         losses: dict[int, Tensor] = {}
         norm = None
-        for action in self.schedule.actions[self._coordinate]:
+        scales = _Scales(counts, self.plan.mesh.dp, total_count, counting)
+        actions = self.schedule.actions[self._coordinate]
+        for place, action in enumerate(actions):
             index = action.microbatch
-            if action.kind == "forward":
+            if action.kind == "update":
+                norm = self._update() if place == len(actions) - 1 else None  # all stages of a coordinate in one
+            elif self.pipeline is not None:
+                loss = self._do(self.pipeline, action, microbatches[index], scales)
+                sums[0] += 0.0 if loss is None else loss.detach() * counts[index]
+            elif action.kind == "forward":
                 losses[index] = self._forward(microbatches[index], is_last=index == len(microbatches) - 1)
                 sums[0] += losses[index].detach() * counts[index]
             elif action.kind == "backward":
-                if counting is not None:
-                    counting.wait()
-                    counting = None
-                scale = counts[index] * self.plan.mesh.dp / total_count.clamp(min=1)
-                self._backward(losses.pop(index), scale)
-            elif action.kind == "update":
-                norm = self._update()
+                self._backward(losses.pop(index), scales.of(index))
             marks.append((action.kind, mark(self.device)))
+        if self.plan.mesh.pp > 1:
+            dist.all_reduce(sums, group=self._pp)
         work = dist.all_reduce(sums, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
         return StepOutput(sums, total_count, work, marks, norm)
+
+    def _do(self, pipeline: Pipeline, action: Action, microbatch: Batch, scales: _Scales) -> Tensor | None:
+        """One action of a stage; the loss, where it has one."""
+        if action.kind == "forward":
+            moved = to_device(microbatch, self.plan, self.device)
+            with self.watch.region("forward"):
+                return pipeline.forward(action, moved, self._compute, self.objective)
+        if action.kind in ("backward", "backward_inputs"):
+            with self.watch.region("backward"):
+                pipeline.backward(action, scales.of(action.microbatch))
+        elif action.kind == "backward_weights":
+            with self.watch.region("backward"):
+                pipeline.backward_weights(action)
+        else:
+            pipeline.transfer(action, to_device(microbatch, self.plan, self.device))
+        return None
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
         size = self.plan.microbatch
@@ -229,15 +261,32 @@ class Program:
                 raise _UnusedError(unused)
         with self.watch.region("update"):
             norm = None
+            if self.pipeline is not None:
+                self.pipeline.finish_gradients()
             if self.max_norm is not None:
-                norm = clip(
-                    self.module.parameters(),
-                    self.max_norm,
-                    self._dp if self.plan.zero and self.plan.mesh.dp > 1 else None,
-                )
+                norm = self._clip(self.max_norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
             return norm
+
+    def _clip(self, max_norm: float) -> Tensor:
+        groups = [self._dp] if self.plan.shard_degree > 1 else []
+        if self.pipeline is None:
+            return clip(self.module.parameters(), max_norm, groups)
+        return clip(self.module.parameters(), max_norm, [*groups, self._pp], self.pipeline.tied.second_copies())
+
+
+class _Scales:
+    """What each microbatch's loss is multiplied by. The ranks' counts are added up while the first forward runs."""
+
+    def __init__(self, counts: list[int], dp: int, total: Tensor, counting: Any) -> None:
+        self.counts, self.dp, self.total, self.counting = counts, dp, total, counting
+
+    def of(self, microbatch: int) -> Tensor:
+        if self.counting is not None:
+            self.counting.wait()
+            self.counting = None
+        return self.counts[microbatch] * self.dp / self.total.clamp(min=1)
 
 
 def local_device(mesh: DeviceMesh) -> torch.device:

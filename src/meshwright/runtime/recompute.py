@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.core.plan import Plan
+from meshwright.runtime._torch import _get_current_function_mode_stack
+from meshwright.runtime.pipeline.follow import Follower
 from meshwright.runtime.watch import Watch
 
 
@@ -33,4 +35,18 @@ def _recomputed(forward: Callable[..., Any], extra: dict[str, Any]) -> Callable[
 
 def _watched(watch: Watch) -> Callable[[], tuple[Any, Any]]:
     """What the first run and the second one are inside of."""
-    return lambda: (nullcontext(), watch.region("recompute"))
+    return lambda: (nullcontext(), _again(watch, _modes()))
+
+
+def _modes() -> list[Any]:
+    """The function modes a block runs in. Backward may run in a thread of its own, which has none."""
+    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, Follower)]
+
+
+@contextmanager
+def _again(watch: Watch, modes: list[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(watch.region("recompute"))
+        for mode in modes:
+            stack.enter_context(mode)
+        yield

@@ -1,0 +1,248 @@
+"""A Sketch: a copy of a module without memory, on which a forward is followed before it is cut.
+
+Made before anything is done to the module, so that neither shards nor hooks nor recompute are in it. Parameters and blocks
+work on fake tensors; what comes of the batch alone runs on its values, so that a forward that looks at its batch goes the way
+it will go on every stage. Nothing is communicated: all ranks come to the same Steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import PlanError
+from meshwright.core.flow import OBJECTIVE, OUTSIDE, Flow, FlowEvent, FlowTensor
+from meshwright.core.graph import Affine
+from meshwright.core.plan import Plan
+from meshwright.models.objective import Batch, Objective, call
+from meshwright.runtime._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    tree_flatten,
+    tree_leaves,
+)
+from meshwright.runtime.pipeline.follow import (
+    Follower,
+    give_number,
+    is_in_place,
+    is_one_of,
+    number_of,
+    results_of,
+    tensors_in,
+)
+from meshwright.runtime.pipeline.twins import separate
+from meshwright.runtime.pipeline.wiring import Answer, Passed, Steps
+from meshwright.runtime.precision import STORED, sharded_policy
+
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def draw(module: nn.Module, plan: Plan, device: torch.device) -> Sketch:
+    """A sketch of a module, whose blocks are first made modules of their own."""
+    separate(module, plan.blocks)
+    return Sketch(module, plan, device)
+
+
+class Sketch:
+    def __init__(self, module: nn.Module, plan: Plan, device: torch.device) -> None:
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.blocks = plan.blocks
+        self.device = device
+        self.precision = plan.precision if plan.zero == 0 else "fp32"
+        self.module = self._copy(module, sharded_policy(plan).param_dtype if plan.zero else None, STORED[plan.precision])
+        self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        for name in self.blocks:
+            block = self.module.get_submodule(name)
+            block.forward = partial(self._forward, name, block.forward)
+        self._discovery: _Discovery | None = None
+
+    def parameter(self, name: str) -> Tensor:
+        """What stands in for a parameter, or a buffer, that another stage holds."""
+        owner, _, leaf = name.rpartition(".")
+        return getattr(self.module.get_submodule(owner), leaf)  # type: ignore[no-any-return]
+
+    def follow(self, batch: Batch, objective: Objective, module: nn.Module) -> Steps:
+        """One forward and its loss, in the gradient mode of now and as the module trains or does not."""
+        for part, like in zip(self.module.modules(), module.modules(), strict=True):
+            part.training = like.training
+        discovery = self._discovery = _Discovery(self)
+        try:
+            with _casting(self.precision, self.device), discovery:
+                output = call(self.module, batch)
+            discovery.objective(objective, output, batch)
+        finally:
+            self._discovery = None
+        return discovery.steps()
+
+    def block_of(self, parameter: str) -> str:
+        return next((name for name in self.blocks if parameter.startswith(f"{name}.")), OUTSIDE)
+
+    def _copy(self, module: nn.Module, computed: torch.dtype | None, stored: torch.dtype) -> nn.Module:
+        """The module's own code and settings; its tensors are only looked at."""
+        dtype = computed or stored
+        made: dict[int, Any] = {}
+        with self.fakes:
+            for parameter in module.parameters():
+                made[id(parameter)] = nn.Parameter(self._fake(parameter, dtype), parameter.requires_grad)
+            for name in self.blocks:
+                for buffer in module.get_submodule(name).buffers():
+                    made[id(buffer)] = self._fake(buffer, dtype)
+        return copy.deepcopy(module, made)
+
+    def _fake(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        kept = dtype if tensor.is_floating_point() else tensor.dtype
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=kept, device=self.device)
+
+    def _forward(self, name: str, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        assert self._discovery is not None
+        return self._discovery.block(name, forward, arguments, options)
+
+
+class _Discovery(Follower):
+    """Numbers what is made, and notes who reads it."""
+
+    def __init__(self, sketch: Sketch) -> None:
+        super().__init__(sketch.fakes)
+        self.sketch = sketch
+        self.tensors: list[FlowTensor] = []
+        self.events: list[FlowEvent] = []
+        self.names: list[str] = []
+        self.answers: list[Answer | None] = []
+        self.parameters: dict[str, int] = {}
+        for parameter in sketch.module.parameters():
+            vars(parameter).pop("_meshwright_number", None)
+
+    def steps(self) -> Steps:
+        read = [
+            FlowEvent(self.sketch.block_of(name), (), (number,)) for name, number in self.parameters.items()
+        ]
+        flow = Flow(tensors=tuple(self.tensors), events=(*read, *self.events))
+        return Steps(flow, tuple(self.names), tuple(self.answers), self.parameters)
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if not self.deaf:
+            self._meet_parameters(tree_leaves((arguments, options or {})))
+        return super().__torch_function__(function, types, arguments, options)
+
+    def outside(self, function: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
+        try:
+            result, leaves = self.on_shapes(function, arguments, options)
+        except UNKNOWN as error:
+            raise self._unknown(function, arguments, options) from error
+        made = results_of(function, arguments, result)
+        if not made:
+            return result
+        if function is Tensor.__setitem__ and number_of(made[0]) is None:
+            raise PlanError(
+                "the model cannot be cut: outside its blocks it writes a value that a block made into a tensor that came of the "
+                "batch; make a new tensor of both instead, with torch.where or torch.cat"
+            )
+        numbers = self._note(OUTSIDE, getattr(function, "__name__", str(function)), leaves, made, None)
+        for number, tensor in zip(numbers, made, strict=True):
+            if is_in_place(function) or not is_one_of(tensor, leaves):
+                give_number(tensor, number)
+        return result
+
+    def block(self, name: str, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
+        with self.not_following():
+            given, result = self._run_block(forward, arguments, options)
+        own, _ = tree_flatten((arguments, options))
+        leaves, structure = tree_flatten(result)
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        known = tuple(
+            Passed(next(at for at, one in enumerate(given) if one is leaf)) if is_one_of(leaf, given) else leaf
+            for leaf in leaves
+        )
+        for number, tensor in zip(
+            self._note(name, name, own, made, Answer(known, structure)), made, strict=True
+        ):
+            if not is_one_of(tensor, given):
+                give_number(tensor, number)
+        return result
+
+    def objective(self, objective: Objective, output: Any, batch: Batch) -> None:
+        """The last event reads what the loss reads of the output; all of it, where that cannot be followed."""
+        read = tensors_in(output)
+        reading = _Reading(self.fakes)
+        try:
+            with reading:
+                objective.loss(output, batch)
+            read = list(reading.found.values())
+        except UNKNOWN:
+            pass
+        self._note(OBJECTIVE, OBJECTIVE, read, [], None)
+
+    def _run_block(self, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> tuple[list[Any], Any]:
+        """What it was called with, without values, and what it returned.
+
+        A block that asks for a value (which expert has tokens) is taken to return its first tensor as it came."""
+        try:
+            result, given = self.on_shapes(forward, arguments, options)
+        except UNKNOWN:
+            first = tensors_in((arguments, options))[0]
+            with self.fakes:
+                result = torch.empty_like(self.stand_in(first)).requires_grad_(torch.is_grad_enabled())
+            given = []
+        return given, result
+
+    def _note(
+        self, block: str, name: str, leaves: Iterable[Any], made: list[Tensor], answer: Answer | None
+    ) -> tuple[int, ...]:
+        reads = tuple(dict.fromkeys(number for leaf in leaves if (number := number_of(leaf)) is not None))
+        first = len(self.tensors)
+        self.tensors += [FlowTensor(_bytes(tensor), tensor.requires_grad) for tensor in made]
+        numbers = tuple(range(first, len(self.tensors)))
+        self.events.append(FlowEvent(block, reads, numbers))
+        self.names.append(name)
+        self.answers.append(answer)
+        return numbers
+
+    def _meet_parameters(self, leaves: Iterable[Any]) -> None:
+        """A parameter that is read outside its block is a tensor like others."""
+        for leaf in leaves:
+            name = self.sketch.names.get(id(leaf))
+            if name is not None and name not in self.parameters:
+                self.parameters[name] = len(self.tensors)
+                give_number(leaf, len(self.tensors))
+                self.tensors.append(FlowTensor(_bytes(leaf), leaf.requires_grad))
+
+    def _unknown(self, function: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> PlanError:
+        numbers = [number for leaf in tree_leaves((arguments, options)) if (number := number_of(leaf)) is not None]
+        maker = next((event.block for event in self.events if numbers[0] in event.makes and event.block), "a block")
+        return PlanError(
+            f"the model cannot be cut: outside its blocks it reads a value of what '{maker}' made "
+            f"({getattr(function, '__name__', function)}), and stages that do not have it could not follow; "
+            "move that into a block"
+        )
+
+
+class _Reading(Follower):
+    """Notes the numbered tensors that functions read; their results have no numbers."""
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__(fakes)
+        self.found: dict[int, Tensor] = {}
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        arguments, options = arguments, options or {}
+        for leaf in tree_leaves((arguments, options)):
+            number = number_of(leaf)
+            if number is not None:
+                self.found[number] = leaf
+        result, _ = self.on_shapes(function, arguments, options)
+        return result
+
+
+def _casting(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def _bytes(tensor: Tensor) -> Affine:
+    return Affine(float(tensor.numel() * tensor.element_size()), 0.0)

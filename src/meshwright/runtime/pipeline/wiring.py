@@ -1,0 +1,87 @@
+"""A Wiring: how one forward goes over the stages, learned once for each kind of microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from meshwright.core.flow import Cuts, Flow, crossings, stages_of_events
+
+
+class Passed(NamedTuple):
+    """A result of a block that is one of its arguments."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a block returned: tensors without values, `Passed`, and plain values, in their nest."""
+
+    leaves: tuple[Any, ...]
+    structure: Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of the program, as every stage meets it."""
+
+    name: str
+    """Of the block, or of the function outside all blocks."""
+    stage: int
+    makes: tuple[int, ...]
+    answer: Answer | None = None
+    """Of a block."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The events of a forward before they are laid on stages, and its flow; the flow has the parameters first."""
+
+    flow: Flow
+    names: tuple[str, ...]
+    answers: tuple[Answer | None, ...]
+    parameters: dict[str, int]
+    """Those read outside their block → the number of each."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    events: tuple[Event, ...]
+    cuts: Cuts
+    needs_gradient: frozenset[int]
+    parameters: dict[str, int]
+    num_stages: int
+    signature: Hashable = None
+    """The kind of microbatch it is for."""
+
+    @cached_property
+    def last_events(self) -> tuple[int, ...]:
+        """For every stage the place of its last event; -1 where it has none."""
+        places = [-1] * self.num_stages
+        for place, event in enumerate(self.events):
+            places[event.stage] = place
+        return tuple(places)
+
+    def received(self, stage: int) -> tuple[int, ...]:
+        return self.cuts[stage - 1] if stage else ()
+
+    def sent(self, stage: int) -> tuple[int, ...]:
+        return self.cuts[stage] if stage < len(self.cuts) else ()
+
+
+def lay_out(steps: Steps, stage_of: dict[str, int], num_stages: int, signature: Hashable) -> Wiring:
+    """The events on the plan's stages; refuses what cannot be cut."""
+    stages = stages_of_events(steps.flow, stage_of, num_stages)
+    first = len(steps.flow.events) - len(steps.names)
+    rows = zip(steps.names, stages[first:], steps.flow.events[first:], steps.answers, strict=True)
+    return Wiring(
+        events=tuple(Event(name, stage, event.makes, answer) for name, stage, event, answer in rows),
+        cuts=crossings(steps.flow, stages, num_stages),
+        needs_gradient=frozenset(n for n, tensor in enumerate(steps.flow.tensors) if tensor.needs_gradient),
+        parameters=steps.parameters,
+        num_stages=num_stages,
+        signature=signature,
+    )
