@@ -159,7 +159,15 @@ def _answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Answer:
     gc.collect()
     for group in [group for group in _groups() if group not in before]:
         dist.destroy_process_group(group)
+    _forget_meshes()
     return answer
+
+
+def _forget_meshes() -> None:
+    """torch remembers by the mesh how ops on sharded tensors go; a later mesh that equals one has other groups."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def _groups() -> list[Any]:

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from meshwright.core.affine import NOTHING, Affine
 from meshwright.core.codec import Value
 from meshwright.core.errors import PlanError
-from meshwright.core.graph import NOTHING, Affine
 
 OUTSIDE = ""
 OBJECTIVE = "@objective"

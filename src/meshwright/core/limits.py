@@ -26,6 +26,9 @@ def not_yet(plan: Plan) -> list[str]:
         f"offload of {plan.offload.what}": plan.offload.what != "none",
         "fp16": plan.precision == "fp16",
         f"schedule {plan.schedule} without pp": plan.schedule != "1f1b" and plan.mesh.pp == 1,
+        f"ZeRO 3 with schedule {plan.schedule}, which makes gradients of weights after their parameters are given up": (
+            plan.zero == 3 and plan.schedule in SPLIT_SCHEDULES and plan.mesh.pp > 1
+        ),
         f"compile with schedule {plan.schedule}": plan.compile and plan.schedule in SPLIT_SCHEDULES,
     }
     return [words for words, asked in parts.items() if asked]

@@ -141,7 +141,6 @@ class Plan(Value, kw_only=True):
         _check_sharding(self)
         _check_sharding_group(self)
         _check_recompute(self)
-        _check_gathering(self)
 
     @property
     def world(self) -> int:
@@ -278,11 +277,3 @@ def _check_recompute(plan: Plan) -> None:
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         raise PlanError(f"recompute names block '{repeated[0]}' more than once: give each block one mode")
-
-
-def _check_gathering(plan: Plan) -> None:
-    if plan.zero == 3 and plan.schedule in SPLIT_SCHEDULES and plan.mesh.pp > 1:
-        raise PlanError(
-            f"ZeRO 3 gives parameters up after each use, but schedule '{plan.schedule}' makes gradients of weights later: "
-            "use zero 2, or schedule 1f1b or interleaved"
-        )

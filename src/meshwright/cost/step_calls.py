@@ -3,7 +3,7 @@
 Gradients come of all samples and tokens: they are added up over the dp · cp ranks that hold the same parameters, N below.
 m microbatches, one row per group of parameters (a block, or all that is in none):
 
-    ZeRO 0   all-reduce of the gradients over N, in buckets, once a step                  -> bucket_bytes
+    ZeRO 0   all-reduce of the gradients over N, in buckets, once a step; each stage's own  -> bucket_bytes
     ZeRO 1   all-gather of each group once a step; reduce-scatter once a step
     ZeRO 2   all-gather once a step; reduce-scatter in each microbatch
     ZeRO 3   all-gather before forward and before backward in each microbatch (the rest group once); reduce-scatter in each
@@ -14,8 +14,8 @@ All of it counts as axis dp. Once a step, beside that:
     tied     a tensor with names on several pp coordinates: all-reduce of its gradient between them      -> _tied_calls
     sp       each tp rank saw its part of the tokens: all-reduce over tp of the gradients of all tensors that are whole,
              norms, rows' biases, positions, in one call                                                 -> _whole_calls
-    numbers  how many tokens, the loss; the squared norm where gradients are clipped, over every axis that
-             divides them                                                                                -> _number_calls
+    numbers  how many tokens, the loss, which the last stage has; the squared norm where gradients are clipped, over
+             every axis that divides them                                                                               -> _number_calls
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from meshwright.cost.state import (
     items_of,
     local_parameters,
     split_dims,
+    stage_parameters,
     total_elements,
 )
 
@@ -48,13 +49,9 @@ BUCKET_BYTES = 25 * MIB
 def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tuple[Call, ...]:
     """The collectives of a rank on this coordinate outside the blocks."""
     parameters = local_parameters(graph, plan, coordinate)
-    dense = tuple(p for p in parameters if not p.expert or plan.mesh.ep == 1)
-    experts = tuple(p for p in parameters if p.expert and plan.mesh.ep > 1)
-    group = axis_group(plan.mesh, "dp")
-    rest = Group(plan.mesh.dp // plan.mesh.ep, group.stride * plan.mesh.ep)
+    mine = [number for number, stage in enumerate(plan.stages) if stage.coordinate == coordinate]
     return (
-        *_state_calls(graph, plan, recipe, dense, group),
-        *(_state_calls(graph, plan, recipe, experts, rest) if experts else ()),
+        *(call for number in mine for call in _stage_calls(graph, plan, recipe, number)),
         *_tied_calls(graph, plan, recipe, parameters, coordinate),
         *_whole_calls(graph, plan, recipe, parameters),
         *_number_calls(plan, recipe),
@@ -62,6 +59,18 @@ def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tup
 
 
 # ---------------------------------------------------------------- dp and cp
+
+
+def _stage_calls(graph: Graph, plan: Plan, recipe: Recipe, number: int) -> Iterator[Call]:
+    """Those of one stage's parameters: what lies in no group of its own is a group of each stage."""
+    parameters = stage_parameters(graph, plan, number)
+    dense = tuple(p for p in parameters if not p.expert or plan.mesh.ep == 1)
+    experts = tuple(p for p in parameters if p.expert and plan.mesh.ep > 1)
+    group = axis_group(plan.mesh, "dp")
+    rest = Group(plan.mesh.dp // plan.mesh.ep, group.stride * plan.mesh.ep)
+    yield from _state_calls(graph, plan, recipe, dense, group)
+    if experts:
+        yield from _state_calls(graph, plan, recipe, experts, rest)
 
 
 def _state_calls(
@@ -72,7 +81,7 @@ def _state_calls(
     if everyone.size == 1:
         return
     if plan.zero == 0:
-        yield from _replicated(graph, parameters, items, everyone)
+        yield from _replicated(graph, plan, parameters, items, everyone)
     elif plan.zero == 1 and recipe.reduces_whole:
         yield from _reduced_whole(parameters, items, group, everyone)
     else:
@@ -88,14 +97,24 @@ def with_cp(plan: Plan, group: Group) -> Group:
     return Group(group.size * plan.mesh.cp, group.stride // plan.mesh.cp)
 
 
-def _replicated(graph: Graph, parameters: tuple[Parameter, ...], items: Items, group: Group) -> Iterator[Call]:
-    ready = {parameter.name: place for place, parameter in enumerate(graph.trained)}
-    trained = sorted(
-        (parameter for parameter in parameters if parameter.trainable),
-        key=lambda parameter: ready.get(parameter.name, -1),  # a tied name that is held apart: the head's, ready first
-    )
-    for size in bucket_bytes(trained, items.reduced):
+def _replicated(
+    graph: Graph, plan: Plan, parameters: tuple[Parameter, ...], items: Items, group: Group
+) -> Iterator[Call]:
+    order = _from_the_last(parameters, plan) if plan.mesh.pp > 1 else _as_ready(parameters, graph)
+    for size in bucket_bytes((parameter for parameter in order if parameter.trainable), items.reduced):
         yield Call("all_reduce", size, 1, "backward", "dp", group)
+
+
+def _as_ready(parameters: tuple[Parameter, ...], graph: Graph) -> list[Parameter]:
+    """DistributedDataParallel fills its buckets while gradients become ready."""
+    ready = {parameter.name: place for place, parameter in enumerate(graph.trained)}
+    return sorted(parameters, key=lambda parameter: ready.get(parameter.name, -1))
+
+
+def _from_the_last(parameters: tuple[Parameter, ...], plan: Plan) -> list[Parameter]:
+    """A stage fills them when its last backward is done: blocks from the last to the first, then what is in none."""
+    places = {name: place for place, name in enumerate(plan.blocks)}
+    return sorted(parameters, key=lambda parameter: places.get(parameter.block, -1))[::-1]
 
 
 def bucket_bytes(parameters: Iterable[Parameter], item_bytes: int) -> list[int]:
@@ -151,7 +170,7 @@ def _tied_calls(
     for parameter in graph.parameters:
         places.setdefault(first_name[parameter.name], set()).add(homes.get(parameter.block, 0))
     apart = axis_group(plan.mesh, "pp").stride
-    for parameter in parameters:
+    for parameter in {first_name[parameter.name]: parameter for parameter in parameters}.values():
         here = places[first_name[parameter.name]]
         if len(here) > 1 and coordinate in here and parameter.trainable:
             group = Group(len(here), apart * (max(here) - min(here)) // (len(here) - 1))
@@ -176,6 +195,8 @@ def _number_calls(plan: Plan, recipe: Recipe) -> Iterator[Call]:
     if everyone.size > 1:
         yield Call("all_reduce", COUNT_BYTES, 1, "other", "dp", everyone)
         yield Call("all_reduce", LOSS_BYTES, 1, "other", "dp", everyone)
+    if mesh.pp > 1:
+        yield Call("all_reduce", LOSS_BYTES, 1, "other", "pp", axis_group(mesh, "pp"))
     if not recipe.clips:
         return
     if plan.shard_degree > 1:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.core.plan import Plan
 from meshwright.runtime._torch import _get_current_function_mode_stack
-from meshwright.runtime.pipeline.follow import Follower
+from meshwright.models.follow import Follower
 from meshwright.runtime.watch import Watch
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
-from meshwright.runtime.pipeline.sketch import Sketch
+from meshwright.models.sketch import Sketch
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,13 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
 from meshwright.core.schedules import make_schedule
 from meshwright.models.objective import Batch, Objective, call, tensors_of
+from meshwright.runtime._torch import around_calls
 from meshwright.runtime.pipeline.arrivals import Arrivals
 from meshwright.runtime.pipeline.cut import Cut, stage_of_blocks
-from meshwright.runtime.pipeline.follow import give_number
+from meshwright.models.follow import give_number
 from meshwright.runtime.pipeline.links import Links, form_of
 from meshwright.runtime.pipeline.run import LeftEarly, StageRun
-from meshwright.runtime.pipeline.sketch import Sketch
+from meshwright.models.sketch import Sketch
 from meshwright.runtime.pipeline.state import StageState
 from meshwright.runtime.pipeline.tied import TiedTensors
 from meshwright.runtime.pipeline.weights import WeightsLater
@@ -87,8 +88,7 @@ class Pipeline:
         """The most microbatches this coordinate held at once, counted in those of one of its stages."""
         self._run: StageRun | None = None
         for name in sketch.blocks:
-            block = module.get_submodule(name)
-            block.forward = partial(self._forward_of_block, name, block.forward)
+            around_calls(module.get_submodule(name), partial(partial, self._call_block, name))
 
     # ------------------------------------------------------------ forward
 
@@ -144,17 +144,16 @@ class Pipeline:
             for attributes, leaf, before in placed:
                 attributes.pop(leaf) if before is None else attributes.update({leaf: before})
 
-    def _forward_of_block(self, name: str, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Outside of a stage's run (recompute) a block is what it is."""
-        if self._run is None:
-            return forward(*arguments, **options)
-        return self._run.block(name, forward, arguments, options)
+    def _call_block(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Outside of a stage's run a block is what it is."""
+        return call(*arguments, **options) if self._run is None else self._run.block(name, call, arguments, options)
 
     def wiring(self, batch: Batch) -> Wiring:
         """How a batch of this shape goes over the stages; found once."""
         key = (torch.is_grad_enabled(), self.module.training, *_signature(batch))
         if key not in self.wirings:
-            steps = self.sketch.follow(batch, self.objective, self.module)
+            self.sketch.train_like(self.module)
+            steps = self.sketch.follow(batch, self.objective)
             self.wirings[key] = lay_out(steps, stage_of_blocks(self.plan), self.num_stages, key)
         return self.wirings[key]
 

@@ -13,18 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwright.core.errors import ModelError
 from meshwright.runtime._torch import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
-from meshwright.runtime.pipeline.follow import (
+from meshwright.models.follow import (
     Follower,
     give_number,
     is_absent,
     number_of,
     results_of,
 )
-from meshwright.runtime.pipeline.wiring import Event, Passed, Wiring
+from meshwright.models.steps import Passed
+from meshwright.runtime.pipeline.wiring import Event, Wiring
 
 
 class LeftEarly(BaseException):
@@ -53,7 +55,8 @@ class StageRun(Follower):
             if made:
                 self._made(self._next(getattr(function, "__name__", str(function))), made)
             return result
-        result, _ = self.on_shapes(function, arguments, options)
+        with torch.no_grad():
+            result, _ = self.on_shapes(function, arguments, options)
         if not results_of(function, arguments, result):
             return result
         event = self._next(getattr(function, "__name__", str(function)))

@@ -5,23 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
 
-from meshwright.core.flow import Cuts, Flow, crossings, stages_of_events
-
-
-class Passed(NamedTuple):
-    """A result of a block that is one of its arguments."""
-
-    position: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a block returned: tensors without values, `Passed`, and plain values, in their nest."""
-
-    leaves: tuple[Any, ...]
-    structure: Any
+from meshwright.core.flow import Cuts, crossings, stages_of_events
+from meshwright.models.steps import Answer, Steps
 
 
 @dataclass(frozen=True)
@@ -34,17 +20,6 @@ class Event:
     makes: tuple[int, ...]
     answer: Answer | None = None
     """Of a block."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The events of a forward before they are laid on stages, and its flow; the flow has the parameters first."""
-
-    flow: Flow
-    names: tuple[str, ...]
-    answers: tuple[Answer | None, ...]
-    parameters: dict[str, int]
-    """Those read outside their block → the number of each."""
 
 
 @dataclass(frozen=True)

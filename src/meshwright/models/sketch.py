@@ -8,7 +8,7 @@ it will go on every stage. Nothing is communicated: all ranks come to the same S
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.affine import Affine
 from meshwright.core.errors import PlanError
 from meshwright.core.flow import OBJECTIVE, OUTSIDE, Flow, FlowEvent, FlowTensor
-from meshwright.core.graph import Affine
-from meshwright.core.plan import Plan
 from meshwright.models.objective import Batch, Objective, call
 from meshwright.runtime._torch import (
     DataDependentOutputException,
@@ -27,8 +26,9 @@ from meshwright.runtime._torch import (
     FakeTensorMode,
     tree_flatten,
     tree_leaves,
+    tree_unflatten,
 )
-from meshwright.runtime.pipeline.follow import (
+from meshwright.models.follow import (
     Follower,
     give_number,
     is_in_place,
@@ -37,26 +37,31 @@ from meshwright.runtime.pipeline.follow import (
     results_of,
     tensors_in,
 )
-from meshwright.runtime.pipeline.twins import separate
-from meshwright.runtime.pipeline.wiring import Answer, Passed, Steps
-from meshwright.runtime.precision import STORED, sharded_policy
+from meshwright.models.twins import separate
+from meshwright.models.steps import Answer, Passed, Steps
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-def draw(module: nn.Module, plan: Plan, device: torch.device) -> Sketch:
-    """A sketch of a module, whose blocks are first made modules of their own."""
-    separate(module, plan.blocks)
-    return Sketch(module, plan, device)
-
-
 class Sketch:
-    def __init__(self, module: nn.Module, plan: Plan, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Iterable[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        known: dict[Hashable, Answer] | None = None,
+    ) -> None:
+        """dtype: what floating parameters have while the module computes. computing: what it computes in. known: where given,
+        blocks of one class and size that are called alike are followed once for all; what they returned is kept in it."""
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        self.blocks = plan.blocks
+        self.blocks = tuple(blocks)
         self.device = device
-        self.precision = plan.precision if plan.zero == 0 else "fp32"
-        self.module = self._copy(module, sharded_policy(plan).param_dtype if plan.zero else None, STORED[plan.precision])
+        self.computing = computing
+        self.known = known
+        self.module = self._copy(module, dtype)
+        separate(self.module, self.blocks)
         self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         for name in self.blocks:
             block = self.module.get_submodule(name)
@@ -68,13 +73,15 @@ class Sketch:
         owner, _, leaf = name.rpartition(".")
         return getattr(self.module.get_submodule(owner), leaf)  # type: ignore[no-any-return]
 
-    def follow(self, batch: Batch, objective: Objective, module: nn.Module) -> Steps:
-        """One forward and its loss, in the gradient mode of now and as the module trains or does not."""
+    def train_like(self, module: nn.Module) -> None:
         for part, like in zip(self.module.modules(), module.modules(), strict=True):
             part.training = like.training
+
+    def follow(self, batch: Batch, objective: Objective) -> Steps:
+        """One forward and its loss, in the gradient mode of now."""
         discovery = self._discovery = _Discovery(self)
         try:
-            with _casting(self.precision, self.device), discovery:
+            with self.computing(), discovery:
                 output = call(self.module, batch)
             discovery.objective(objective, output, batch)
         finally:
@@ -84,15 +91,17 @@ class Sketch:
     def block_of(self, parameter: str) -> str:
         return next((name for name in self.blocks if parameter.startswith(f"{name}.")), OUTSIDE)
 
-    def _copy(self, module: nn.Module, computed: torch.dtype | None, stored: torch.dtype) -> nn.Module:
+    def _copy(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
         """The module's own code and settings; its tensors are only looked at."""
-        dtype = computed or stored
         made: dict[int, Any] = {}
         with self.fakes:
             for parameter in module.parameters():
                 made[id(parameter)] = nn.Parameter(self._fake(parameter, dtype), parameter.requires_grad)
             for name in self.blocks:
                 for buffer in module.get_submodule(name).buffers():
+                    made[id(buffer)] = self._fake(buffer, dtype)
+            for buffer in module.buffers():
+                if buffer.is_meta:
                     made[id(buffer)] = self._fake(buffer, dtype)
         return copy.deepcopy(module, made)
 
@@ -152,20 +161,53 @@ class _Discovery(Follower):
 
     def block(self, name: str, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
         with self.not_following():
-            given, result = self._run_block(forward, arguments, options)
+            kind = None if self.sketch.known is None else self._kind(name, arguments, options)
+            given, result = self._answer(kind, arguments, options) or self._run_block(forward, arguments, options)
         own, _ = tree_flatten((arguments, options))
         leaves, structure = tree_flatten(result)
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        known = tuple(
-            Passed(next(at for at, one in enumerate(given) if one is leaf)) if is_one_of(leaf, given) else leaf
+        left = tuple(
+            Passed(next(at for at, one in enumerate(given) if one is leaf)) if is_one_of(leaf, given) else self._like(leaf)
             for leaf in leaves
         )
-        for number, tensor in zip(
-            self._note(name, name, own, made, Answer(known, structure)), made, strict=True
-        ):
+        answer = Answer(left, structure)
+        for number, tensor in zip(self._note(name, name, own, made, answer), made, strict=True):
             if not is_one_of(tensor, given):
                 give_number(tensor, number)
+        if self.sketch.known is not None:
+            self.sketch.known[kind] = answer
         return result
+
+    def _answer(self, kind: Hashable, arguments: Any, options: dict[str, Any]) -> tuple[list[Any], Any] | None:
+        """What a block like this one returned when it was called like this."""
+        answer = self.sketch.known.get(kind) if self.sketch.known else None
+        if answer is None:
+            return None
+        given = [self.stand_in(leaf) for leaf in tree_leaves((arguments, options))]
+        leaves = [given[leaf.position] if isinstance(leaf, Passed) else self._made_like(leaf) for leaf in answer.leaves]
+        return given, tree_unflatten(leaves, answer.structure)
+
+    def _like(self, leaf: Any) -> Any:
+        """A tensor of its own, which holds on to nothing."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with self.fakes:
+            made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return made.requires_grad_(leaf.requires_grad)
+
+    def _made_like(self, leaf: Any) -> Any:
+        """As if a block had made it: it may be changed in place."""
+        return self._like(leaf).clone() if isinstance(leaf, Tensor) else leaf
+
+    def _kind(self, name: str, arguments: Any, options: dict[str, Any]) -> Hashable:
+        block = self.sketch.module.get_submodule(name)
+        leaves, structure = tree_flatten((arguments, options))
+        sizes = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+        called = tuple(
+            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+            for leaf in leaves
+        )
+        return type(block), sizes, called, str(structure)
 
     def objective(self, objective: Objective, output: Any, batch: Batch) -> None:
         """The last event reads what the loss reads of the output; all of it, where that cannot be followed."""
@@ -188,7 +230,7 @@ class _Discovery(Follower):
         except UNKNOWN:
             first = tensors_in((arguments, options))[0]
             with self.fakes:
-                result = torch.empty_like(self.stand_in(first)).requires_grad_(torch.is_grad_enabled())
+                result = torch.empty_like(self.stand_in(first)).requires_grad_(torch.is_grad_enabled()).clone()
             given = []
         return given, result
 
@@ -238,10 +280,6 @@ class _Reading(Follower):
                 self.found[number] = leaf
         result, _ = self.on_shapes(function, arguments, options)
         return result
-
-
-def _casting(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def _bytes(tensor: Tensor) -> Affine:
