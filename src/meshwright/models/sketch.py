@@ -125,6 +125,7 @@ class _Discovery(Follower):
         self.names: list[str] = []
         self.answers: list[Answer | None] = []
         self.parameters: dict[str, int] = {}
+        self.first_versions: dict[int, int] = {}
         for parameter in sketch.module.parameters():
             vars(parameter).pop("_meshwright_number", None)
 
@@ -133,7 +134,7 @@ class _Discovery(Follower):
             FlowEvent(self.sketch.block_of(name), (), (number,)) for name, number in self.parameters.items()
         ]
         flow = Flow(tensors=tuple(self.tensors), events=(*read, *self.events))
-        return Steps(flow, tuple(self.names), tuple(self.answers), self.parameters)
+        return Steps(flow, tuple(self.names), tuple(self.answers), self.parameters, self.first_versions)
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if not self.deaf:
@@ -155,6 +156,9 @@ class _Discovery(Follower):
             )
         numbers = self._note(OUTSIDE, getattr(function, "__name__", str(function)), leaves, made, None)
         for number, tensor in zip(numbers, made, strict=True):
+            before = number_of(tensor)
+            if is_in_place(function) and before is not None:
+                self.first_versions[number] = self.first_versions.get(before, before)
             if is_in_place(function) or not is_one_of(tensor, leaves):
                 give_number(tensor, number)
         return result
@@ -257,12 +261,18 @@ class _Discovery(Follower):
 
     def _unknown(self, function: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> PlanError:
         numbers = [number for leaf in tree_leaves((arguments, options)) if (number := number_of(leaf)) is not None]
-        maker = next((event.block for event in self.events if numbers[0] in event.makes and event.block), "a block")
         return PlanError(
-            f"the model cannot be cut: outside its blocks it reads a value of what '{maker}' made "
+            f"the model cannot be cut: outside its blocks it reads a value of what block '{self._maker(numbers[0])}' made "
             f"({getattr(function, '__name__', function)}), and stages that do not have it could not follow; "
             "move that into a block"
         )
+
+    def _maker(self, number: int) -> str:
+        """The block whose result a tensor comes of."""
+        made = [event for event in self.events if number in event.makes]
+        if not made or made[0].block:
+            return made[0].block if made else OUTSIDE
+        return next((block for read in made[0].reads if (block := self._maker(read))), OUTSIDE)
 
 
 class _Reading(Follower):

@@ -31,3 +31,5 @@ class Steps:
     answers: tuple[Answer | None, ...]
     parameters: dict[str, int]
     """Those read outside their block → the number of each."""
+    first_versions: dict[int, int]
+    """Tensors that came of changing another in place → the number of what was changed first."""
