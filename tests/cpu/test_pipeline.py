@@ -13,6 +13,7 @@ import torch
 from cases import ASSETS, graph_of, hand_cluster, source_of
 from pool import RankError, RankPool, this_rank
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from meshwright.core.collective import Collective
 from meshwright.core.errors import PlanError
@@ -23,7 +24,7 @@ from meshwright.core.request import PlanRequest, plain_plan
 from meshwright.cost.estimate import Estimator
 from meshwright.measure.parity import ParityResult, Tamper, compare
 from meshwright.measure.record import StepRecorder
-from meshwright.models.objective import slice_batch
+from meshwright.models.objective import call
 from meshwright.runtime.apply import apply
 from meshwright.runtime.program import Program
 
@@ -100,13 +101,13 @@ FOUR = [
 ]
 
 
-def compare_on_rank(row: Row, num_steps: int = 2, tamper: Tamper | None = None) -> ParityResult:
-    return compare(source_of(row.model), row.plan(), num_steps, this_rank(), tamper)
+def compare_on_rank(model: str, plan: Plan, num_steps: int = 2, tamper: Tamper | None = None) -> ParityResult:
+    return compare(source_of(model), plan, num_steps, this_rank(), tamper)
 
 
 @pytest.mark.parametrize("row", [*TWO, *FOUR], ids=str)
 def test_stages_agree_with_one_process(pool: Pools, row: Row) -> None:
-    results = pool(row.num_ranks).run(compare_on_rank, row)
+    results = pool(row.num_ranks).run(compare_on_rank, row.model, row.plan())
     for result in results:
         assert result.first_difference is None
         assert result.max_loss_difference <= 1e-14
@@ -147,7 +148,7 @@ def forget_weights(program: Program) -> None:
     ],
 )
 def test_a_planted_error_is_found(pool: Pools, tamper: Tamper, row: Row, found: str) -> None:
-    for result in pool(2).run(compare_on_rank, row, 1, tamper):
+    for result in pool(2).run(compare_on_rank, row.model, row.plan(), 1, tamper):
         assert result.first_difference is not None
         assert result.first_difference.startswith(f"step 0: gradient of {found}")
 
@@ -157,7 +158,7 @@ def test_a_planted_error_is_found(pool: Pools, tamper: Tamper, row: Row, found: 
 
 @dataclass(frozen=True)
 class Seen:
-    predicted: tuple[Collective, ...]
+    here: int
     observed: tuple[Collective, ...]
     most_in_flight: int
     expected_in_flight: int
@@ -167,33 +168,31 @@ class Seen:
     parts: Any
 
 
-def build(row: Row) -> nn.Module:
+def build(model: str) -> nn.Module:
     """The same weights on every rank, and no dropout."""
     torch.manual_seed(1)
-    module = source_of(row.model).build()
+    module = source_of(model).build()
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
     return module
 
 
-def train_on_rank(row: Row) -> Seen:
+def train_on_rank(model: str, plan: Plan) -> Seen:
     """Four clipped steps under the recorder, and an evaluation."""
-    source, plan = source_of(row.model), row.plan("fp32")
+    source = source_of(model)
     program = apply(
-        build(row), plan, optimizer=lambda found: torch.optim.SGD(found, lr=1e-3), objective=source.objective, max_norm=0.1,
+        build(model), plan, optimizer=lambda found: torch.optim.SGD(found, lr=1e-3), objective=source.objective, max_norm=0.1,
         recorder=StepRecorder(), device=this_rank().device,
     )  # fmt: skip
     assert source.example is not None
     batch = source.example(plan.global_batch)
     evaluated = program.evaluate([batch])
     outputs = [program.step(batch) for _ in range(4)]
-    recipe = Recipe(optimizer_slots=0, optimizer_scalar_bytes=0, clips=True)
-    estimator = Estimator(graph_of(row.model), plan, hand_cluster(row.num_ranks), recipe)
     assert program.pipeline is not None
     here = program.pipeline.here
     return Seen(
-        estimator.collectives(here), program.trace().collectives, program.pipeline.most_in_flight,
+        here, program.trace().collectives, program.pipeline.most_in_flight,
         program.schedule.most_in_flight(here), outputs[0].gradient_norm, evaluated, outputs[0].loss,
         outputs[1].time_seconds,
     )  # fmt: skip
@@ -213,35 +212,33 @@ PREDICTED = [
 
 @pytest.mark.parametrize("row", PREDICTED, ids=str)
 def test_collectives(pool: Pools, row: Row) -> None:
-    every = pool(row.num_ranks).run(train_on_rank, row)
+    plan = row.plan("fp32")
+    every = pool(row.num_ranks).run(train_on_rank, row.model, plan)
+    recipe = Recipe(optimizer_slots=0, optimizer_scalar_bytes=0, clips=True)
+    estimator = Estimator(graph_of(row.model), plan, hand_cluster(row.num_ranks), recipe)
     for seen in every:
-        assert seen.observed == seen.predicted
+        assert seen.observed == estimator.collectives(seen.here)
         assert seen.most_in_flight == seen.expected_in_flight
         assert seen.evaluated == pytest.approx(seen.loss, rel=1e-6)
         assert min(seen.parts.forward, seen.parts.backward) > 0
     assert len({seen.norm for seen in every}) == 1
-    (alone,) = pool(1).run(norm_of_one_process, row)
-    assert every[0].norm == pytest.approx(alone, rel=1e-5)
+    assert every[0].norm == pytest.approx(norm_of_one_process(row), rel=1e-5)
 
 
 def norm_of_one_process(row: Row) -> float:
     """The norm of the first step's gradients."""
-    source = source_of(row.model)
-    plan = plain_plan(PlanRequest(global_batch=row.samples, microbatch=1), graph_of(row.model), 1, "tests")
-    make = lambda found: torch.optim.SGD(found, lr=1e-3)  # noqa: E731
-    program = apply(
-        build(row), plan, optimizer=make, objective=source.objective, max_norm=0.1, device=this_rank().device
-    )
+    source, module = source_of(row.model), build(row.model)
     assert source.example is not None
-    found = program.step(source.example(row.samples)).gradient_norm
-    assert found is not None
-    return found
+    batch = source.example(row.samples)
+    source.objective.loss(call(module, batch), batch).backward()
+    return float(get_total_norm([p.grad for p in module.parameters() if p.grad is not None]))
 
 
 def test_one_forward_one_backward_holds_fewer_microbatches_than_gpipe(pool: Pools) -> None:
     held = {
-        schedule: [seen.most_in_flight for seen in pool(2).run(train_on_rank, Row(DEEP, {"schedule": schedule}, 6))]
+        schedule: [seen.most_in_flight for seen in pool(2).run(train_on_rank, DEEP, row.plan("fp32"))]
         for schedule in ("gpipe", "1f1b")
+        for row in [Row(DEEP, {"schedule": schedule}, 6)]
     }
     assert held == {"gpipe": [6, 6], "1f1b": [2, 1]}
 
@@ -249,11 +246,11 @@ def test_one_forward_one_backward_holds_fewer_microbatches_than_gpipe(pool: Pool
 # What is refused
 
 
-def refused_on_rank(row: Row) -> None:
-    source, plan = source_of(row.model), row.plan("fp32")
+def refused_on_rank(model: str, plan: Plan) -> None:
+    source = source_of(model)
     program = apply(source.build(), plan, optimizer=torch.optim.AdamW, device=this_rank().device)
     assert source.example is not None
-    program.step(slice_batch(source.example(row.samples), 0, row.samples))
+    program.step(source.example(plan.global_batch))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +262,7 @@ def refused_on_rank(row: Row) -> None:
 )
 def test_what_cannot_be_cut_is_refused(pool: Pools, model: str, said: str) -> None:
     with pytest.raises(RankError) as raised:
-        pool(2).run(refused_on_rank, Row(f"{HARD}:{model}"))
+        pool(2).run(refused_on_rank, f"{HARD}:{model}", Row(f"{HARD}:{model}").plan("fp32"))
     assert all(said in error for error in raised.value.errors.values()), raised.value
 
 
@@ -278,19 +275,17 @@ def test_an_estimate_refuses_what_cannot_be_cut() -> None:
 @pytest.mark.parametrize("schedule", ["zb", "zbv", "dualpipev"])
 def test_zero_3_gives_up_what_a_split_backward_needs(pool: Pools, schedule: str) -> None:
     with pytest.raises(RankError, match=f"ZeRO 3 with schedule {schedule}"):
-        pool(2).run(refused_on_rank, Row(DEEP, {"zero": 3, "schedule": schedule}))
+        pool(2).run(refused_on_rank, DEEP, Row(DEEP, {"zero": 3, "schedule": schedule}).plan("fp32"))
 
 
 def test_ranks_start_from_the_first_ones_weights(pool: Pools) -> None:
     """Whatever each rank has drawn."""
-    values = pool(4).run(tied_values_on_rank, Row(TIED, {"dp": 2}))
+    values = pool(4).run(tied_values_on_rank, TIED, Row(TIED, {"dp": 2}).plan("fp32"))
     assert len(set(values)) == 1
 
 
-def tied_values_on_rank(row: Row) -> float:
+def tied_values_on_rank(model: str, plan: Plan) -> float:
     torch.manual_seed(int(os.environ["RANK"]))
-    program = apply(
-        source_of(row.model).build(), row.plan("fp32"), optimizer=torch.optim.AdamW, device=this_rank().device
-    )
+    program = apply(source_of(model).build(), plan, optimizer=torch.optim.AdamW, device=this_rank().device)
     name = "token_embedding.weight" if program.pipeline and program.pipeline.here == 0 else "head.weight"
     return float(program.module.get_parameter(name).sum())

@@ -101,7 +101,8 @@ def _place(segments: list[Segment], stage_of: dict[str, int], first: int, lists:
 def sent_sizes(passes: StagePasses, divisions: dict[str, Division], samples: int) -> list[tuple[float, bool]]:
     """Bytes on one rank of each tensor a stage gives to the next, and whether its gradient comes back."""
     return [
-        (one.num_bytes.at(samples) * divisions[one.block].result_share("@input"), one.needs_gradient) for one in passes.sent
+        (one.num_bytes.at(samples) * divisions[one.block].result_share("@input"), one.needs_gradient)
+        for one in passes.sent
     ]
 
 

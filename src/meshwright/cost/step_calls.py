@@ -15,7 +15,7 @@ All of it counts as axis dp. Once a step, beside that:
     sp       each tp rank saw its part of the tokens: all-reduce over tp of the gradients of all tensors that are whole,
              norms, rows' biases, positions, in one call                                                 -> _whole_calls
     numbers  how many tokens, the loss, which the last stage has; the squared norm where gradients are clipped, over
-             every axis that divides them                                                                               -> _number_calls
+             every axis that divides them                                                                -> _number_calls
 """
 
 from __future__ import annotations

@@ -74,7 +74,9 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     if tamper is not None:
         tamper(program)
     gradients: dict[str, Tensor] = {}
-    program.optimizer.register_step_pre_hook(lambda *_: gradients.update(_of_all_stages(_gradients(program.module), plan)))
+    program.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update(_of_all_stages(_gradients(program.module), plan))
+    )
     tally = _Tally(bound=SLACK * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
     batches = source.example(num_steps * plan.global_batch)
     for step in range(num_steps):

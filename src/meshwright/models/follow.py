@@ -111,7 +111,22 @@ def is_in_place(function: Callable[..., Any]) -> bool:
 
 
 _IN_PLACE = {"__setitem__"} | {
-    f"__i{name}__" for name in "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
+    f"__i{name}__"
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "matmul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    ]
 }
 
 

@@ -22,8 +22,8 @@ from meshwright.runtime.data_parallel import give_up_gathered, prepare_microbatc
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from meshwright.runtime.pipeline.cut import cut
-from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.pipeline.draw import draw
+from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, store
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import join

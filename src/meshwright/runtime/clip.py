@@ -29,7 +29,9 @@ def clip(
     left_out = {id(parameter) for parameter in counted_elsewhere}
     owners = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [local(parameter.grad) for parameter in owners if parameter.grad is not None]
-    norm = get_total_norm([gradient for owner, gradient in zip(owners, gradients, strict=True) if id(owner) not in left_out])
+    norm = get_total_norm(
+        [gradient for owner, gradient in zip(owners, gradients, strict=True) if id(owner) not in left_out]
+    )
     if groups:
         squared = norm.to(gradients[0].device if gradients else norm.device, torch.float64).square()
         for group in groups:

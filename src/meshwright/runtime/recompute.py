@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.core.plan import Plan
-from meshwright.runtime._torch import _get_current_function_mode_stack
 from meshwright.models.follow import Follower
+from meshwright.runtime._torch import _get_current_function_mode_stack
 from meshwright.runtime.watch import Watch
 
 

@@ -24,7 +24,7 @@ class Arrivals:
         self.tensors = dict(received)
         if self.trained:
             anchor = torch.empty(0, requires_grad=True)
-            made = _Arrive.apply(anchor, self, [received[number] for number in self.trained])
+            made = _Arrive.apply(anchor, self, [received[number] for number in self.trained])  # type: ignore[no-untyped-call]
             for number, tensor in zip(self.trained, made, strict=True):
                 self.tensors[number] = lay(tensor, layout_of(received[number]))
 
@@ -52,6 +52,6 @@ class _Arrive(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         ctx.arrivals.arrived_back(gradients)
         return None, None, None

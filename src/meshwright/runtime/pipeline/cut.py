@@ -82,7 +82,7 @@ def _ties(module: nn.Module, homes: dict[str, int]) -> Iterator[Tie]:
     names: dict[int, dict[int, str]] = {}
     for name, parameter in _named(module):
         names.setdefault(id(parameter), {}).setdefault(homes[name], name)
-    for name, parameter in module.named_parameters():
+    for parameter in module.parameters():
         if len(names[id(parameter)]) > 1:
             yield Tie(dict(sorted(names[id(parameter)].items())), parameter.requires_grad)
 

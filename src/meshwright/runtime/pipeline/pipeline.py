@@ -24,14 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
 from meshwright.core.schedules import make_schedule
+from meshwright.models.follow import give_number
 from meshwright.models.objective import Batch, Objective, call, tensors_of
+from meshwright.models.sketch import Sketch
 from meshwright.runtime._torch import around_calls
 from meshwright.runtime.pipeline.arrivals import Arrivals
 from meshwright.runtime.pipeline.cut import Cut, stage_of_blocks
-from meshwright.models.follow import give_number
 from meshwright.runtime.pipeline.links import Links, form_of
 from meshwright.runtime.pipeline.run import LeftEarly, StageRun
-from meshwright.models.sketch import Sketch
 from meshwright.runtime.pipeline.state import StageState
 from meshwright.runtime.pipeline.tied import TiedTensors
 from meshwright.runtime.pipeline.weights import WeightsLater
@@ -99,7 +99,10 @@ class Pipeline:
         arrivals = Arrivals(self.post.arrived.pop(key, {}), wiring.needs_gradient)
         run = StageRun(wiring, action.stage, arrivals.tensors, self.sketch.fakes)
         with self.later or nullcontext(), compute():
-            sent, loss = self.states[action.stage].held(batch, partial(self._run_stage, run, objective))
+            made: tuple[dict[int, Tensor], Tensor | None] = self.states[action.stage].held(
+                batch, partial(self._run_stage, run, objective)
+            )
+        sent, loss = made
         if torch.is_grad_enabled():
             self.in_flight[key] = InFlight(wiring, arrivals, sent, loss)
             self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
@@ -202,7 +205,7 @@ class Pipeline:
 
     def transfer(self, action: Action, batch: Batch) -> None:
         """batch: the microbatch, whose shape says what crosses."""
-        stage, microbatch = key = (action.stage, action.microbatch)
+        stage, key = action.stage, (action.stage, action.microbatch)
         if action.kind == "send_forward":
             sent = list(self.post.leaving.pop(key).values())
             self.links.send(self._home(stage + 1), sent, (stage, self.wiring(batch).signature))

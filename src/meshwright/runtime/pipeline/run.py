@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from meshwright.core.errors import ModelError
-from meshwright.runtime._torch import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
 from meshwright.models.follow import (
     Follower,
     give_number,
@@ -26,6 +25,7 @@ from meshwright.models.follow import (
     results_of,
 )
 from meshwright.models.steps import Passed
+from meshwright.runtime._torch import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
 from meshwright.runtime.pipeline.wiring import Event, Wiring
 
 

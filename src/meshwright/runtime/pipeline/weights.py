@@ -79,12 +79,14 @@ class _Product(torch.autograd.Function):
         return x @ weight.tensor if bias is None else torch.addmm(bias, x, weight.tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         weight, transposed = ctx.weight.tensor, ctx.transposed
         with torch.no_grad():
             applied = weight.detach().to(gradient.dtype)
-            of_input = (gradient @ (applied if transposed else applied.T)).to(x.dtype) if ctx.needs_input_grad[0] else None
+            of_input = (
+                (gradient @ (applied if transposed else applied.T)).to(x.dtype) if ctx.needs_input_grad[0] else None
+            )
             of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
 
         def work() -> None:
@@ -106,19 +108,19 @@ class _Held:
 def _linear(later: WeightsLater, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     if not _is_weight(weight, 2) or not _can_wait(x, bias):
         return None
-    return _Product.apply(x, bias, _Held(weight), True, later)  # type: ignore[no-any-return]
+    return _Product.apply(x, bias, _Held(weight), True, later)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _matmul(later: WeightsLater, x: Tensor, other: Tensor, **options: Any) -> Tensor | None:
     if options or not _is_weight(other, 2) or not _can_wait(x, None):
         return None
-    return _Product.apply(x, None, _Held(other), False, later)  # type: ignore[no-any-return]
+    return _Product.apply(x, None, _Held(other), False, later)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _addmm(later: WeightsLater, bias: Tensor, x: Tensor, weight: Tensor, **options: Any) -> Tensor | None:
     if options or not _is_weight(weight, 2) or not _can_wait(x, bias) or bias.dim() != 1:
         return None
-    return _Product.apply(x, bias, _Held(weight), False, later)  # type: ignore[no-any-return]
+    return _Product.apply(x, bias, _Held(weight), False, later)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _can_wait(x: Tensor, bias: Tensor | None) -> bool:
@@ -140,7 +142,7 @@ class _Convolution(torch.autograd.Function):
         return torch.ops.aten.convolution(x, weight.tensor, bias, *settings)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         weight, later, settings, shape = ctx.weight.tensor, ctx.later, ctx.settings, ctx.bias_shape
         narrow = x.to(gradient.dtype)
@@ -171,7 +173,7 @@ def _convolution(num_dims: int) -> Callable[..., Tensor | None]:
             return None
         each = [[value] * num_dims if isinstance(value, int) else list(value) for value in (stride, padding, dilation)]
         settings = (*each, False, [0] * num_dims, groups)
-        return _Convolution.apply(x, bias, _Held(weight), settings, later)  # type: ignore[no-any-return]
+        return _Convolution.apply(x, bias, _Held(weight), settings, later)  # type: ignore[no-any-return, no-untyped-call]
 
     return run
 

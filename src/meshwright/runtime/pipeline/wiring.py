@@ -80,6 +80,6 @@ def _check_versions(steps: Steps, cuts: Cuts) -> None:
         if twice is not None:
             maker = next((event.block for event in steps.flow.events if twice in event.makes), "")
             raise PlanError(
-                f"the model cannot be cut after block '{maker}': a later stage needs its result both before and after it is changed "
-                "in place; change a copy of it"
+                f"the model cannot be cut after block '{maker}': a later stage needs its result both before and after it is "
+                "changed in place; change a copy of it"
             )
