@@ -51,17 +51,17 @@ class Links:
         self.ranks = dist.get_process_group_ranks(down)
         self.down, self.up = down, self._second_group(mesh, down)
         self.known: dict[Hashable, tuple[Form, ...]] = {}
-        self.under_way: list[tuple[Any, Tensor]] = []
+        self.under_way: list[tuple[Any, Tensor, Hashable]] = []
 
-    def send(self, coordinate: int, tensors: list[Tensor], key: Hashable) -> None:
-        """key: names messages of one kind, at both ends."""
+    def send(self, coordinate: int, tensors: list[Tensor], key: Hashable, answer: Hashable = None) -> None:
+        """key: names messages of one kind, at both ends. answer: names what comes back when they have arrived."""
         if not tensors:
             return
         if key not in self.known:
             self.known[key] = tuple(map(form_of, tensors))
             self._post(coordinate, _header(self.known[key], self.device))
         for tensor in tensors:
-            self._post(coordinate, tensor.detach().contiguous())
+            self._post(coordinate, tensor.detach().contiguous(), answer)
 
     def receive(self, coordinate: int, num_tensors: int, key: Hashable) -> list[Tensor]:
         if not num_tensors:
@@ -72,9 +72,13 @@ class Links:
             self.known[key] = _read(header)
         return self.receive_like(coordinate, self.known[key])
 
-    def receive_like(self, coordinate: int, forms: tuple[Form, ...]) -> list[Tensor]:
+    def receive_like(self, coordinate: int, forms: tuple[Form, ...], answer: Hashable = None) -> list[Tensor]:
+        """answer: what this is the answer to has left, and need not be kept."""
         tensors = [form.empty(self.device) for form in forms]
         self._take(coordinate, tensors)
+        if forms and answer is not None:
+            self._finish([sent for sent in self.under_way if sent[2] == answer])
+            self.under_way = [sent for sent in self.under_way if sent[2] != answer]
         return tensors
 
     def send_like(self, coordinate: int, tensors: list[Tensor]) -> None:
@@ -84,14 +88,16 @@ class Links:
 
     def finish(self) -> None:
         """Wait until everything has left."""
-        for work, _ in self.under_way:
-            work.wait()
-        self.under_way.clear()
+        self._finish(self.under_way)
+        self.under_way = []
 
-    def _post(self, coordinate: int, tensor: Tensor) -> None:
-        self.under_way = [(work, kept) for work, kept in self.under_way if not work.is_completed()]
+    def _finish(self, sent: list[tuple[Any, Tensor, Hashable]]) -> None:
+        for work, _, _ in sent:
+            work.wait()
+
+    def _post(self, coordinate: int, tensor: Tensor, answer: Hashable = None) -> None:
         work = dist.isend(tensor, self.ranks[coordinate], group=self._group(self.here, coordinate))
-        self.under_way.append((work, tensor))
+        self.under_way.append((work, tensor, answer))
 
     def _take(self, coordinate: int, tensors: list[Tensor]) -> None:
         group = self._group(coordinate, self.here)

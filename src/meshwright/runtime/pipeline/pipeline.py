@@ -208,7 +208,7 @@ class Pipeline:
         stage, key = action.stage, (action.stage, action.microbatch)
         if action.kind == "send_forward":
             sent = list(self.post.leaving.pop(key).values())
-            self.links.send(self._home(stage + 1), sent, (stage, self.wiring(batch).signature))
+            self.links.send(self._home(stage + 1), sent, (stage, self.wiring(batch).signature), key)
         elif action.kind == "receive_forward":
             wiring = self.wiring(batch)
             numbers = wiring.received(stage)
@@ -220,7 +220,7 @@ class Pipeline:
             flight = self.in_flight[key]
             numbers = tuple(n for n in flight.sent if n in flight.wiring.needs_gradient)
             forms = tuple(form_of(flight.sent[number]) for number in numbers)
-            found = self.links.receive_like(self._home(stage + 1), forms)
+            found = self.links.receive_like(self._home(stage + 1), forms, key)
             self.post.gradients_arrived[key] = dict(zip(numbers, found, strict=True))
 
     def _home(self, stage: int) -> int:
