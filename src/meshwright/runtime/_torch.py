@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import typing
 
 # Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
 from torch._C import _current_autograd_node
@@ -41,9 +40,6 @@ __all__ = [
     "_get_current_function_mode_stack",
     "_get_sequence_nr",
     "_top_saved_tensors_default_hooks",
-    "around_calls",
-    "compile_replicas_whole",
-    "finish_sharded_backward",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
@@ -58,15 +54,13 @@ def compile_replicas_whole() -> None:
     config.optimize_ddp = False
 
 
-def finish_sharded_backward(module: Any) -> None:
+def finish_sharded_backward(module: typing.Any) -> None:
     """Reduce the gradients of a sharded module and what is inside it, now. `fully_shard` does it by itself at the end of a
     backward; weights whose gradients are made later than that have no public way."""
-    from torch.distributed.fsdp import fully_shard  # nothing here imports torch.distributed until it is needed
-
-    fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+    module._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def around_calls(module: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def around_calls(module: typing.Any, wrap: typing.Any) -> None:
     """Every call of a module goes through a wrapper, its hooks included: those that shard a block belong to the block. Python
     looks `__call__` up on the class, which others share; this is the function it calls on the module itself."""
     module._call_impl = wrap(module._call_impl)
