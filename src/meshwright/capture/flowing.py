@@ -19,7 +19,9 @@ def find_flow(
     """None where the code between the blocks asks for values, or does other work for other batch sizes: such a module can be
     planned without stages."""
     try:
-        one, other = (_follow(module, batch, objective, blocks, arithmetic) for batch in (few, more))
+        sketch = Sketch(module, blocks, arithmetic.stored, torch.device("cpu"), arithmetic.computing, known={})
+        with quiet_surroundings(sketch.module), sketch.fakes:
+            one, other = (sketch.follow(fake_batch(batch, arithmetic), objective).flow for batch in (few, more))
     except Exception:  # whatever the user's code does on tensors without values
         return None
     if one.events != other.events:
@@ -29,11 +31,3 @@ def find_flow(
         tensors=tuple(FlowTensor(affine(a.num_bytes.fixed, b.num_bytes.fixed), a.needs_gradient) for a, b in pairs),
         events=one.events,
     )
-
-
-def _follow(
-    module: nn.Module, batch: Batch, objective: Objective, blocks: dict[str, bool], arithmetic: Arithmetic
-) -> Flow:
-    sketch = Sketch(module, blocks, arithmetic.stored, torch.device("cpu"), arithmetic.computing, known={})
-    with quiet_surroundings(sketch.module), sketch.fakes:
-        return sketch.follow(fake_batch(batch, arithmetic), objective).flow
