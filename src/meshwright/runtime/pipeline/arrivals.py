@@ -19,39 +19,39 @@ class Arrivals:
 
     def __init__(self, received: dict[int, Tensor], needs_gradient: frozenset[int]) -> None:
         self.trained = [number for number in received if number in needs_gradient and torch.is_grad_enabled()]
-        self._like = {number: received[number] for number in self.trained}
-        self._gradients: dict[int, Tensor] = {}
         self.tensors = dict(received)
+        self._like = [received[number] for number in self.trained]
+        self._back = _Back()
         if self.trained:
             anchor = torch.empty(0, requires_grad=True)
-            made = _Arrive.apply(anchor, self, [received[number] for number in self.trained])  # type: ignore[no-untyped-call]
+            made = _Arrive.apply(anchor, self._back, self._like)  # type: ignore[no-untyped-call]
             for number, tensor in zip(self.trained, made, strict=True):
                 self.tensors[number] = lay(tensor, layout_of(received[number]))
 
-    def arrived_back(self, gradients: tuple[Tensor | None, ...]) -> None:
-        for number, gradient in zip(self.trained, gradients, strict=True):
-            if gradient is not None:
-                self._gradients[number] = gradient
-
     def gradients(self) -> dict[int, Tensor]:
         """Of every tensor that needs one; zero where nothing used it."""
-        return {number: self._gradients.get(number, _zero(self._like[number])) for number in self.trained}
+        found = self._back.gradients or [None] * len(self.trained)
+        rows = zip(self.trained, found, self._like, strict=True)
+        return {number: torch.zeros_like(like) if gradient is None else gradient for number, gradient, like in rows}
 
 
-def _zero(like: Tensor) -> Tensor:
-    return torch.zeros_like(like)
+class _Back:
+    """Where gradients end up. It knows no tensor of the graph: a circle through autograd's nodes would not be freed."""
+
+    def __init__(self) -> None:
+        self.gradients: list[Tensor | None] = []
 
 
 class _Arrive(torch.autograd.Function):
     """Makes no copy, and unlike a leaf its results may be changed in place."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, arrivals: Arrivals, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        ctx.arrivals = arrivals
+    def forward(ctx: Any, anchor: Tensor, back: _Back, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.back = back
         ctx.set_materialize_grads(False)
-        return tuple(tensors)
+        return tuple(tensor.data for tensor in tensors)  # new tensors on the same memory, views of nothing
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.arrivals.arrived_back(gradients)
+        ctx.back.gradients = list(gradients)
         return None, None, None
