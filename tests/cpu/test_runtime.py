@@ -112,14 +112,16 @@ PLAIN = {"mesh": Mesh(dp=2), "stages": (Stage(coordinate=0, blocks=("blocks.0-1"
          "num_microbatches": 1, "global_batch": 4}  # fmt: skip
 TWO_STAGES = tuple(Stage(coordinate=c, blocks=(f"blocks.{c}",)) for c in (0, 1))
 NOT_YET = {
-    "pp=2": {"mesh": Mesh(pp=2), "global_batch": 2, "stages": TWO_STAGES},
+    "ZeRO 3 with schedule zb": {
+        "mesh": Mesh(pp=2), "global_batch": 2, "stages": TWO_STAGES, "zero": 3, "schedule": "zb",
+    },
     "selective recompute of compiled blocks": {
         "recompute": (Recompute(mode="selective", blocks=("blocks.0",)),),
         "compile": True,
     },
     "offload of optimizer": {"offload": Offload(what="optimizer")},
-    "schedule gpipe": {"schedule": "gpipe"},
-}
+    "schedule gpipe without pp": {"schedule": "gpipe"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", NOT_YET)

@@ -10,12 +10,14 @@ from torch import nn
 from meshwright.capture.assemble import FEW, MORE, Assembly, affine
 from meshwright.capture.blocks import block_of_parameter, find_blocks
 from meshwright.capture.build import build_on_meta
+from meshwright.capture.flowing import find_flow
 from meshwright.capture.groups import CannotSkip, Group, find_groups
 from meshwright.capture.recording import Recording
 from meshwright.capture.regions import expert_parameters
 from meshwright.capture.stand_ins import Arithmetic
 from meshwright.capture.trace import trace
 from meshwright.core.errors import GuessWarning, ModelError
+from meshwright.core.flow import Flow
 from meshwright.core.graph import Casting, Graph, Parameter, Precision
 from meshwright.models.examples import repeat_samples
 from meshwright.models.objective import DEFAULT, Batch, Objective
@@ -82,10 +84,15 @@ class Subject:
             tokens_per_sample=max(1, self.objective.count(self.example(FEW)) // FEW),
             gradient_order=assembly.gradient_order(),
             guesses=tuple(few.guesses),
+            flow=self._flow(),
         )
 
     def trace(self, samples: int, groups: list[Group]) -> Recording:
         return trace(self.module, self.example(samples), self.objective, self.blocks, self.arithmetic, groups)
+
+    def _flow(self) -> Flow | None:
+        batches = self.example(FEW), self.example(MORE)
+        return find_flow(self.module, *batches, self.objective, self.blocks, self.arithmetic)
 
     def _ties(self) -> dict[str, list[str]]:
         """First name of a tied parameter → its others."""

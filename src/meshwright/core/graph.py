@@ -15,9 +15,12 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.core.affine import NOTHING as NOTHING
+from meshwright.core.affine import Affine as Affine
 from meshwright.core.codec import Value, stable_hash
+from meshwright.core.flow import Flow
 
-CAPTURE_VERSION = 1
+CAPTURE_VERSION = 2
 """Raised when capture learns to see a module otherwise: graphs kept from before are then captured again."""
 
 Phase = Literal["forward", "backward"]
@@ -39,17 +42,6 @@ PRECISION_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16"
 """Of one element, in what a plan or an op computes in."""
 
 
-class Affine(msgspec.Struct, frozen=True, array_like=True):
-    """`fixed + per_sample · num_samples`, written as two numbers."""
-
-    fixed: float
-    per_sample: float
-
-    def at(self, num_samples: float) -> float:
-        return self.fixed + self.per_sample * num_samples
-
-
-NOTHING = Affine(0.0, 0.0)
 Shape = tuple[Affine, ...]
 Source = int | str
 """Where a tensor comes from: the number of an op of the same kind, the name of a parameter inside the block,
@@ -206,6 +198,8 @@ class Graph(Value, kw_only=True):
     gradient_order: tuple[str, ...] = ()
     """Parameters in the order their gradients become ready; without it, the reverse of their own order."""
     guesses: tuple[Guess, ...] = ()
+    flow: Flow | None = None
+    """What the blocks hand each other; None where that could not be followed."""
 
     @property
     def identity(self) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from meshwright.core.errors import PlanError
-from meshwright.core.plan import Plan
+from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 
-CAN = "dp with ZeRO 0 to 3 and hybrid sharding, tp, sequence parallel, cp, ep, recompute, compile, every precision, schedule 1f1b"
+CAN = (
+    "dp with ZeRO 0 to 3 and hybrid sharding, tp, sequence parallel, cp, ep, pp with every schedule, recompute, compile, every "
+    "precision"
+)
 
 
 def check_runs(plan: Plan) -> None:
@@ -16,11 +19,13 @@ def check_runs(plan: Plan) -> None:
 
 def not_yet(plan: Plan) -> list[str]:
     """The parts of a plan that are not built yet, in words."""
-    axes = {axis: getattr(plan.mesh, axis) for axis in ("pp",)}
     parts = {
-        **{f"{axis}={degree}": degree > 1 for axis, degree in axes.items()},
         "selective recompute of compiled blocks": bool(plan.recomputed("selective")) and plan.compile,
         f"offload of {plan.offload.what}": plan.offload.what != "none",
-        f"schedule {plan.schedule}": plan.schedule != "1f1b",
+        f"schedule {plan.schedule} without pp": plan.schedule != "1f1b" and plan.mesh.pp == 1,
+        f"ZeRO 3 with schedule {plan.schedule}, which makes gradients of weights after their parameters are given up": (
+            plan.zero == 3 and plan.schedule in SPLIT_SCHEDULES and plan.mesh.pp > 1
+        ),
+        f"compile with schedule {plan.schedule}": plan.compile and plan.schedule in SPLIT_SCHEDULES,
     }
     return [words for words, asked in parts.items() if asked]

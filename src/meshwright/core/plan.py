@@ -26,6 +26,8 @@ ZeroStage = Literal[0, 1, 2, 3]
 
 MULTI_STAGE_SCHEDULES = ("interleaved", "zbv", "dualpipev")
 V_SCHEDULES = ("zbv", "dualpipev")
+SPLIT_SCHEDULES = ("zb", "zbv", "dualpipev")
+"""Those that make gradients of weights apart from those of inputs."""
 SHARDING_AXES = ("dp", "cp", "tp", "ep")
 """Axes a tensor's dim can lie over; stages, not tensors, lie over pp."""
 

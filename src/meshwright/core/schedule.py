@@ -65,6 +65,16 @@ class Schedule(Value, kw_only=True):
     def coordinate_of(self, stage: int) -> int:
         return coordinate_of(stage, self.num_coordinates, self.placement)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward comes in halves."""
+        return any(action.kind == "backward_weights" for row in self.actions for action in row)
+
+    def last_backwards(self, coordinate: int) -> dict[int, Action]:
+        """For each stage of a coordinate the last action that makes gradients of weights."""
+        kinds = ("backward", "backward_weights")
+        return {action.stage: action for action in self.actions[coordinate] if action.kind in kinds}
+
     def most_in_flight(self, coordinate: int) -> int:
         """The most activations a coordinate holds at once, counted in microbatches of one of its stages."""
         held = most = 0

@@ -1,6 +1,6 @@
 """One collective of a step as the cost model sees it, and what passes between the stages.
 
-    pp       one send of the activation to the next stage, one of its gradient back       -> transfer_calls
+    pp       a send of each tensor that crosses to the next stage, and of its gradient back   -> transfer_calls
 
 Those inside the blocks: cost/block_calls.py. Those of the state: cost/step_calls.py.
 """
@@ -18,7 +18,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.division import Division
 from meshwright.cost.links import Group, axis_group
-from meshwright.cost.passes import StagePasses, handed_on_bytes
+from meshwright.cost.passes import StagePasses, handed_on_bytes, sent_sizes
 
 ALONE = Group(1)
 When = Literal["forward", "backward", "other", "update"]
@@ -58,7 +58,7 @@ def sends_shares(plan: Plan, recipe: Recipe) -> bool:
 
 
 def sent_bytes(passes: StagePasses, plan: Plan, divisions: dict[str, Division], recipe: Recipe) -> float:
-    """Of the tensor that one rank of a stage sends to the next; its gradient comes back as large."""
+    """Of the tensors that one rank of a stage sends to the next; their gradients come back as large."""
     size = handed_on_bytes(passes, divisions, plan.microbatch)
     return size / plan.mesh.tp if sends_shares(plan, recipe) else size
 
@@ -72,10 +72,17 @@ def transfer_calls(
         homes = plan.stages[giver].coordinate, plan.stages[taker].coordinate
         if coordinate not in homes or homes[0] == homes[1]:
             continue
-        size = round(sent_bytes(passes[giver], plan, divisions, recipe))
         phases: tuple[Phase, Phase] = ("forward", "backward")
         goes, comes = phases if coordinate == homes[0] else phases[::-1]
-        found.append(Call("send", size, plan.num_microbatches, goes, "pp", axis_group(plan.mesh, "pp")))
-        if sends_shares(plan, recipe):
-            found.append(Call("all_gather", size, plan.num_microbatches, comes, "tp", axis_group(plan.mesh, "tp")))
+        share = plan.mesh.tp if sends_shares(plan, recipe) else 1
+        for size, needs_gradient in sent_sizes(passes[giver], divisions, plan.microbatch):
+            if goes == "forward" or needs_gradient:
+                found.append(_send(plan, round(size / share), goes))
+            if share > 1 and (comes == "forward" or needs_gradient):
+                group = axis_group(plan.mesh, "tp")
+                found.append(Call("all_gather", round(size / share), plan.num_microbatches, comes, "tp", group))
     return tuple(found)
+
+
+def _send(plan: Plan, size: int, phase: Phase) -> Call:
+    return Call("send", size, plan.num_microbatches, phase, "pp", axis_group(plan.mesh, "pp"))

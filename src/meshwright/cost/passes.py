@@ -2,17 +2,31 @@
 
 Blocks belong to stages. What lies outside all blocks (block '') goes with the named block before it, in forward order:
 what comes before the first block with the first stage, the loss after the last block with the last stage.
+
+What crosses to the next stage follows from the graph's flow (core/flow.py); without one, it is the result of the stage's last
+block.                                                                                                       -> Sent
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+from meshwright.core.affine import Affine
+from meshwright.core.flow import Flow, FlowTensor, crossings, stages_of_events
 from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.cost.division import Division
+
+
+class Sent(NamedTuple):
+    """A tensor that crosses to the next stage: the block whose result it comes of, and whether its gradient comes back."""
+
+    block: str
+    num_bytes: Affine
+    needs_gradient: bool
 
 
 @dataclass(frozen=True)
@@ -21,6 +35,7 @@ class StagePasses:
 
     forward: tuple[Segment, ...]
     backward: tuple[Segment, ...]
+    sent: tuple[Sent, ...] = ()
 
     @cached_property
     def numbers(self) -> dict[str, tuple[int, ...]]:
@@ -37,7 +52,34 @@ def passes_by_stage(graph: Graph, plan: Plan) -> tuple[StagePasses, ...]:
     found: list[tuple[list[Segment], list[Segment]]] = [([], []) for _ in plan.stages]
     _place(forward, stage_of, 0, [lists[0] for lists in found])
     _place(backward, stage_of, len(plan.stages) - 1, [lists[1] for lists in found])
-    return tuple(StagePasses(tuple(before), tuple(after)) for before, after in found)
+    sent = _sent_by_cut(graph.flow, stage_of, len(plan.stages)) if graph.flow else [_last(graph, f) for f, _ in found]
+    return tuple(
+        StagePasses(tuple(before), tuple(after), crossing)
+        for (before, after), crossing in zip(found, sent, strict=True)
+    )
+
+
+def _sent_by_cut(flow: Flow, stage_of: dict[str, int], num_stages: int) -> list[tuple[Sent, ...]]:
+    """Of every stage; the last sends nothing."""
+    makers: dict[int, str] = {}
+    for event in flow.events:
+        origin = event.block or next((makers[number] for number in event.reads), "")
+        makers.update(dict.fromkeys(event.makes, origin))
+    cuts = crossings(flow, stages_of_events(flow, stage_of, num_stages), num_stages)
+    crossing = [tuple(Sent(makers[number], *_facts(flow.tensors[number])) for number in cut) for cut in cuts]
+    return [*crossing, ()]
+
+
+def _facts(tensor: FlowTensor) -> tuple[Affine, bool]:
+    return tensor.num_bytes, tensor.needs_gradient
+
+
+def _last(graph: Graph, forward: list[Segment]) -> tuple[Sent, ...]:
+    """The result of the last named block."""
+    segment = next((segment for segment in reversed(forward) if segment.block), None)
+    if segment is None:
+        return ()
+    return (Sent(segment.block, graph.kind_by_block[segment.block].passes[segment.number].output_bytes, True),)
 
 
 def _split(graph: Graph) -> tuple[list[Segment], list[Segment]]:
@@ -56,10 +98,14 @@ def _place(segments: list[Segment], stage_of: dict[str, int], first: int, lists:
         lists[here].append(segment)
 
 
+def sent_sizes(passes: StagePasses, divisions: dict[str, Division], samples: int) -> list[tuple[float, bool]]:
+    """Bytes on one rank of each tensor a stage gives to the next, and whether its gradient comes back."""
+    return [
+        (one.num_bytes.at(samples) * divisions[one.block].result_share("@input"), one.needs_gradient)
+        for one in passes.sent
+    ]
+
+
 def handed_on_bytes(passes: StagePasses, divisions: dict[str, Division], samples: int) -> float:
-    """What a stage gives to the next, on one rank: the result of its last named block."""
-    last = next((segment for segment in reversed(passes.forward) if segment.block), None)
-    if last is None:
-        return 0.0
-    division = divisions[last.block]
-    return division.kind.passes[last.number].output_bytes.at(samples) * division.result_share("@input")
+    """What a stage gives to the next, on one rank."""
+    return sum(size for size, _ in sent_sizes(passes, divisions, samples))

@@ -55,15 +55,20 @@ def blocks_on(plan: Plan, coordinate: int) -> tuple[str, ...]:
 
 
 def local_parameters(graph: Graph, plan: Plan, coordinate: int) -> tuple[Parameter, ...]:
-    """Each tensor a rank of this coordinate holds, once, in the shape it holds before ZeRO. Block '' is on the first."""
-    here = {*blocks_on(plan, coordinate), *([""] if coordinate == 0 else [])}
+    """Each tensor a rank of this coordinate holds, in the shape it holds before ZeRO."""
+    mine = (number for number, stage in enumerate(plan.stages) if stage.coordinate == coordinate)
+    return tuple(parameter for number in mine for parameter in stage_parameters(graph, plan, number))
+
+
+def stage_parameters(graph: Graph, plan: Plan, number: int) -> tuple[Parameter, ...]:
+    """The tensors of one stage: tied names that it has several of once, by the first. Block '' is on the first stage."""
+    here = {*expand_names(plan.stages[number].blocks), *([""] if number == 0 else [])}
     splits = split_dims(graph, plan)
-    present = {parameter.name for parameter in graph.parameters if parameter.block in here}
-    return tuple(
-        _cut(parameter, plan, splits.get((parameter.block, parameter.own_name)))
-        for parameter in graph.parameters
-        if parameter.block in here and (parameter.tied_to is None or parameter.tied_to not in present)
-    )
+    found: dict[str, Parameter] = {}
+    for parameter in graph.parameters:
+        if parameter.block in here:
+            found.setdefault(parameter.tied_to or parameter.name, parameter)
+    return tuple(_cut(p, plan, splits.get((p.block, p.own_name))) for p in found.values())
 
 
 def split_dims(graph: Graph, plan: Plan) -> dict[tuple[str, str], int]:

@@ -3,7 +3,7 @@
 Gradients come of all samples and tokens: they are added up over the dp · cp ranks that hold the same parameters, N below.
 m microbatches, one row per group of parameters (a block, or all that is in none):
 
-    ZeRO 0   all-reduce of the gradients over N, in buckets, once a step                  -> bucket_bytes
+    ZeRO 0   all-reduce of the gradients over N, in buckets, once a step; each stage's own  -> bucket_bytes
     ZeRO 1   all-gather of each group once a step; reduce-scatter once a step
     ZeRO 2   all-gather once a step; reduce-scatter in each microbatch
     ZeRO 3   all-gather before forward and before backward in each microbatch (the rest group once); reduce-scatter in each
@@ -15,8 +15,8 @@ step. All of it counts as axis dp. Once a step, beside that:
     sp       each tp rank saw its part of the tokens: all-reduce over tp of the gradients of all tensors that are whole,
              norms, rows' biases, positions, in one call                                                 -> _whole_calls
     norms    batch norms that are synchronised: two numbers a channel, in forward and in backward  -> _batch_norm_calls
-    numbers  how many tokens, the loss; over every axis that divides gradients, whether they are finite in fp16, and the
-             squared norm where they are clipped                                                         -> _number_calls
+    numbers  how many tokens, the loss, which the last stage has; over every axis that divides gradients, whether they are
+             finite in fp16, and the squared norm where they are clipped                                 -> _number_calls
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from meshwright.cost.state import (
     items_of,
     local_parameters,
     split_dims,
+    stage_parameters,
     total_elements,
 )
 
@@ -50,13 +51,9 @@ BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_nor
 def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tuple[Call, ...]:
     """The collectives of a rank on this coordinate outside the blocks."""
     parameters = local_parameters(graph, plan, coordinate)
-    dense = tuple(p for p in parameters if not p.expert or plan.mesh.ep == 1)
-    experts = tuple(p for p in parameters if p.expert and plan.mesh.ep > 1)
-    group = axis_group(plan.mesh, "dp")
-    rest = Group(plan.mesh.dp // plan.mesh.ep, group.stride * plan.mesh.ep)
+    mine = [number for number, stage in enumerate(plan.stages) if stage.coordinate == coordinate]
     return (
-        *_state_calls(graph, plan, recipe, dense, group),
-        *(_state_calls(graph, plan, recipe, experts, rest) if experts else ()),
+        *(call for number in mine for call in _stage_calls(graph, plan, recipe, number)),
         *_tied_calls(graph, plan, recipe, parameters, coordinate),
         *_whole_calls(graph, plan, recipe, parameters),
         *_batch_norm_calls(graph, plan, recipe, coordinate),
@@ -65,6 +62,18 @@ def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tup
 
 
 # ---------------------------------------------------------------- dp and cp
+
+
+def _stage_calls(graph: Graph, plan: Plan, recipe: Recipe, number: int) -> Iterator[Call]:
+    """Those of one stage's parameters: what lies in no group of its own is a group of each stage."""
+    parameters = stage_parameters(graph, plan, number)
+    dense = tuple(p for p in parameters if not p.expert or plan.mesh.ep == 1)
+    experts = tuple(p for p in parameters if p.expert and plan.mesh.ep > 1)
+    group = axis_group(plan.mesh, "dp")
+    rest = Group(plan.mesh.dp // plan.mesh.ep, group.stride * plan.mesh.ep)
+    yield from _state_calls(graph, plan, recipe, dense, group)
+    if experts:
+        yield from _state_calls(graph, plan, recipe, experts, rest)
 
 
 def _state_calls(
@@ -97,14 +106,24 @@ def _as_filled(graph: Graph, plan: Plan, parameters: tuple[Parameter, ...]) -> l
     trained = [parameter for parameter in parameters if parameter.trainable]
     if plan.mesh.ep > 1 and any(parameter.expert for parameter in trained):
         return trained[::-1]
-    ready = {parameter.name: place for place, parameter in enumerate(graph.trained)}
-    # a tied name that is held apart: the head's, ready first
-    return sorted(trained, key=lambda parameter: ready.get(parameter.name, -1))
+    return _from_the_last(trained, plan) if plan.mesh.pp > 1 else _as_ready(trained, graph)
 
 
 def _replicated(trained: list[Parameter], items: Items, group: Group) -> Iterator[Call]:
     for size in bucket_bytes(trained, items.reduced):
         yield Call("all_reduce", size, 1, "backward", "dp", group)
+
+
+def _as_ready(parameters: list[Parameter], graph: Graph) -> list[Parameter]:
+    """DistributedDataParallel fills its buckets while gradients become ready."""
+    ready = {parameter.name: place for place, parameter in enumerate(graph.trained)}
+    return sorted(parameters, key=lambda parameter: ready.get(parameter.name, -1))
+
+
+def _from_the_last(parameters: list[Parameter], plan: Plan) -> list[Parameter]:
+    """A stage fills them when its last backward is done: blocks from the last to the first, then what is in none."""
+    places = {name: place for place, name in enumerate(plan.blocks)}
+    return sorted(parameters, key=lambda parameter: places.get(parameter.block, -1))[::-1]
 
 
 def bucket_bytes(parameters: Iterable[Parameter], item_bytes: int) -> list[int]:
@@ -155,7 +174,7 @@ def _tied_calls(
     for parameter in graph.parameters:
         places.setdefault(first_name[parameter.name], set()).add(homes.get(parameter.block, 0))
     apart = axis_group(plan.mesh, "pp").stride
-    for parameter in parameters:
+    for parameter in {first_name[parameter.name]: parameter for parameter in parameters}.values():
         here = places[first_name[parameter.name]]
         if len(here) > 1 and coordinate in here and parameter.trainable:
             group = Group(len(here), apart * (max(here) - min(here)) // (len(here) - 1))
@@ -213,6 +232,8 @@ def _number_calls(plan: Plan, recipe: Recipe) -> Iterator[Call]:
     if group.size > 1:
         yield Call("all_reduce", COUNT_BYTES, 1, "other", "dp", group)
         yield Call("all_reduce", LOSS_BYTES, 1, "other", "dp", group)
+    if plan.mesh.pp > 1:
+        yield Call("all_reduce", LOSS_BYTES, 1, "other", "pp", axis_group(plan.mesh, "pp"))
     numbers = [FLAG_BYTES] * (plan.precision == "fp16") + [NORM_BYTES] * recipe.clips
     for size in numbers:
         yield from (Call("all_reduce", size, 1, "other", axis, ranks) for axis, ranks in _dividing_groups(plan))

@@ -33,7 +33,7 @@ from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, m
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
-from meshwright.runtime.gather import put_together
+from meshwright.runtime.gather import all_ranks, put_together
 from meshwright.runtime.mesh import axis_groups
 from meshwright.runtime.places import places_of
 from meshwright.runtime.program import Program
@@ -86,7 +86,9 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     if tamper is not None:
         tamper(program)
     gradients: dict[str, Tensor] = {}
-    program.optimizer.register_step_pre_hook(lambda *_: gradients.update(_gradients(program.module, program.mesh)))
+    program.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update(_of_all_stages(_gradients(program.module, program.mesh), plan))
+    )
     slack = SLACK * (BATCH_NORM_SLACK if _has_batch_norm(reference.module) else 1.0)
     tally = _Tally(bound=slack * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
     batches = source.example(num_steps * plan.global_batch)
@@ -100,7 +102,8 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
         tally.loss(step, found, expected)
         tally.gradients(step, gradients, _gradients(reference.module))
         _update(reference)
-    tally.parameters(_parameters(program.module, program.mesh), _parameters(reference.module))
+    held = _of_all_stages(_parameters(program.module, program.mesh), plan)
+    tally.parameters(held, _parameters(reference.module))
     return tally.result()
 
 
@@ -191,6 +194,16 @@ def _whole(tensors: Mapping[str, Tensor], module: nn.Module, mesh: DeviceMesh | 
     """Copies, put together of what the ranks of a mesh hold."""
     groups, places = axis_groups(module, mesh) if mesh else {}, places_of(module)
     return {name: put_together(tensor, places.get(name, ()), groups).cpu().clone() for name, tensor in tensors.items()}
+
+
+def _of_all_stages(held: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
+    """What each stage holds, put together on every rank; of a tied tensor's copies, each by its own name."""
+    if plan.mesh.pp == 1:
+        return held
+    found: dict[str, Tensor] = {}
+    for part in all_ranks(held):
+        found.update(part)
+    return found
 
 
 class _Tally:

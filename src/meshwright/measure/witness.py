@@ -37,6 +37,7 @@ COLLECTIVE_CALLS: dict[str, tuple[CollectiveKind, int]] = {
     "broadcast_": ("broadcast", 0),
     "alltoall_": ("all_to_all", 1),
     "alltoall_base_": ("all_to_all", 1),
+    "send": ("send", 0),
 }
 """c10d op → kind, and which argument is the input tensor."""
 
@@ -107,6 +108,8 @@ class CollectiveWatch(TorchDispatchMode):
         for axis in ("dp", "ep", "pp"):  # along cp and tp whoever calls says so: axes of the same ranks share a group
             if axis in groups:
                 self.axes.setdefault(groups[axis].group_name, axis)
+        if program.pipeline is not None:
+            self.axes |= {group.group_name: "pp" for group in program.pipeline.tied.groups.values()}
         self.supports_higher_order_operators = True  # compiled blocks call some; they pass through
 
     @classmethod
@@ -121,7 +124,7 @@ class CollectiveWatch(TorchDispatchMode):
         kind, position = COLLECTIVE_CALLS[name]
         tensors = [item for item in tree_leaves(arguments[position]) if isinstance(item, Tensor)]
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        axis = self._axis(arguments)
+        axis: Axis = "pp" if kind == "send" else self._axis(arguments)
         self.found.append(Collective(kind=kind, axis=axis, count=1, total_bytes=num_bytes))
         with record_function(f"meshwright/call/{kind}/{axis}/{num_bytes}"):
             return op(*arguments, **(options or {}))

@@ -89,3 +89,15 @@ def alias_of(tensor: typing.Any) -> typing.Any:
 def forget_conversions(mode: typing.Any) -> None:
     """A fake mode refers weakly to the tensors it made, and `Module.to` refuses tensors that something refers to."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def finish_sharded_backward(module: typing.Any) -> None:
+    """Reduce the gradients of a sharded module and what is inside it, now. `fully_shard` does it by itself at the end of a
+    backward; weights whose gradients are made later than that have no public way."""
+    module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def around_calls(module: typing.Any, wrap: typing.Any) -> None:
+    """Every call of a module goes through a wrapper, its hooks included: those that shard a block belong to the block. Python
+    looks `__call__` up on the class, which others share; this is the function it calls on the module itself."""
+    module._call_impl = wrap(module._call_impl)

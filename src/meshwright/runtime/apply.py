@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,14 @@ from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import agree_on_values, give_up_gathered, inner, prepare_microbatch, spread
+from meshwright.runtime.deferred import materialise
 from meshwright.runtime.experts import spread_experts
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, data_mesh
 from meshwright.runtime.nan import NanFinder
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
+from meshwright.runtime.pipeline.cut import cut
+from meshwright.runtime.pipeline.draw import draw
+from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, store
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import join
@@ -50,11 +54,14 @@ def apply(
     find_nan: look at every block in every step, so that a loss that is not finite is traced to its origin; slow.
     """
     watch = Watch(recorder)
-    spread_module, bound, mesh, split = _spread(module, plan, optimizer, device, watch)
+    spread = _spread(module, plan, optimizer, device, watch, objective)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
-    finder = NanFinder(inner(spread_module), plan, dist.get_rank()) if find_nan else None
+    finder = NanFinder(inner(spread.module), plan, dist.get_rank()) if find_nan else None
     loss = compile_loss(objective, plan)
-    return Program(spread_module, bound, plan, schedule, mesh, loss, max_norm, watch, split, finder)
+    return Program(
+        spread.module, spread.optimizer, plan, schedule, spread.mesh, loss, max_norm, watch, spread.split, finder,
+        spread.pipeline,
+    )  # fmt: skip
 
 
 def wrap(
@@ -67,13 +74,26 @@ def wrap(
     """
     if plan.precision == "fp16":
         raise PlanError("fp16 scales the loss, which with wrap is your own loop's: use apply, or bf16")
-    spread_module, bound, mesh, split = _spread(module, plan, optimizer, device, Watch(None))
-    counter = _MicrobatchCounter(spread_module, plan, mesh, split)
-    spread_module.register_forward_pre_hook(counter.before_forward)
-    bound.register_step_pre_hook(counter.before_update)
-    context = compute_context(plan, torch.device(mesh.device_type), split.splitter if split else None)
-    spread_module.forward = _inside(context, spread_module, split)
-    return spread_module, bound
+    if plan.mesh.pp > 1:
+        raise PlanError(
+            f"the plan has pp={plan.mesh.pp}: one forward and backward are not the order of its stages; use apply(...).step, or "
+            "a plan without stages"
+        )
+    found = _spread(module, plan, optimizer, device, Watch(None), DEFAULT)
+    counter = _MicrobatchCounter(found.module, plan, found.mesh, found.split)
+    found.module.register_forward_pre_hook(counter.before_forward)
+    found.optimizer.register_step_pre_hook(counter.before_update)
+    context = compute_context(plan, torch.device(found.mesh.device_type), found.split.splitter if found.split else None)
+    found.module.forward = _inside(context, found.module, found.split)
+    return found.module, found.optimizer
+
+
+class _Spread(NamedTuple):
+    module: nn.Module
+    optimizer: Optimizer
+    mesh: DeviceMesh
+    split: SplitModel | None
+    pipeline: Pipeline | None
 
 
 def _spread(
@@ -82,7 +102,8 @@ def _spread(
     optimizer: Optimizer | OptimizerFactory,
     device: torch.device | None,
     watch: Watch,
-) -> tuple[nn.Module, Optimizer, DeviceMesh, SplitModel | None]:
+    objective: Objective,
+) -> _Spread:
     device = device or join().device
     check_same_plan(plan)
     check_runs(plan)
@@ -92,15 +113,23 @@ def _spread(
     before = named_parameters(module)
     store(module, plan, device)
     agree_on_values(module, plan)
+    sketch = draw(module, plan, device) if plan.mesh.pp > 1 else None  # of the whole module, before anything is cut
     split = split_model(module, plan, mesh)
     spread_experts(module, plan, mesh)
     sync_batch_norms(module, plan, mesh)
+    found = cut(module, plan, sketch, mesh.get_local_rank("pp")) if sketch else None
     mark_recompute(module, plan, watch)
     compile_blocks(module, plan)  # after recompute, which belongs inside a compiled block
-    spread_module = spread(module, plan, data_mesh(plan, mesh))  # last: it must see the tensors the steps above made
+    pipeline = None
+    if sketch is not None and found is not None:
+        materialise(module)
+        pipeline = Pipeline(module, plan, data_mesh(plan, mesh), sketch, found, objective)
+        spread_module = module
+    else:
+        spread_module = spread(module, plan, data_mesh(plan, mesh))  # last: it must see the tensors made above
     if split is not None and plan.zero:
         split.carry_notes()
-    return spread_module, make_optimizer(optimizer, module, before), mesh, split
+    return _Spread(spread_module, make_optimizer(optimizer, module, before), mesh, split, pipeline)
 
 
 class _MicrobatchCounter:

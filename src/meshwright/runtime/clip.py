@@ -6,7 +6,7 @@ g ← g · min(1, max_norm / ‖g‖)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,22 @@ def axes_of_parameters(module: nn.Module, plan: Plan) -> list[tuple[nn.Parameter
 
 
 def clip(
-    parameters: Iterable[tuple[nn.Parameter, Axes]], max_norm: float, groups: Mapping[Axis, dist.ProcessGroup]
+    parameters: Iterable[tuple[nn.Parameter, Axes]],
+    max_norm: float,
+    groups: Mapping[Axis, dist.ProcessGroup],
+    counted_elsewhere: Collection[nn.Parameter] = (),
 ) -> Tensor:
-    """Scale gradients in place; returns the norm they had. `groups`: the ranks along each axis."""
+    """Scale gradients in place; returns the norm they had. groups: the ranks along each axis, in an order in which at most one
+    kind of part is left for the last. counted_elsewhere: copies of parameters whose gradients another rank, or another
+    copy, adds to the norm."""
+    left_out = {id(parameter) for parameter in counted_elsewhere}
     found: dict[Axes, list[Tensor]] = {}
+    counted: dict[Axes, list[Tensor]] = {}
     for parameter, axes in parameters:
         if parameter.grad is not None:
             found.setdefault(axes, []).append(local(parameter.grad))
-    norm = _global_norm({axes: get_total_norm(gradients) for axes, gradients in found.items()}, groups)
+            counted.setdefault(axes, []).extend([] if id(parameter) in left_out else found[axes][-1:])
+    norm = _global_norm({axes: get_total_norm(gradients) for axes, gradients in counted.items()}, groups)
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradients in found.values():
         for gradient in gradients:

@@ -79,7 +79,7 @@ def check_same_plan(plan: Plan) -> None:
 
 def check_model(module: nn.Module, plan: Plan) -> None:
     """A plan made for another model is refused."""
-    names = {name for name, _ in module.named_modules()}
+    names = {name for name, _ in module.named_modules(remove_duplicate=False)}
     unknown = [block for block in plan.blocks if block not in names]
     if unknown:
         raise PlanError(

@@ -32,34 +32,44 @@ def make_optimizer(
 
 
 def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> Optimizer:
-    """Replace each old parameter in the optimizer's groups by the new one of the same name."""
-    replacement = {id(old): after[name] for name, old in before.items()}
-    if any(before[name] is not after[name] for name in before):
+    """Replace each old parameter in the optimizer's groups by the new one of the same name.
+
+    None takes its place where another stage holds it, several where stages of this rank have copies of it.
+    """
+    replacement: dict[int, list[nn.Parameter]] = {id(old): [] for old in before.values()}
+    for name, old in before.items():
+        if name in after and not any(after[name] is new for new in replacement[id(old)]):
+            replacement[id(old)].append(after[name])
+    if any(before[name] is not after.get(name) for name in before):
         _move_fresh_state(optimizer, replacement)
     for group in optimizer.param_groups:
-        group["params"] = [_replaced(parameter, replacement) for parameter in group["params"]]
+        group["params"] = [new for parameter in group["params"] for new in _replaced(parameter, replacement)]
     return optimizer
 
 
-def _move_fresh_state(optimizer: Optimizer, replacement: dict[int, nn.Parameter]) -> None:
+def _move_fresh_state(optimizer: Optimizer, replacement: dict[int, list[nn.Parameter]]) -> None:
     """Some optimizers (Adagrad) make their state when they are made: constants, that the new parameters get too."""
     for old, state in list(optimizer.state.items()):
-        new = _replaced(old, replacement)
-        for name, item in state.items():
-            if isinstance(item, Tensor) and item.shape == old.shape and item.numel():
-                if item.min() != item.max():
-                    raise _stepped()
-                state[name] = torch.full_like(new, item.flatten()[0].item())
-            elif name == "step" and float(item) != 0:
-                raise _stepped()
-        optimizer.state[new] = optimizer.state.pop(old)
+        del optimizer.state[old]
+        for new in _replaced(old, replacement):
+            optimizer.state[new] = {name: _moved(name, item, old, new) for name, item in state.items()}
+
+
+def _moved(name: str, item: Any, old: Tensor, new: Tensor) -> Any:
+    if isinstance(item, Tensor) and item.shape == old.shape and item.numel():
+        if item.min() != item.max():
+            raise _stepped()
+        return torch.full_like(new, item.flatten()[0].item())
+    if name == "step" and float(item) != 0:
+        raise _stepped()
+    return item.clone() if isinstance(item, Tensor) else item
 
 
 def _stepped() -> PlanError:
     return PlanError("the optimizer has already stepped: apply or wrap the plan before the first optimizer.step()")
 
 
-def _replaced(parameter: Tensor, replacement: dict[int, nn.Parameter]) -> nn.Parameter:
+def _replaced(parameter: Tensor, replacement: dict[int, list[nn.Parameter]]) -> list[nn.Parameter]:
     if id(parameter) not in replacement:
         raise PlanError(
             f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "

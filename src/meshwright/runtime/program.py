@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
-from meshwright.core.schedule import Schedule
+from meshwright.core.schedule import Action, Schedule
 from meshwright.core.trace import Trace
 from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
 from meshwright.runtime.clip import axes_of_parameters, clip
@@ -42,10 +42,11 @@ from meshwright.runtime.dropped import Dropped
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
 from meshwright.runtime.mesh import axis_groups
 from meshwright.runtime.nan import NanFinder, not_finite
+from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.reach import Usage, reach
 from meshwright.runtime.scaling import LossScale
-from meshwright.runtime.split.model import SplitModel, whole_output
+from meshwright.runtime.split.model import SplitModel
 from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
 from meshwright.runtime.watch import Watch
 
@@ -73,13 +74,14 @@ class Program:
         watch: Watch | None = None,
         split: SplitModel | None = None,
         finder: NanFinder | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.spread_module = module
         self.optimizer = optimizer
         self.plan = plan
         self.schedule = schedule
         self.mesh = mesh
-        self.objective = objective
+        self.objective = objective if split is None else split.whole_loss(objective)
         self.max_norm = max_norm
         self.device = local_device(mesh)
         self.watch = watch or Watch(None)
@@ -90,7 +92,8 @@ class Program:
         self._outputs: list[StepOutput] = []
         self.split = split
         self._compute = compute_context(plan, self.device, split.splitter if split else None)
-        self._dp = mesh.get_group("dp")
+        self.pipeline = pipeline
+        self._dp, self._pp = mesh.get_group("dp"), mesh.get_group("pp")
         self._shards = shard_group(self.module)
         self.loss_scale = LossScale(self._dividing_groups()) if plan.precision == "fp16" else None
         self._coordinate = mesh.get_local_rank("pp")
@@ -143,8 +146,11 @@ class Program:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for batch in batches:
-                for microbatch in self._microbatches(self.share_of(batch)):
-                    sums += self._loss_and_count(microbatch)
+                for index, microbatch in enumerate(self._microbatches(self.share_of(batch))):
+                    sums += self._loss_and_count(microbatch, index)
+        if self.pipeline is not None:
+            self.pipeline.links.finish()
+            dist.all_reduce(sums, group=self._pp)
         dist.all_reduce(sums, group=self._dp)
         give_up_gathered(self.module)
         for part, mode in modes.items():
@@ -152,9 +158,19 @@ class Program:
         total, count = sums.tolist()
         return float(total / max(count, 1.0))
 
-    def _loss_and_count(self, microbatch: Batch) -> Tensor:
+    def _loss_and_count(self, microbatch: Batch, index: int) -> Tensor:
+        """Zero on a stage that has no loss."""
         count = self.objective.count(microbatch)
-        loss = self._loss(to_device(microbatch, self.plan, self.device))
+        moved = to_device(microbatch, self.plan, self.device)
+        if self.pipeline is not None:
+            if self.split is not None:
+                self.split.splitter.read(moved)
+            found = self.pipeline.evaluate(moved, index, self._compute, self.objective)
+            if found is None:
+                return torch.zeros(2, dtype=torch.float64, device=self.device)
+            loss = found
+        else:
+            loss = self._loss(moved)
         return torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
 
     def sync_buffers(self) -> None:
@@ -208,25 +224,45 @@ class Program:
         sums = torch.tensor([0.0, signal, 0.0, 0.0], dtype=torch.float64, device=self.device)
         losses: dict[int, Tensor] = {}
         norm = None
-        for action in self.schedule.actions[self._coordinate]:
+        factor = self.plan.mesh.dp * (self.loss_scale.scale if self.loss_scale is not None else 1.0)
+        scales = _Scales(counts, factor, total_count, counting)
+        actions = self.schedule.actions[self._coordinate]
+        for place, action in enumerate(actions):
             index = action.microbatch
-            if action.kind == "forward":
+            if action.kind == "update":
+                norm = self._update() if place == len(actions) - 1 else None  # all stages of a coordinate in one
+            elif self.pipeline is not None:
+                loss = self._do(self.pipeline, action, microbatches[index], scales)
+                sums[0] += 0.0 if loss is None else loss.detach() * counts[index]
+            elif action.kind == "forward":
                 losses[index] = self._forward(microbatches[index], is_last=index == len(microbatches) - 1)
                 sums[0] += losses[index].detach() * counts[index]
                 self._dropped.add_to(sums[2:])
             elif action.kind == "backward":
-                if counting is not None:
-                    counting.wait()
-                    counting = None
-                scale = counts[index] * self.plan.mesh.dp / total_count.clamp(min=1)
-                if self.loss_scale is not None:
-                    scale = scale * self.loss_scale.scale
-                self._backward(losses.pop(index), scale)
-            elif action.kind == "update":
-                norm = self._update()
+                self._backward(losses.pop(index), scales.of(index))
             marks.append((action.kind, mark(self.device)))
+        if self.plan.mesh.pp > 1:
+            dist.all_reduce(sums, group=self._pp)
         work = dist.all_reduce(sums, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
         return StepOutput(sums, total_count, work, marks, norm)
+
+    def _do(self, pipeline: Pipeline, action: Action, microbatch: Batch, scales: _Scales) -> Tensor | None:
+        """One action of a stage; the loss, where it has one."""
+        if action.kind == "forward":
+            moved = to_device(microbatch, self.plan, self.device)
+            if self.split is not None:
+                self.split.splitter.read(moved)
+            with self.watch.region("forward"):
+                return pipeline.forward(action, moved, self._compute, self.objective)
+        if action.kind in ("backward", "backward_inputs"):
+            with self.watch.region("backward"):
+                pipeline.backward(action, scales.of(action.microbatch))
+        elif action.kind == "backward_weights":
+            with self.watch.region("backward"):
+                pipeline.backward_weights(action)
+        else:
+            pipeline.transfer(action, to_device(microbatch, self.plan, self.device))
+        return None
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
         size = self.plan.microbatch
@@ -247,8 +283,7 @@ class Program:
         if self.split is not None:
             self.split.splitter.read(moved)
         with self._compute():
-            loss = self.objective.loss(call(self.spread_module, moved), moved)
-        return loss if self.split is None else whole_output(self.split.splitter, loss)
+            return self.objective.loss(call(self.spread_module, moved), moved)
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
         with self.watch.region("backward"):
@@ -273,17 +308,34 @@ class Program:
         if self._finder is not None:
             self._finder.before_update()
         with self.watch.region("update"):
+            norm = None
+            if self.pipeline is not None:
+                self.pipeline.finish_gradients()
             if self.split is not None:
                 self.split.settle_gradients(self.module)
-            norm = None
             if self.loss_scale is not None and not self.loss_scale.unscale(self.module.parameters()):
                 self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
                 return torch.tensor(torch.inf)
             if self.max_norm is not None:
-                norm = clip(axes_of_parameters(self.module, self.plan), self.max_norm, self._dividing_groups())
+                copies = self.pipeline.tied.second_copies() if self.pipeline is not None else ()
+                groups = self._dividing_groups()
+                norm = clip(axes_of_parameters(self.module, self.plan), self.max_norm, groups, copies)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
             return norm
+
+
+class _Scales:
+    """What each microbatch's loss is multiplied by. The ranks' counts are added up while the first forward runs."""
+
+    def __init__(self, counts: list[int], factor: float, total: Tensor, counting: Any) -> None:
+        self.counts, self.factor, self.total, self.counting = counts, factor, total, counting
+
+    def of(self, microbatch: int) -> Tensor:
+        if self.counting is not None:
+            self.counting.wait()
+            self.counting = None
+        return self.counts[microbatch] * self.factor / self.total.clamp(min=1)
 
 
 def local_device(mesh: DeviceMesh) -> torch.device:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.core.plan import Plan
+from meshwright.models.follow import Follower
 from meshwright.runtime._torch import _get_current_function_mode_stack
 from meshwright.runtime.selective import selective
 from meshwright.runtime.watch import Watch
@@ -38,15 +39,19 @@ def _recomputed(forward: Callable[..., Any], extra: dict[str, Any]) -> Callable[
 
 def _watched(watch: Watch) -> Callable[[], tuple[Any, Any]]:
     """What the first run and the second one are inside of."""
-    return lambda: (nullcontext(), _second_run(_get_current_function_mode_stack(), watch))
+    return lambda: (nullcontext(), _again(watch, _modes()))
+
+
+def _modes() -> list[Any]:
+    """The function modes a block runs in: torch leaves them in backward, and a cast or a split weight would then mean something
+    else than it did."""
+    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, Follower)]
 
 
 @contextmanager
-def _second_run(modes: list[Any], watch: Watch) -> Iterator[None]:
-    """The function modes of the first run: torch leaves them in backward, and a cast or a split weight would then mean
-    something else than it did."""
+def _again(watch: Watch, modes: list[Any]) -> Iterator[None]:
     with ExitStack() as stack:
+        stack.enter_context(watch.region("recompute"))
         for mode in modes:
             stack.enter_context(mode)
-        stack.enter_context(watch.region("recompute"))
         yield

@@ -15,6 +15,12 @@ from meshwright.core.estimate import TimeParts
 from meshwright.core.trace import StepRecord
 from meshwright.runtime.clock import Mark
 
+PARTS = {
+    "backward_inputs": "backward", "backward_weights": "backward",
+    "receive_forward": "bubble", "receive_backward": "bubble", "send_forward": "transfer", "send_backward": "transfer",
+}  # fmt: skip
+"""Action → the part of the step it counts as, where that has another name. A receive waits: for the other stage's work, and
+then for the message itself, which cannot be told apart here."""
 WARMUP_STEPS = 3
 """Steps left out of the timings where there are more."""
 
@@ -72,7 +78,8 @@ class StepOutput:
     def time_seconds(self) -> TimeParts:
         parts: dict[str, float] = {}
         for (_, start), (name, end) in pairwise(self._marks):
-            parts[name] = parts.get(name, 0.0) + start.seconds_until(end)
+            part = PARTS.get(name, name)
+            parts[part] = parts.get(part, 0.0) + start.seconds_until(end)
         return TimeParts(**parts)
 
     def record(self, index: int) -> StepRecord:

@@ -63,7 +63,7 @@ class Border:
 
     def _name_parameters(self) -> None:
         for name, holder, own_name in self.named:
-            parameter = holder._parameters[own_name]
+            parameter = holder._parameters.get(own_name)  # another stage's is no longer there
             if parameter is not None:
                 self.split.names[id(parameter)] = name
                 lay(parameter, self.layouts.get(name))

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.plan import Plan
-from meshwright.runtime._torch import tree_flatten, tree_unflatten
+from meshwright.models.objective import Objective
+from meshwright.runtime._torch import DisableTorchFunction, tree_flatten, tree_unflatten
 from meshwright.runtime.axis import along
 from meshwright.runtime.clip import local
 from meshwright.runtime.places import places_of
@@ -45,6 +46,12 @@ class SplitModel:
                     if buffer.dim():
                         cut = Cut(0, place.runs)
                         buffer.copy_(ranks.gather(ranks.own_part(buffer, cut), cut))
+
+    def whole_loss(self, objective: Objective) -> Objective:
+        """The objective with a loss that every rank has, also where it was left as summands."""
+        return Objective(
+            loss=lambda output, batch: whole_output(self.splitter, objective.loss(output, batch)), count=objective.count
+        )
 
     def settle_gradients(self, module: nn.Module) -> None:
         """Whole parameters that were read by work on parts: their gradients are added up over tp, in one call."""
@@ -82,8 +89,9 @@ def split_model(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitModel |
 def whole_output(splitter: Splitter, output: Any) -> Any:
     """What a model returned, whole on every rank."""
     leaves, structure = tree_flatten(output)
-    whole = [
-        splitter.gather_dims(splitter.summed(leaf), range(leaf.dim())) if isinstance(leaf, Tensor) else leaf
-        for leaf in leaves
-    ]
+    with DisableTorchFunction():
+        whole = [
+            splitter.gather_dims(splitter.summed(leaf), range(leaf.dim())) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
     return tree_unflatten(whole, structure)

@@ -1,0 +1,80 @@
+"""What flows between the blocks of a model, and which of it crosses from stage to stage.
+
+A Flow is one forward and its loss, seen from outside the blocks: *events* in the order of the program, each reading and making
+tensors by number. An event is a call of a block, a call of a torch function outside all blocks, the objective, or a parameter
+that is read outside its block. Tensors made from the batch alone are not among them: every stage makes them itself.
+
+    stage of an event   a block's: the block's; the objective: the last; a function outside: the latest stage of what it
+                        reads; a parameter in no block: the first                                       -> stages_of_events
+    home of a tensor    the stage of the event that made it
+    cut c               between stages c and c + 1: tensor t crosses it where home(t) ≤ c < stage of an event that reads t:
+                        what a later stage needs is handed on by those between                          -> crossings
+
+A block that reads what a later stage makes cannot be where it is: the plan is refused with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from meshwright.core.affine import NOTHING, Affine
+from meshwright.core.codec import Value
+from meshwright.core.errors import PlanError
+
+OUTSIDE = ""
+OBJECTIVE = "@objective"
+
+
+class FlowTensor(msgspec.Struct, frozen=True, array_like=True):
+    num_bytes: Affine = NOTHING
+    needs_gradient: bool = False
+
+
+class FlowEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Reads and makes tensors by their number."""
+
+    block: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+
+
+class Flow(Value, kw_only=True):
+    """Events that read nothing and lie outside all blocks are parameters of no block."""
+
+    tensors: tuple[FlowTensor, ...] = ()
+    events: tuple[FlowEvent, ...] = ()
+
+
+Cuts = tuple[tuple[int, ...], ...]
+"""For every cut the numbers of the tensors that cross it, ascending."""
+
+
+def stages_of_events(flow: Flow, stage_of: Mapping[str, int], num_stages: int) -> tuple[int, ...]:
+    """stage_of: block → its stage."""
+    homes = [0] * len(flow.tensors)
+    found = []
+    for event in flow.events:
+        latest = max((homes[number] for number in event.reads), default=0)
+        stage = {**stage_of, OBJECTIVE: num_stages - 1}.get(event.block, latest) if event.block else latest
+        if latest > stage:
+            raise PlanError(
+                f"the model cannot be cut at block '{event.block}': it is on stage {stage}, but reads what stage {latest} makes; "
+                f"put it on stage {latest} or later"
+            )
+        for number in event.makes:
+            homes[number] = stage
+        found.append(stage)
+    return tuple(found)
+
+
+def crossings(flow: Flow, stages: tuple[int, ...], num_stages: int) -> Cuts:
+    """stages: of every event."""
+    homes = {number: stage for event, stage in zip(flow.events, stages, strict=True) for number in event.makes}
+    cuts: list[set[int]] = [set() for _ in range(num_stages - 1)]
+    for event, stage in zip(flow.events, stages, strict=True):
+        for number in event.reads:
+            for cut in range(homes[number], stage):
+                cuts[cut].add(number)
+    return tuple(tuple(sorted(numbers)) for numbers in cuts)

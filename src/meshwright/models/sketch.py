@@ -1,0 +1,108 @@
+"""A Sketch: a copy of a module without memory, on which a forward is followed before it is cut.
+
+Made before anything is done to the module, so that neither shards nor hooks nor recompute are in it. Parameters and blocks
+work on fake tensors; what comes of the batch alone runs on its values, so that a forward that looks at its batch goes the way
+it will go on every stage. Nothing is communicated: all ranks come to the same Steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.flow import OUTSIDE
+from meshwright.models.discovery import Discovery
+from meshwright.models.objective import Batch, Objective, call
+from meshwright.models.steps import Answer, Steps
+from meshwright.models.twins import separate
+from meshwright.runtime._torch import FakeTensorMode
+
+
+class Sketch:
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Iterable[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        known: dict[Hashable, Answer] | None = None,
+    ) -> None:
+        """dtype: what floating parameters have while the module computes. computing: what it computes in. known: where given,
+        blocks of one class and size that are called alike are followed once for all; what they returned is kept in it."""
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.blocks = tuple(blocks)
+        self.device = device
+        self.computing = computing
+        self.known = known
+        self.module = self._copy(module, dtype)
+        separate(self.module, self.blocks)
+        self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        for name in self.blocks:
+            block = self.module.get_submodule(name)
+            block.forward = partial(self._forward, name, block.forward)
+        self._discovery: Discovery | None = None
+
+    def parameter(self, name: str) -> Tensor:
+        """What stands in for a parameter, or a buffer, that another stage holds."""
+        owner, _, leaf = name.rpartition(".")
+        return getattr(self.module.get_submodule(owner), leaf)
+
+    def train_like(self, module: nn.Module) -> None:
+        for part, like in zip(self.module.modules(), module.modules(), strict=True):
+            part.training = like.training
+
+    def follow(self, batch: Batch, objective: Objective) -> Steps:
+        """One forward and its loss, in the gradient mode of now."""
+        discovery = self._discovery = Discovery(self)
+        try:
+            with _no_log():
+                with self.computing(), discovery:
+                    output = call(self.module, batch)
+                discovery.objective(objective, output, batch)
+        finally:
+            self._discovery = None
+        return discovery.steps()
+
+    def block_of(self, parameter: str) -> str:
+        return next((name for name in self.blocks if parameter.startswith(f"{name}.")), OUTSIDE)
+
+    def _copy(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """The module's own code and settings; its tensors are only looked at."""
+        made: dict[int, Any] = {}
+        with self.fakes:
+            for parameter in module.parameters():
+                made[id(parameter)] = nn.Parameter(self._fake(parameter, dtype), parameter.requires_grad)
+            for name in self.blocks:
+                for buffer in module.get_submodule(name).buffers():
+                    made[id(buffer)] = self._fake(buffer, dtype)
+            for buffer in module.buffers():
+                if buffer.is_meta:
+                    made[id(buffer)] = self._fake(buffer, dtype)
+        return copy.deepcopy(module, made)
+
+    def _fake(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        kept = dtype if tensor.is_floating_point() else tensor.dtype
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=kept, device=self.device)
+
+    def _forward(self, name: str, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        assert self._discovery is not None
+        return self._discovery.block(name, forward, arguments, options)
+
+
+@contextmanager
+def _no_log() -> Iterator[None]:
+    """torch prints a traceback for each op that a fake tensor refuses."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_off, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_off

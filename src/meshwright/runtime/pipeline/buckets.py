@@ -1,0 +1,70 @@
+"""Buckets: the gradients of one stage's replicas, averaged over the dp axis once its last backward is done.
+
+The bytes are those of DistributedDataParallel, 1 MiB in the first bucket and 25 MiB in the others, filled from the last
+parameter to the first. They travel while the coordinate works on for its other stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.core.units import MIB
+
+FIRST_BUCKET_BYTES = 1 * MIB
+BUCKET_BYTES = 25 * MIB
+
+
+class Buckets:
+    def __init__(self, held: nn.Module, mesh: DeviceMesh) -> None:
+        self.group = mesh.get_group("dp")
+        self.degree = mesh["dp"].size()
+        self.parameters = [parameter for parameter in held.parameters() if parameter.requires_grad][::-1]
+        self.used: list[nn.Parameter] | None = None
+        self.under_way: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+
+    def reduce(self) -> None:
+        """Start to add up."""
+        if self.degree == 1:
+            return
+        if self.used is None:
+            self.used = self._used()
+        for bucket in self._filled(self.used):
+            flat = torch.cat([_gradient(parameter).flatten() for parameter in bucket])
+            flat /= self.degree
+            self.under_way.append((dist.all_reduce(flat, group=self.group, async_op=True), flat, bucket))
+
+    def finish(self) -> None:
+        for work, flat, bucket in self.under_way:
+            work.wait()
+            parts = flat.split([parameter.numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                parameter.grad = part.view_as(parameter)
+        self.under_way.clear()
+
+    def _used(self) -> list[nn.Parameter]:
+        """Parameters that some rank has a gradient for; asked once. Others stay without, as in one process."""
+        found = torch.tensor([float(p.grad is not None) for p in self.parameters], device=self.parameters[0].device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return [parameter for parameter, used in zip(self.parameters, found.tolist(), strict=True) if used]
+
+    def _filled(self, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        bucket: list[nn.Parameter] = []
+        filled, limit = 0, FIRST_BUCKET_BYTES
+        for parameter in parameters:
+            bucket.append(parameter)
+            filled += parameter.numel() * parameter.element_size()
+            if filled >= limit:
+                yield bucket
+                bucket, filled, limit = [], 0, BUCKET_BYTES
+        if bucket:
+            yield bucket
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
