@@ -14,7 +14,7 @@ from test_experts import GRAPH as EXPERTS
 from transformer import Sizes, transformer_graph
 
 from meshwright.core.collective import COUNT_BYTES, LOSS_BYTES, NORM_BYTES
-from meshwright.core.graph import Graph, Parameter
+from meshwright.core.graph import Graph, Kind, Parameter
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication import Call
@@ -252,6 +252,26 @@ def test_sequence_parallel_adds_up_gradients_of_whole_tensors() -> None:
     assert calls(graph, plain) == []
     whole = 3 * (2 * 2 + 2) * 64 + 32 * 64 + 2 * 64
     assert calls(graph, split) == [Call("all_reduce", 4 * whole, 1, "other", "tp", Group(2))]
+
+
+def test_a_table_that_every_rank_looks_up_whole_is_not_added_up() -> None:
+    """Positions that the model counts itself, not given in the batch: each rank's gradient of them is whole."""
+    graph = counting_positions(transformer_graph(hidden=64, seq=32, layers=3))
+    plan = plan_for(graph, tp=2, sequence_parallel=True)
+    whole = 3 * (2 * 2 + 2) * 64 + 2 * 64
+    assert calls(graph, plan) == [Call("all_reduce", 4 * whole, 1, "other", "tp", Group(2))]
+
+
+def counting_positions(graph: Graph) -> Graph:
+    """The graph with its positions counted in block ''."""
+
+    def counted(kind: Kind) -> Kind:
+        ops = tuple(msgspec.structs.replace(op, inputs=("weight", "@#0")) if op.phase == "forward" else op for op in kind.ops)
+        return msgspec.structs.replace(kind, ops=ops)
+
+    home = graph.kind_by_block["position_embedding"]
+    kinds = tuple(counted(kind) if kind is home else kind for kind in graph.kinds)
+    return msgspec.structs.replace(graph, kinds=kinds)
 
 
 @quick
