@@ -49,10 +49,7 @@ def check_samples(samples: Iterator[Sample], axis: Axis) -> Finding:
     for sample in samples:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
-                expected = run(sample, sample.inputs)
-            except Exception:  # torch itself has no such call
-                continue
+            expected = run(sample, sample.inputs)
             finding.right.setdefault(sample.name, 0)
             for ways in ways_of(sample, ranks):
                 _check(sample, expected, ways, ranks, finding)

@@ -5,8 +5,10 @@ A sample is tried on whole tensors first: one that torch itself refuses is none.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -105,9 +107,12 @@ def same_answer_inputs() -> list[Inputs]:
     return [(real(4, 4, 8),), (real(4, 4, 8), real(4, 4, 8, seed=1))]
 
 
-BRIEF = ("pointwise", "unary")
+BRIEF = ("pointwise", "unary", "reduced", "by channel")
 """Groups of many functions under one rule: one call of each, and many of a few."""
-THOROUGHLY = ("add", "mul", "where", "masked_fill", "clamp", "lerp", "eq", "iadd", "bitwise_and", "type", "to", "relu", "type_as")
+THOROUGHLY = (
+    "add", "where", "masked_fill", "clamp", "__iadd__", "type", "to", "relu_", "max", "var", "amax", "adaptive_max_pool2d",
+    "max_pool2d",
+)  # fmt: skip
 GROUPS: dict[str, tuple[str, Callable[[], list[Inputs]]]] = {
     "pointwise": (table.POINTWISE, pointwise_inputs),
     "unary": (table.UNARY, unary_inputs),
@@ -128,8 +133,24 @@ def group_samples(group: str) -> Iterator[Sample]:
     for name in names.split():
         for function in dict.fromkeys(table._objects(name)):
             spelled = getattr(function, "__name__", name)
-            for inputs in make() if name in THOROUGHLY or group not in BRIEF else make()[:1]:
-                yield Sample(f"{name}/{spelled}", _calling(function, changes_input(spelled)), inputs)
+            call = _calling(function, changes_input(spelled))
+            samples = (Sample(f"{name}/{spelled}", call, inputs) for inputs in make())
+            legal = (sample for sample in samples if runs_whole(sample))
+            yield from legal if group not in BRIEF or spelled in THOROUGHLY else islice(legal, 1)
+
+
+def runs_whole(sample: Sample) -> bool:
+    """Whether torch itself has such a call, and its gradient."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            made = sample.call(*sample.inputs)
+            for item in [made] if isinstance(made, Tensor) else made:
+                if isinstance(item, Tensor) and item.requires_grad:
+                    item.sum().backward(retain_graph=True)
+        except Exception:
+            return False
+    return True
 
 
 def _calling(function: Any, in_place: bool) -> Callable[..., Any]:

@@ -91,6 +91,10 @@ def layer_norm(split: Splitter, function: Any, args: Args, kwargs: Options) -> A
     tensor = split.gather_dims(tensor, range(tensor.dim() - num, tensor.dim()))
 
     def lent(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = split.summed(value)
+            for axis in cuts(layout_of(value)):
+                value = split.gather(value, axis, read_by_parts=axis in (layout_of(tensor) or {}))
         for axis in layout_of(tensor) or {}:
             value = split.lend(value, axis) if isinstance(value, Tensor) else value
         return value
@@ -106,10 +110,16 @@ def batch_norm(split: Splitter, function: Any, args: Args, kwargs: Options) -> A
     tensor = split.summed(args[0])
     tensor = split.gather_dims(tensor, [dim for dim in range(tensor.dim()) if dim != 1])
     layout = layout_of(tensor)
+    if any(cut.runs > 1 for cut in cuts(layout).values()):
+        raise NotSplit("statistics of channels that lie over ranks in several runs")  # would be written into a copy
 
     def part(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        value = split.summed(value)
+        for axis, cut in cuts(layout_of(value)).items():
+            if layout is None or layout.get(axis) != Cut(1, cut.runs):
+                value = split.gather(value, axis, read_by_parts=axis in (layout or {}))
         for axis, cut in cuts(layout).items():
             if axis not in cuts(layout_of(value)):
                 value = split.narrow(value, axis, Cut(0, cut.runs))

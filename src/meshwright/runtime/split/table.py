@@ -40,7 +40,7 @@ UNARY = """
     requires_grad_ fill_ zero_ zero conj real pos threshold clamp_min clamp_max __neg__ __abs__ __invert__ alpha_dropout
 """
 ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp normalize"
-REDUCED = "max min amax amin prod var std var_mean std_mean argmax argmin any all logsumexp median count_nonzero"
+REDUCED = "max min amax amin prod var std var_mean std_mean argmax argmin any all logsumexp median"
 ALONG_DIM = "narrow index_select flip roll"
 BY_CHANNEL = """
     max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
