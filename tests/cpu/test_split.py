@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
-from meshwright.core.plan import BlockSharding, Plan, TensorSharding
+from meshwright.core.plan import BlockSharding, Plan, Stage, TensorSharding
 from meshwright.core.request import PlanRequest, plain_plan
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.runtime.split import exchange
@@ -238,6 +238,7 @@ def parity_on_rank(model: str, plan: Plan) -> ParityResult:
     return compare(source_of(model), plan, 2, this_rank())
 
 
+@pytest.mark.filterwarnings("ignore::meshwright.core.errors.GuessWarning")
 @pytest.mark.parametrize(("function", "said"), [("inverting", "'.*inv.*' has no rule"), ("choosing", "'nonzero' has no rule")])
 def test_a_block_with_a_function_without_a_rule_is_left_whole_there_and_runs(pool: Pools, function: str, said: str) -> None:
     model = f"{ASSETS}/split_models.py:{function}"
@@ -253,6 +254,7 @@ def test_a_block_with_a_function_without_a_rule_is_left_whole_there_and_runs(poo
         assert result.first_difference is None
 
 
+@pytest.mark.filterwarnings("ignore::meshwright.core.errors.GuessWarning")
 def test_a_plan_that_splits_it_anyway_is_refused_by_name(pool: Pools) -> None:
     model = f"{ASSETS}/split_models.py:choosing"
     with pytest.raises(RankError, match="cannot be split: 'nonzero' has no rule"):
@@ -275,7 +277,8 @@ def plan_that_shards(**tensors: tuple[str, ...]) -> Plan:
         BlockSharding(for_blocks=(name.partition(".")[0],), tensors=(TensorSharding(tensor=name.partition(".")[2], dims=dims),))
         for name, dims in tensors.items()
     )
-    return msgspec.structs.replace(plan_over_tp("gpt", 2), sharding=rules)
+    stage = Stage(coordinate=0, blocks=("table", "head"))
+    return msgspec.structs.replace(plan_over_tp("gpt", 2), stages=(stage,), sharding=rules, recompute=())
 
 
 def test_tied_weights_stay_tied() -> None:
