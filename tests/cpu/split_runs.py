@@ -88,7 +88,9 @@ def ways_of(sample: Sample, ranks: Ranks) -> Iterator[Ways]:
     numbers = sorted(single)
     for one, other in zip(numbers, numbers[1:], strict=False):
         for cut in single[one]:
-            yield from ({one: {ranks.axis: cut}, other: {ranks.axis: also}} for also in single[other] if also.runs == cut.runs)
+            yield from (
+                {one: {ranks.axis: cut}, other: {ranks.axis: also}} for also in single[other] if also.runs == cut.runs
+            )
     if len(numbers) > 2:
         shapes = {tensors[n].shape for n in numbers[:3]}
         yield from ({n: {ranks.axis: cut} for n in numbers[:3]} for cut in single[numbers[0]] if len(shapes) == 1)
@@ -177,7 +179,9 @@ def _factors(made: Tensor) -> Tensor:
 def _gradients(inputs: list[Any]) -> list[Tensor | None]:
     """Of inputs that have none, zeros: a rank may have had no use for its part."""
     return [
-        (torch.zeros_like(value) if value.grad is None else value.grad) if isinstance(value, Tensor) and value.requires_grad else None
+        (torch.zeros_like(value) if value.grad is None else value.grad)
+        if isinstance(value, Tensor) and value.requires_grad
+        else None
         for value in inputs
     ]
 
@@ -201,4 +205,10 @@ def compare(expected: Outcome, found: Outcome, sample: Sample) -> str:
 def _same(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
-    return torch.allclose(one.double(), other.double(), rtol=TOLERANCE if one.dtype == torch.float64 else 1e-3, atol=TOLERANCE, equal_nan=True)
+    return torch.allclose(
+        one.double(),
+        other.double(),
+        rtol=TOLERANCE if one.dtype == torch.float64 else 1e-3,
+        atol=TOLERANCE,
+        equal_nan=True,
+    )

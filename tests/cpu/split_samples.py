@@ -96,7 +96,16 @@ def by_channel_inputs() -> list[Inputs]:
     found: list[Inputs] = []
     for sizes in ((4, 4, 8), (4, 4, 8, 8), (2, 4, 4, 4, 4), (4, 8), (4, 8, 8)):
         x = real(*sizes)
-        found += [(x,), (x, 2), (x, 2, 2), (x, 4), (x, (1, 1)), (x, (0, 0, 1, 1)), (x, (0, 0, 0, 0, 2, 0)), (x, None, 2)]
+        found += [
+            (x,),
+            (x, 2),
+            (x, 2, 2),
+            (x, 4),
+            (x, (1, 1)),
+            (x, (0, 0, 1, 1)),
+            (x, (0, 0, 0, 0, 2, 0)),
+            (x, None, 2),
+        ]
     return found
 
 
@@ -127,7 +136,7 @@ GROUPS: dict[str, tuple[str, Callable[[], list[Inputs]]]] = {
 
 
 def changes_input(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") and name != "__invert__"
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
 
 
 def group_samples(group: str) -> Iterator[Sample]:
@@ -269,16 +278,24 @@ def reduction_samples() -> Iterator[Sample]:
         yield Sample(name, call, (x,))
     norm = weight(8), weight(8, seed=6)
     yield Sample("layer_norm-weight", lambda t, w, b: F.layer_norm(t, (8,), w, b), (x, *norm))
-    yield Sample("layer_norm-named", lambda t, w: F.layer_norm(t, normalized_shape=(8,), weight=w), (x, real(8, seed=3)))
+    yield Sample(
+        "layer_norm-named", lambda t, w: F.layer_norm(t, normalized_shape=(8,), weight=w), (x, real(8, seed=3))
+    )
     yield Sample("rms_norm", lambda t, w: F.rms_norm(t, (8,), w), (x, norm[0]))
     yield Sample("max", lambda t, o: torch.max(t, o), (x, real(4, 8, seed=3)))
     yield Sample("max-named", lambda t, o: torch.max(t, other=o), (x, real(4, 4, 8, seed=3)))
     for sizes in ((4, 4), (4, 4, 8), (2, 4, 4, 4)):
         channels = weight(4), weight(4, seed=6)
         yield Sample("batch_norm", lambda t, w, b: F.batch_norm(t, None, None, w, b, True), (real(*sizes), *channels))
-        yield Sample("batch_norm-eval", lambda t, m, w: F.batch_norm(t, m, w, None, None, False), (real(*sizes), real(4).detach(), real(4, seed=2).detach()))
+        yield Sample(
+            "batch_norm-eval",
+            lambda t, m, w: F.batch_norm(t, m, w, None, None, False),
+            (real(*sizes), real(4).detach(), real(4, seed=2).detach()),
+        )
         if len(sizes) > 2:
-            yield Sample("instance_norm", lambda t, w, b: F.instance_norm(t, weight=w, bias=b), (real(*sizes), *channels))
+            yield Sample(
+                "instance_norm", lambda t, w, b: F.instance_norm(t, weight=w, bias=b), (real(*sizes), *channels)
+            )
             yield Sample("group_norm", lambda t, w, b: F.group_norm(t, 2, w, b), (real(*sizes), *channels))
     yield Sample("prelu", F.prelu, (real(4, 4, 8), weight(4)))
     yield Sample("prelu-one", F.prelu, (real(4, 4, 8), weight(1)))
@@ -290,7 +307,9 @@ def contraction_samples() -> Iterator[Sample]:
         yield Sample("linear", F.linear, (x, w))
         yield Sample("linear-bias", F.linear, (x, w, b))
         yield Sample("linear-named", lambda t, v, c: F.linear(t, weight=v, bias=c), (real(4, 8), w, b))
-        turned = type(w)(w.detach().t().contiguous()) if isinstance(w, nn.Parameter) else w.detach().t().requires_grad_()
+        turned = (
+            type(w)(w.detach().t().contiguous()) if isinstance(w, nn.Parameter) else w.detach().t().requires_grad_()
+        )
         yield Sample("addmm", torch.addmm, (b, real(4, 8), turned))
         yield Sample("addmm-scaled", lambda c, t, v: torch.addmm(c, t, v, beta=0.5, alpha=2.0), (b, real(4, 8), turned))
         yield Sample("matmul-weight", torch.matmul, (x, turned))
@@ -304,16 +323,30 @@ def contraction_samples() -> Iterator[Sample]:
     yield Sample("bmm", torch.bmm, (x, real(4, 8, 4, seed=2)))
     yield Sample("scores", lambda q, k: q @ k.transpose(-1, -2), (real(2, 4, 4, 8), real(2, 4, 4, 8, seed=2)))
     yield Sample("baddbmm", torch.baddbmm, (real(4, 4, 4), x, real(4, 8, 4, seed=2)))
-    yield Sample("baddbmm-scaled", lambda a, b, c: torch.baddbmm(a, b, c, beta=0, alpha=0.5), (real(4, 4, 4), x, real(4, 8, 4, seed=2)))
+    yield Sample(
+        "baddbmm-scaled",
+        lambda a, b, c: torch.baddbmm(a, b, c, beta=0, alpha=0.5),
+        (real(4, 4, 4), x, real(4, 8, 4, seed=2)),
+    )
     yield Sample("einsum", lambda a, b: torch.einsum("bsi,oi->bso", a, b), (x, real(12, 8, seed=3)))
-    yield Sample("einsum-heads", lambda a, b: torch.einsum("bqhd,bkhd->bhqk", a, b), (real(2, 4, 4, 8), real(2, 4, 4, 8, seed=1)))
+    yield Sample(
+        "einsum-heads", lambda a, b: torch.einsum("bqhd,bkhd->bhqk", a, b), (real(2, 4, 4, 8), real(2, 4, 4, 8, seed=1))
+    )
     yield Sample("einsum-sum", lambda a: torch.einsum("bsi->bi", a), (x,))
     yield Sample("einsum-diagonal", lambda a: torch.einsum("bss->bs", a), (real(4, 4, 4),))
     yield Sample("conv1d", lambda t, w, b: F.conv1d(t, w, b, padding=1), (real(2, 4, 8), weight(6, 4, 3), weight(6)))
     yield Sample("conv2d", lambda t, w, b: F.conv2d(t, w, b, 2, 1), (real(2, 4, 8, 8), weight(6, 4, 3, 3), weight(6)))
     yield Sample("conv2d-named", lambda t, w: F.conv2d(input=t, weight=w), (real(2, 4, 8, 8), weight(6, 4, 3, 3)))
-    yield Sample("conv2d-depthwise", lambda t, w, b: F.conv2d(t, w, b, padding=1, groups=4), (real(2, 4, 4, 4), weight(4, 1, 3, 3), weight(4)))
-    yield Sample("conv2d-depthwise-more", lambda t, w: F.conv2d(t, w, padding=1, groups=4), (real(2, 4, 4, 4), weight(8, 1, 3, 3)))
+    yield Sample(
+        "conv2d-depthwise",
+        lambda t, w, b: F.conv2d(t, w, b, padding=1, groups=4),
+        (real(2, 4, 4, 4), weight(4, 1, 3, 3), weight(4)),
+    )
+    yield Sample(
+        "conv2d-depthwise-more",
+        lambda t, w: F.conv2d(t, w, padding=1, groups=4),
+        (real(2, 4, 4, 4), weight(8, 1, 3, 3)),
+    )
     yield Sample("conv2d-groups", lambda t, w: F.conv2d(t, w, groups=2), (real(2, 4, 4, 4), weight(4, 2, 3, 3)))
     yield Sample("conv3d", F.conv3d, (real(2, 4, 4, 4, 4), weight(2, 4, 2, 2, 2), weight(2)))
 
@@ -326,7 +359,9 @@ def attention_samples() -> Iterator[Sample]:
     yield Sample("attention-scale", lambda a, b, c: attend(query=a, key=b, value=c, scale=0.3), (q, k, v))
     for sizes in ((4, 4), (2, 1, 1, 4), (2, 4, 4, 4), (1, 4, 4, 4), (2, 1, 4, 4)):
         yield Sample("attention-mask", lambda a, b, c, m: attend(a, b, c, m), (q, k, v, real(*sizes, seed=4)))
-    yield Sample("attention-truth", lambda a, b, c, m: attend(a, b, c, attn_mask=m), (q, k, v, torch.ones(4, 4).tril().bool()))
+    yield Sample(
+        "attention-truth", lambda a, b, c, m: attend(a, b, c, attn_mask=m), (q, k, v, torch.ones(4, 4).tril().bool())
+    )
     fewer = real(2, 2, 4, 8, seed=5), real(2, 2, 4, 8, seed=6)
     yield Sample("attention-grouped", lambda a, b, c: attend(a, b, c, enable_gqa=True), (q, *fewer))
     yield Sample("attention-cross", attend, (q, real(2, 4, 6, 8, seed=5), real(2, 4, 6, 8, seed=6)))
@@ -342,16 +377,34 @@ def vocabulary_samples() -> Iterator[Sample]:
     ignoring = labels.clone()
     ignoring[2:4] = -100
     for reduction in ("mean", "sum", "none"):
-        yield Sample(f"cross_entropy-{reduction}", lambda z, t, r=reduction: F.cross_entropy(z, t, reduction=r), (logits, labels))
-        yield Sample(f"cross_entropy-ignored-{reduction}", lambda z, t, r=reduction: F.cross_entropy(z, t, reduction=r), (logits, ignoring))
-        yield Sample(f"cross_entropy-classes-{reduction}", lambda z, t, r=reduction: F.cross_entropy(z, t, reduction=r), (real(4, 6, 4), whole_number(4, 4, high=6)))
-        yield Sample(f"nll_loss-{reduction}", lambda z, t, r=reduction: F.nll_loss(F.log_softmax(z, -1), t, reduction=r), (logits, ignoring))
+        yield Sample(
+            f"cross_entropy-{reduction}", lambda z, t, r=reduction: F.cross_entropy(z, t, reduction=r), (logits, labels)
+        )
+        yield Sample(
+            f"cross_entropy-ignored-{reduction}",
+            lambda z, t, r=reduction: F.cross_entropy(z, t, reduction=r),
+            (logits, ignoring),
+        )
+        yield Sample(
+            f"cross_entropy-classes-{reduction}",
+            lambda z, t, r=reduction: F.cross_entropy(z, t, reduction=r),
+            (real(4, 6, 4), whole_number(4, 4, high=6)),
+        )
+        yield Sample(
+            f"nll_loss-{reduction}",
+            lambda z, t, r=reduction: F.nll_loss(F.log_softmax(z, -1), t, reduction=r),
+            (logits, ignoring),
+        )
     yield Sample("cross_entropy-smoothed", lambda z, t: F.cross_entropy(z, t, label_smoothing=0.1), (logits, labels))
     yield Sample("cross_entropy-weighted", lambda z, t, w: F.cross_entropy(z, t, w), (logits, labels, real(6).detach()))
     yield Sample("cross_entropy-soft", lambda z, t: F.cross_entropy(z, t), (logits, real(8, 6, seed=3).detach()))
     yield Sample("cross_entropy-one", lambda z, t: F.cross_entropy(z, t), (real(6), torch.tensor(2)))
     yield Sample("cross_entropy-index", lambda z, t: F.cross_entropy(z, t, ignore_index=3), (logits, labels))
-    yield Sample("nll_loss-weighted", lambda z, t, w: F.nll_loss(F.log_softmax(z, -1), t, w, reduction="sum"), (logits, labels, real(6).detach()))
+    yield Sample(
+        "nll_loss-weighted",
+        lambda z, t, w: F.nll_loss(F.log_softmax(z, -1), t, w, reduction="sum"),
+        (logits, labels, real(6).detach()),
+    )
     yield Sample("dropout-none", lambda t: F.dropout(t, 0.0), (real(4, 4, 8),))
     yield Sample("dropout-eval", lambda t: F.dropout(t, 0.5, training=False), (real(4, 4, 8),))
 

@@ -239,8 +239,12 @@ def parity_on_rank(model: str, plan: Plan) -> ParityResult:
 
 
 @pytest.mark.filterwarnings("ignore::meshwright.core.errors.GuessWarning")
-@pytest.mark.parametrize(("function", "said"), [("inverting", "'.*inv.*' has no rule"), ("choosing", "'nonzero' has no rule")])
-def test_a_block_with_a_function_without_a_rule_is_left_whole_there_and_runs(pool: Pools, function: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "said"), [("inverting", "'.*inv.*' has no rule"), ("choosing", "'nonzero' has no rule")]
+)
+def test_a_block_with_a_function_without_a_rule_is_left_whole_there_and_runs(
+    pool: Pools, function: str, said: str
+) -> None:
     model = f"{ASSETS}/split_models.py:{function}"
     plan = tried(model, 2)
     found = tensors_of(plan)
@@ -274,7 +278,9 @@ class Tied(nn.Module):
 
 def plan_that_shards(**tensors: tuple[str, ...]) -> Plan:
     rules = tuple(
-        BlockSharding(for_blocks=(name.partition(".")[0],), tensors=(TensorSharding(tensor=name.partition(".")[2], dims=dims),))
+        BlockSharding(
+            for_blocks=(name.partition(".")[0],), tensors=(TensorSharding(tensor=name.partition(".")[2], dims=dims),)
+        )
         for name, dims in tensors.items()
     )
     stage = Stage(coordinate=0, blocks=("table", "head"))
@@ -293,9 +299,18 @@ def test_tied_weights_stay_tied() -> None:
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({"table.wieght": ("tp", "")}, "the plan shards 'wieght' of block 'table', which has no such parameter: .*weight"),
-        ({"table.weight": ("tp",)}, r"sharding of 'table.weight' has 1 dims, but its shape is \[8, 4\]: give one entry a dim"),
-        ({"table.weight": ("tp", ""), "head.weight": ("", "tp")}, "'head.weight' is tied to a tensor that is cut otherwise"),
+        (
+            {"table.wieght": ("tp", "")},
+            "the plan shards 'wieght' of block 'table', which has no such parameter: .*weight",
+        ),
+        (
+            {"table.weight": ("tp",)},
+            r"sharding of 'table.weight' has 1 dims, but its shape is \[8, 4\]: give one entry a dim",
+        ),
+        (
+            {"table.weight": ("tp", ""), "head.weight": ("", "tp")},
+            "'head.weight' is tied to a tensor that is cut otherwise",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_the_weights_is_refused(tensors: dict[str, tuple[str, ...]], said: str) -> None:

@@ -266,7 +266,9 @@ def counting_positions(graph: Graph) -> Graph:
     """The graph with its positions counted in block ''."""
 
     def counted(kind: Kind) -> Kind:
-        ops = tuple(msgspec.structs.replace(op, inputs=("weight", "@#0")) if op.phase == "forward" else op for op in kind.ops)
+        ops = tuple(
+            msgspec.structs.replace(op, inputs=("weight", "@#0")) if op.phase == "forward" else op for op in kind.ops
+        )
         return msgspec.structs.replace(kind, ops=ops)
 
     home = graph.kind_by_block["position_embedding"]

@@ -9,8 +9,8 @@ from torch import Tensor
 from meshwright.runtime.split.arguments import Args, Options, dim_of
 from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of
 from meshwright.runtime.split.pointwise import alike
-from meshwright.runtime.split.splitter import NotSplit, Splitter
 from meshwright.runtime.split.reductions import noted
+from meshwright.runtime.split.splitter import NotSplit, Splitter
 from meshwright.runtime.split.views import shifted, sizes_of
 
 # ---------------------------------------------------------------- pieces of equal rank
@@ -19,7 +19,9 @@ from meshwright.runtime.split.views import shifted, sizes_of
 def chunk(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """chunk and tensor_split: into a number of pieces, or for the latter at places."""
     dim = dim_of(args, kwargs, 2)
-    number = args[1] if len(args) > 1 else next((kwargs[name] for name in ("chunks", "sections") if name in kwargs), None)
+    number = (
+        args[1] if len(args) > 1 else next((kwargs[name] for name in ("chunks", "sections") if name in kwargs), None)
+    )
     if not isinstance(number, int) or split.shape(args[0])[dim] % number:
         return _uneven(split, function, args, kwargs, dim)
     return _pieces(split, args, number, dim)
