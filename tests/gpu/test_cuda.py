@@ -53,6 +53,27 @@ def test_parity_with_one_process(zero: int, num_ranks: int) -> None:
     assert result["ok"], result["first_difference"]
 
 
+AXES: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2},
+    "tp by tokens, ZeRO 1": {"tp": 2, "sequence_parallel": True, "zero": 1},
+    "cp": {"cp": 2},
+    "cp, ZeRO 3": {"cp": 2, "zero": 3},
+    "pp": {"pp": 2},
+    "pp in halves": {"pp": 2, "schedule": "zb"},
+    "pp twice round": {"pp": 2, "schedule": "interleaved"},
+}
+WIDE = "gpt:layers=4,hidden=32,heads=4,seq=16,vocab=2048"
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_parity_of_each_axis_over_two_ranks(axis: str) -> None:
+    """Two ranks on one GPU, over gloo: correctness only."""
+    plan = plan_for(WIDE, 2, precision="fp64", **AXES[axis])
+    payload = {"model": WIDE, "plan": msgspec.to_builtins(plan), "steps": 3, "device": "cuda", "backend": "gloo"}
+    result = launch("meshwright.measure.parity:parity_rank", payload, 2)
+    assert result["ok"], result["first_difference"]
+
+
 MIXTURE = "moe:layers=2,hidden=32,heads=4,seq=16,vocab=64,experts=4"
 
 

@@ -58,10 +58,12 @@ def test_sequence_parallel_gathers_and_scatters_instead(tp: int) -> None:
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 2, "cp": 2}])
 def test_a_loss_over_a_split_vocabulary_adds_up_three_numbers_a_token(layout: dict[str, Any]) -> None:
-    """Sequence parallel ends before the head, which sees all tokens; cp does not."""
+    """Sequence parallel ends before the head, which sees all tokens; cp does not: the sum over its tokens is added up, one
+    number of fp32, and so is the gradient of that sum."""
     found = inner(transformer_graph(SIZES), "", microbatch=3, **layout)
-    tokens = 3 * 32 // layout.get("cp", 1)
-    assert found == {"forward": [("all_reduce", 4 * tokens)] * 3, "backward": []}
+    cp = layout.get("cp", 1)
+    over_cp = [("all_reduce", 4)] if cp > 1 else []
+    assert found == {"forward": [("all_reduce", 4 * 3 * 32 // cp)] * 3 + over_cp, "backward": over_cp}
 
 
 def test_a_loss_over_a_whole_vocabulary_adds_up_nothing() -> None:
@@ -83,16 +85,25 @@ def test_the_bytes_of_tp_do_not_depend_on_how_attention_runs() -> None:
     assert fused == eager
 
 
-def test_cp_gathers_keys_and_values() -> None:
-    """Each rank gives its half of both; backward gathers them again and scatters their gradients."""
-    found = inner(transformer_graph(SIZES), cp=2)
-    assert found["forward"] == [("all_gather", 2 * STREAM // 2)]
-    assert found["backward"] == [("all_gather", 2 * STREAM // 2), ("reduce_scatter", 2 * STREAM)]
+@pytest.mark.parametrize("attention", ["fused", "eager"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_cp_exchanges_tokens_for_heads_and_back(attention: str, cp: int) -> None:
+    """Each rank gives its tokens of query, key and value, all heads, and later its heads of the result, all tokens. Of all
+    four it holds 1/cp; their gradients go the other way. It is the same where the model multiplies them itself."""
+    found = inner(transformer_graph(seq=32, hidden=64, attention=attention), cp=cp)
+    assert found == {phase: [("all_to_all", STREAM // cp)] * 4 for phase in ("forward", "backward")}
 
 
-def test_cp_beside_tp_moves_the_heads_a_rank_has() -> None:
+def test_cp_beside_tp_exchanges_the_heads_a_rank_has() -> None:
+    """Sums over tp are of 1/cp of the tokens; what attention reads and makes is 1/cp of the tokens of 1/tp of the heads."""
     found = inner(transformer_graph(SIZES), cp=2, tp=2)
-    assert found["forward"] == [("all_reduce", STREAM // 2)] * 2 + [("all_gather", 2 * STREAM // 4)]
+    each_way = [("all_reduce", STREAM // 2)] * 2 + [("all_to_all", STREAM // 4)] * 4
+    assert found == {"forward": each_way, "backward": each_way}
+
+
+def test_the_tokens_of_a_loss_over_a_whole_vocabulary_are_added_up_along_cp() -> None:
+    found = inner(transformer_graph(SIZES), "", cp=2)
+    assert found == {"forward": [("all_reduce", 4)], "backward": [("all_reduce", 4)]}
 
 
 def test_a_block_alone_calls_nothing() -> None:
@@ -104,13 +115,14 @@ def collectives(graph: Graph, **request: Any) -> dict[tuple[str, str], tuple[int
     return {(row.kind, row.axis): (row.count, row.total_bytes) for row in found}
 
 
-@pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_a_step_of_a_transformer_under_tp(recompute: str, forwards: int) -> None:
-    """Two all-reduces each way a block and microbatch, those of forward again under full recompute; one of the table
-    of tokens, one of the head, and the three small ones of the loss."""
+@pytest.mark.parametrize(("recompute", "redone"), [("none", 0), ("selective", 0), ("full", 1)])
+def test_a_step_of_a_transformer_under_tp(recompute: str, redone: int) -> None:
+    """Two all-reduces each way a block and microbatch; under full recompute attention's once more, which the norm after it
+    keeps, but not the MLP's: only the next block reads that. One of the table of tokens, one of the head, and the three
+    small ones of the loss."""
     graph = transformer_graph(layers=3, seq=32, hidden=64, precision="bf16")
     found = collectives(graph, precision="bf16", tp=2, global_batch=4, microbatch=1, recompute=recompute)
-    count = 4 * (3 * 2 * (forwards + 1) + 2)
+    count = 4 * (3 * (2 + 2 + redone) + 2)
     assert found == {("all_reduce", "tp"): (count + 4 * 3, count * STREAM + 4 * 3 * 4 * 32)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from machines import plan_for
 from strategies import quick
@@ -99,7 +99,6 @@ def test_what_is_taken_is_given_back(
     Positions, which do not grow with the samples, are known to be whole where they are made, but not to who reads them:
     under cp they are given back in part.
     """
-    assume(sizes.attention == "fused" or "cp" not in layout)
     graph = transformer_graph(sizes)
     plan = plan_for(graph, **layout, recompute=recompute, compile=compiled)
     divisions, footprints = divide(graph, plan), Footprints(plan, Recipe())
@@ -133,10 +132,22 @@ def test_heads_must_divide_over_tp(attention: str) -> None:
     assert divide(graph, plan_for(graph, tp=4))
 
 
-def test_explicit_attention_does_not_run_under_cp() -> None:
-    graph = transformer_graph(attention="eager")
-    with pytest.raises(PlanError, match="multiply queries and keys themselves: use torch's scaled_dot_product_attent"):
-        divide(graph, plan_for(graph, cp=2))
+def test_explicit_attention_runs_under_cp() -> None:
+    """Tokens are exchanged for heads: a rank multiplies all tokens of its share of the heads."""
+    division = block_of(transformer_graph(attention="eager"), cp=2)
+    scores = [number for number, op in enumerate(division.kind.ops) if op.kind == "matmul" and op.region == "attention"]
+    assert scores
+    assert {division.work_share(number) for number in scores} == {1 / 2}
+
+
+@pytest.mark.parametrize("attention", ["fused", "eager"])
+@pytest.mark.parametrize(("tp", "cp"), [(1, 8), (2, 4)])
+def test_heads_must_divide_over_tp_and_cp_together(attention: str, tp: int, cp: int) -> None:
+    graph = transformer_graph(heads=4, hidden=64, seq=32, attention=attention)
+    said = r"4 attention heads in blocks of kind 'Block' do not divide over tp · cp = 8, as the exchange of tokens for heads"
+    with pytest.raises(PlanError, match=said):
+        divide(graph, plan_for(graph, tp=tp, cp=cp))
+    assert divide(graph, plan_for(graph, tp=tp, cp=4 // tp))
 
 
 # The sizes of a matmul on one rank
@@ -165,7 +176,6 @@ def test_a_column_has_fewer_columns_and_a_row_less_depth() -> None:
 @quick
 @given(sizes_of, layouts)
 def test_a_rank_multiplies_its_share_of_the_flops(sizes: Sizes, layout: dict[str, object]) -> None:
-    assume(sizes.attention == "fused" or "cp" not in layout)
     graph = transformer_graph(sizes)
     for name, division in divide(graph, plan_for(graph, **layout)).items():
         for number, op in enumerate(division.kind.ops):

@@ -153,7 +153,7 @@ def test_a_plan_outside_its_bounds_is_refused(changes: dict[str, Any]) -> None:
 @given(plans())
 def test_properties_of_a_plan(plan: Plan) -> None:
     assert plan.world == plan.mesh.pp * plan.mesh.dp * plan.mesh.cp * plan.mesh.tp
-    assert plan.mesh.dp % plan.shard_degree == 0
+    assert plan.mesh.dp * plan.mesh.cp % plan.shard_degree == 0
     assert (plan.shard_degree == 1) or plan.zero > 0
     assert plan.recomputed("full") | plan.recomputed("selective") <= set(plan.blocks)
 
@@ -165,6 +165,13 @@ def test_blocks_are_named_in_order() -> None:
 @pytest.mark.parametrize(("zero", "hybrid", "degree"), [(0, None, 1), (1, None, 4), (3, 2, 2), (2, 1, 1)])
 def test_shard_degree(zero: int, hybrid: int | None, degree: int) -> None:
     assert hand_plan(mesh=Mesh(pp=2, dp=4), global_batch=32, zero=zero, hybrid=hybrid).shard_degree == degree
+
+
+@pytest.mark.parametrize(("zero", "hybrid", "degree"), [(0, None, 1), (1, None, 6), (3, None, 6), (3, 2, 2)])
+def test_zero_shards_over_cp_too(zero: int, hybrid: int | None, degree: int) -> None:
+    """Ranks along cp hold the same parameters: 2 · 3 of them share the state, or as many as a hybrid group has."""
+    plan = hand_plan(mesh=Mesh(pp=2, dp=2, cp=3), global_batch=16, zero=zero, hybrid=hybrid)
+    assert plan.shard_degree == degree
 
 
 def test_recompute_in_words() -> None:

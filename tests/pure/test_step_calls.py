@@ -15,7 +15,7 @@ from transformer import Sizes, transformer_graph
 
 from meshwright.core.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES
-from meshwright.core.graph import Graph, Parameter
+from meshwright.core.graph import Graph, Kind, Parameter
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication import Call
@@ -192,23 +192,32 @@ def test_a_tied_head_is_reduced_on_its_own_coordinate_too(zero: int) -> None:
 
 @pytest.mark.parametrize(("dp", "cp", "tp"), [(2, 2, 1), (1, 4, 1), (2, 2, 2)])
 def test_replicas_along_cp_reduce_too(dp: int, cp: int, tp: int) -> None:
-    """One group of all that hold the same parameters: neighbours, but for tp between them."""
+    """One group of all that hold the same parameters: neighbours, but for tp between them. The tokens' count and the loss
+    are whole along cp already: they are added up over dp alone, ranks that lie cp · tp apart."""
     graph = transformer_graph()
     found = calls(graph, plan_for(graph, dp=dp, cp=cp, tp=tp, global_batch=dp))
-    assert {call.group for call in found} == {Group(dp * cp, tp)}
+    gradients = [call for call in found if call.phase == "backward"]
+    numbers = [call for call in found if call.phase == "other"]
+    assert len(found) == len(gradients) + len(numbers)
     assert {call.axis for call in found} == {"dp"}
+    assert {call.group for call in gradients} == {Group(dp * cp, tp)}
+    expected = [(COUNT_BYTES, Group(dp, cp * tp)), (LOSS_BYTES, Group(dp, cp * tp))] if dp > 1 else []
+    assert [(call.num_bytes, call.group) for call in numbers] == expected
     alone = calls(graph, plan_for(graph, dp=dp * cp, tp=tp, global_batch=dp * cp))
-    assert found == alone, "the same calls as that many dp ranks"
+    assert gradients == [call for call in alone if call.phase == "backward"], "the same calls as that many dp ranks"
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_shards_are_added_up_along_cp(zero: int) -> None:
-    """ZeRO shards over dp=2; the cp=2 ranks with the same shard, next to each other, add it up."""
+@pytest.mark.parametrize(("dp", "cp"), [(2, 2), (1, 4), (1, 2)])
+def test_zero_shards_over_dp_and_cp(zero: int, dp: int, cp: int) -> None:
+    """Their ranks are neighbours: each has 1/(dp · cp) of the one fp32 matrix of 64 · 8, and nobody has the same shard."""
     graph = chain_graph(1, (64, 8))
-    found = state_calls(graph, plan_for(graph, dp=2, cp=2, zero=zero, global_batch=2))
-    assert {call.group for call in found if call.kind != "all_reduce"} == {Group(2, 2)}
-    (outer,) = [call for call in found if call.kind == "all_reduce"]
-    assert (outer.group, outer.num_bytes) == (Group(2, 1), 4 * 64 * 8 // 2)
+    found = state_calls(graph, plan_for(graph, dp=dp, cp=cp, zero=zero, global_batch=dp))
+    assert {call.group for call in found} == {Group(dp * cp, 1)}
+    gather = ("all_gather", 4 * 64 * 8 // (dp * cp))
+    scatter = ("reduce_scatter", 4 * 64 * 8)
+    gathers = [gather] * (2 if zero == 3 else 1)
+    assert [(call.kind, call.num_bytes) for call in found] == [*gathers, scatter]
 
 
 def test_shards_are_added_up_along_cp_and_across_hybrid_groups() -> None:
@@ -216,12 +225,6 @@ def test_shards_are_added_up_along_cp_and_across_hybrid_groups() -> None:
     found = state_calls(graph, plan_for(graph, dp=4, cp=2, zero=3, hybrid=2, global_batch=4))
     (outer,) = [call for call in found if call.kind == "all_reduce"]
     assert (outer.group.size, outer.num_bytes) == (2 * 2, 4 * 64 * 8 // 2)
-
-
-def test_zero_over_one_dp_rank_leaves_cp_to_add_up() -> None:
-    graph = chain_graph(1, (64, 8))
-    found = state_calls(graph, plan_for(graph, cp=2, zero=3))
-    assert [(call.kind, call.group, call.num_bytes) for call in found] == [("all_reduce", Group(2, 1), 4 * 64 * 8)]
 
 
 @pytest.mark.parametrize(("layout", "shards"), [({}, 1), ({"tp": 2}, 2), ({"dp": 2, "zero": 2}, 2)])
@@ -279,6 +282,28 @@ def test_in_fp16_ranks_that_divide_gradients_agree_whether_they_are_finite(
         found = [call for call in step_calls(graph, plan, Recipe(), 0) if call.num_bytes == FLAG_BYTES]
         assert [call.axis for call in found] == (axes if precision == "fp16" else [])
         assert {call.kind for call in found} <= {"all_reduce"}
+
+
+def test_a_table_that_every_rank_looks_up_whole_is_not_added_up() -> None:
+    """Positions that the model counts itself, not given in the batch: each rank's gradient of them is whole."""
+    graph = counting_positions(transformer_graph(hidden=64, seq=32, layers=3))
+    plan = plan_for(graph, tp=2, sequence_parallel=True)
+    whole = 3 * (2 * 2 + 2) * 64 + 2 * 64
+    assert calls(graph, plan) == [Call("all_reduce", 4 * whole, 1, "other", "tp", Group(2))]
+
+
+def counting_positions(graph: Graph) -> Graph:
+    """The graph with its positions counted in block ''."""
+
+    def counted(kind: Kind) -> Kind:
+        ops = tuple(
+            msgspec.structs.replace(op, inputs=("weight", "@#0")) if op.phase == "forward" else op for op in kind.ops
+        )
+        return msgspec.structs.replace(kind, ops=ops)
+
+    home = graph.kind_by_block["position_embedding"]
+    kinds = tuple(counted(kind) if kind is home else kind for kind in graph.kinds)
+    return msgspec.structs.replace(graph, kinds=kinds)
 
 
 @quick

@@ -13,7 +13,7 @@ step. All of it counts as axis dp. Once a step, beside that:
 
     tied     a tensor with names on several pp coordinates: all-reduce of its gradient between them      -> _tied_calls
     sp       each tp rank saw its part of the tokens: all-reduce over tp of the gradients of all tensors that are whole,
-             norms, rows' biases, positions, in one call                                                 -> _whole_calls
+             norms, rows' biases, in one call; not of tables that every rank looks up whole (positions)  -> _whole_calls
     norms    batch norms that are synchronised: two numbers a channel, in forward and in backward  -> _batch_norm_calls
     numbers  how many tokens, the loss, which the last stage has; over every axis that divides gradients, whether they are
              finite in fp16, and the squared norm where they are clipped                                 -> _number_calls

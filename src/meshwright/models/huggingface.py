@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.core.errors import InputError, ModelError
 from meshwright.models.examples import ImageShape, Task, TextShape, random_examples
+from meshwright.models.reference import SMALL_DEPTH
 from meshwright.models.source import ModelSource
 
 USUAL_IMAGE = 224
@@ -52,7 +53,7 @@ def _shrunk(name: str, config: Any) -> ModelSource:
 
 def _limits(config: Any) -> dict[str, int]:
     """The most a shrunk config may have of what makes a model deep or its samples long."""
-    depth = dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"), 2)
+    depth = dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"), SMALL_DEPTH)
     length = dict.fromkeys(("max_position_embeddings", "n_positions"), SMALL_SEQ)
     patch = getattr(config, "patch_size", None)
     return depth | length | ({"image_size": SMALL_GRID * patch} if isinstance(patch, int) else {})

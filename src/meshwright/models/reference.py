@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.core.sharding import VOCABULARY_ROWS
 from meshwright.models.bert import BERT, BERTOptions
 from meshwright.models.coatnet import CoAtNet, CoAtNetOptions
 from meshwright.models.examples import ImageShape, Shape, TextShape, VectorShape
@@ -19,6 +20,9 @@ from meshwright.models.objective import DEFAULT, Objective
 from meshwright.models.resnet import ResNet, ResNetOptions
 from meshwright.models.t5 import T5, T5Options
 from meshwright.models.vit import ViT, ViTOptions
+
+SMALL_DEPTH = 4
+"""Blocks of a shrunk model: two stages on each of two pp coordinates."""
 
 
 @dataclass(frozen=True)
@@ -54,35 +58,40 @@ def vectors(options: MLPOptions) -> VectorShape:
     return VectorShape(width=options.inputs, classes=options.classes)
 
 
+def small_vocabulary(vocab: int) -> int:
+    """As many rows as make a table worth splitting (core/sharding.py), where it had as many; else an odd number."""
+    return VOCABULARY_ROWS if vocab >= VOCABULARY_ROWS else min(vocab, 61)
+
+
 def small_moe(options: MoEOptions) -> MoEOptions:
     heads = min(options.heads, 4)
     return replace(
-        options, layers=min(options.layers, 3), hidden=8 * heads, heads=heads, seq=min(options.seq, 16),
-        vocab=min(options.vocab, 61), experts=min(options.experts, 4), dropout=0.0,
+        options, layers=min(options.layers, SMALL_DEPTH), hidden=8 * heads, heads=heads, seq=min(options.seq, 16),
+        vocab=small_vocabulary(options.vocab), experts=min(options.experts, 4), dropout=0.0,
     )  # fmt: skip
 
 
 def small_gpt(options: GPTOptions) -> GPTOptions:
     heads = min(options.heads, 4)
     return replace(
-        options, layers=min(options.layers, 3), hidden=8 * heads, heads=heads, seq=min(options.seq, 16),
-        vocab=min(options.vocab, 61), dropout=0.0,
+        options, layers=min(options.layers, SMALL_DEPTH), hidden=8 * heads, heads=heads, seq=min(options.seq, 16),
+        vocab=small_vocabulary(options.vocab), dropout=0.0,
     )  # fmt: skip
 
 
 def small_llama(options: LlamaOptions) -> LlamaOptions:
     groups = min(options.heads // options.kv_heads, 2)
     return replace(
-        options, layers=min(options.layers, 3), hidden=8 * 2 * groups, heads=2 * groups, kv_heads=2, intermediate=48,
-        seq=min(options.seq, 16), vocab=min(options.vocab, 61),
+        options, layers=min(options.layers, SMALL_DEPTH), hidden=8 * 2 * groups, heads=2 * groups, kv_heads=2, intermediate=48,
+        seq=min(options.seq, 16), vocab=small_vocabulary(options.vocab),
     )  # fmt: skip
 
 
 def small_bert(options: BERTOptions) -> BERTOptions:
     heads = min(options.heads, 4)
     return replace(
-        options, layers=min(options.layers, 3), hidden=8 * heads, heads=heads, seq=min(options.seq, 16),
-        vocab=min(options.vocab, 64), dropout=0.0,
+        options, layers=min(options.layers, SMALL_DEPTH), hidden=8 * heads, heads=heads, seq=min(options.seq, 16),
+        vocab=small_vocabulary(options.vocab), dropout=0.0,
     )  # fmt: skip
 
 
@@ -90,14 +99,14 @@ def small_t5(options: T5Options) -> T5Options:
     heads = min(options.heads, 4)
     return replace(
         options, layers=min(options.layers, 2), hidden=8 * heads, heads=heads, head_width=8, intermediate=48,
-        seq=min(options.seq, 16), vocab=min(options.vocab, 64), dropout=0.0,
+        seq=min(options.seq, 16), vocab=small_vocabulary(options.vocab), dropout=0.0,
     )  # fmt: skip
 
 
 def small_vit(options: ViTOptions) -> ViTOptions:
     heads = min(options.heads, 4)
     return replace(
-        options, layers=min(options.layers, 3), hidden=8 * heads, heads=heads, image=16, patch=4,
+        options, layers=min(options.layers, SMALL_DEPTH), hidden=8 * heads, heads=heads, image=16, patch=4,
         classes=min(options.classes, 12), dropout=0.0,
     )  # fmt: skip
 
@@ -114,7 +123,7 @@ def small_resnet(options: ResNetOptions) -> ResNetOptions:
 
 def small_mlp(options: MLPOptions) -> MLPOptions:
     return replace(
-        options, layers=min(options.layers, 3), inputs=min(options.inputs, 24), hidden=32,
+        options, layers=min(options.layers, SMALL_DEPTH), inputs=min(options.inputs, 24), hidden=32,
         classes=min(options.classes, 12), dropout=0.0,
     )  # fmt: skip
 

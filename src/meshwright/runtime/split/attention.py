@@ -22,8 +22,8 @@ def attention(split: Splitter, function: Any, args: Args, kwargs: Options) -> An
     given = by_name(args, kwargs, names)
     query, key, value = (_by_heads(split, split.summed(tensor)) for tensor in given[:3])
     layout = layout_of(query) or {}
-    if any(cuts(layout_of(tensor)).keys() != cuts(layout).keys() for tensor in (key, value)):
-        raise NotSplit("attention in which query, key and value do not lie over the same axes")
+    if any(cuts(layout_of(tensor)) != cuts(layout) for tensor in (key, value)):
+        raise NotSplit("attention in which query, key and value do not lie alike")
     options = {name: option for name, option in kwargs.items() if name not in names}
     mask = _mask_part(split, given[3], query)
     return lay(function(query, key, value, mask, *args[4:], **options), layout)
@@ -46,6 +46,9 @@ def _mask_part(split: Splitter, mask: Tensor | None, query: Tensor) -> Tensor | 
     mask = split.summed(mask)
     mask = split.gather_dims(mask, [mask.dim() - 2, mask.dim() - 1])
     away = query.dim() - mask.dim()
+    for axis, cut in cuts(layout_of(mask)).items():
+        if cuts(layout_of(query)).get(axis) != Cut(cut.dim + away, cut.runs):
+            mask = split.gather(mask, axis, read_by_parts=axis in cuts(layout_of(query)))
     for axis, cut in cuts(layout_of(query)).items():
         dim = cut.dim - away
         if axis in cuts(layout_of(mask)):

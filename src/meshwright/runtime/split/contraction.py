@@ -47,7 +47,7 @@ def contract(
     layout: Layout = {axis: shares[axis] for axis in dict.fromkeys([*order, *shares]) if axis in shares}
     last_sum = next((axis for axis in reversed(layout) if isinstance(layout[axis], Addend)), None)
     if bias is not None and last_sum is not None:
-        layout[last_sum] = Addend(_shaped(bias, result, bias_letter))
+        layout[last_sum] = Addend(_shaped(split.gather_dims(split.summed(bias), [0]), result, bias_letter))
         bias = None
     elif bias is not None:
         bias = _bias_part(split, bias, layout, result.index(bias_letter))
@@ -70,9 +70,10 @@ def _settle(
     if not present:
         return parts, None
     letter = present[0]
-    runs = next(cuts(layout_of(part))[axis].runs for part, at in zip(parts, found, strict=True) if at == letter)
+    runs = _runs_at(letter, axis, parts, found)
     for number, names in enumerate(letters):
         if found[number] is not None:
+            parts[number] = split.swap(parts[number], axis, Cut(names.index(letter), runs))
             continue
         if letter not in names:
             parts[number] = split.lend(parts[number], axis)
@@ -81,6 +82,11 @@ def _settle(
         else:
             parts[number] = split.narrow(parts[number], axis, Cut(names.index(letter), runs))
     return parts, Cut(result.index(letter), runs) if letter in result else Addend()
+
+
+def _runs_at(letter: str, axis: Axis, parts: list[Tensor], found: list[str | None]) -> int:
+    """In how many runs the letter is cut, by the first that is cut there."""
+    return next((cuts(layout_of(part))[axis].runs for part, at in zip(parts, found, strict=True) if at == letter), 1)
 
 
 def _cut_letter(part: Tensor, names: str, axis: Axis) -> str | None:
@@ -94,11 +100,12 @@ def _at_one(
     """Operands cut at several letters, laid at one: returned. The parts are replaced in place."""
     weight = next((at for part, at in zip(parts, found, strict=True) if at and isinstance(part, nn.Parameter)), None)
     target = weight or _shared_letter(split, axis, parts, letters, found, result)
+    runs = _runs_at(target, axis, parts, found)
     for number, names in enumerate(letters):
         if found[number] in (None, target):
             continue
         if target in names:
-            parts[number] = split.swap(parts[number], axis, Cut(names.index(target)))
+            parts[number] = split.swap(parts[number], axis, Cut(names.index(target), runs))
         else:
             parts[number] = split.gather(parts[number], axis, read_by_parts=True)
     return target
@@ -143,6 +150,10 @@ def _shaped(bias: Tensor, result: str, letter: str) -> Tensor:
 
 
 def _bias_part(split: Splitter, bias: Tensor, layout: Layout, dim: int) -> Tensor:
+    bias = split.summed(bias)
+    for axis, cut in cuts(layout_of(bias)).items():
+        if layout.get(axis) != Cut(dim, cut.runs):
+            bias = split.gather(bias, axis, read_by_parts=axis in layout)
     for axis, share in layout.items():
         if isinstance(share, Cut) and share.dim == dim:
             if axis not in cuts(layout_of(bias)):
@@ -223,6 +234,8 @@ def einsum(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     if "." in equation or "->" not in equation:
         raise NotSplit(f"einsum '{equation}' of tensors that lie over ranks: name every dim, and the result's")
     inputs, result = equation.split("->")
+    if any(len(set(names)) < len(names) for names in inputs.split(",")):
+        raise NotSplit(f"einsum '{equation}' of tensors that lie over ranks: a dim is named twice in one of them")
     return contract(split, tensors, inputs.split(","), result, lambda parts, _: torch.einsum(equation, *parts))
 
 
@@ -235,6 +248,8 @@ def convolution(split: Splitter, function: Any, args: Args, kwargs: Options) -> 
     if tensor.dim() != weight.dim():
         raise NotSplit("a convolution of one sample without a batch dim")
     tensor = split.gather_dims(split.summed(tensor), range(2, tensor.dim()))
+    if any(cut.dim > 1 for cut in cuts(layout_of(weight)).values()):
+        raise NotSplit("a convolution with a filter that is cut inside")
     out = "bo" + "XYZ"[:spatial]
     if groups == 1:
         letters = ["bi" + "xyz"[:spatial], "oi" + "uvw"[:spatial]]

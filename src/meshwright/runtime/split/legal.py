@@ -86,9 +86,17 @@ class _Trial:
             return rule
         block = expand_names(rule.for_blocks)[0]
         tensors = self._divisible(block, rule.tensors)
+        self._borrow_call(block)
         if block in self.calls:
             tensors = self._that_run(block, tensors)
         return msgspec.structs.replace(rule, tensors=tensors)
+
+    def _borrow_call(self, block: str) -> None:
+        """A block that was not reached is called as one of its class that was."""
+        kind = type(self.module.get_submodule(block))
+        alike = [call for name, call in self.calls.items() if type(self.module.get_submodule(name)) is kind]
+        if alike:
+            self.calls.setdefault(block, alike[0])
 
     def _divisible(self, block: str, tensors: tuple[TensorSharding, ...]) -> tuple[TensorSharding, ...]:
         """A table or a head stands alone in its block: it may stay whole."""

@@ -9,15 +9,22 @@ from torch import Tensor
 from meshwright.runtime.split.arguments import Args, Options, dim_of
 from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of
 from meshwright.runtime.split.pointwise import alike
+from meshwright.runtime.split.reductions import noted
 from meshwright.runtime.split.splitter import NotSplit, Splitter
-from meshwright.runtime.split.views import shifted
+from meshwright.runtime.split.views import shifted, sizes_of
 
 # ---------------------------------------------------------------- pieces of equal rank
 
 
 def chunk(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
-    number = args[1] if len(args) > 1 else kwargs["chunks"]
-    return _pieces(split, function, args, kwargs, int(number), dim_of(args, kwargs, 2))
+    """chunk and tensor_split: into a number of pieces, or for the latter at places."""
+    dim = dim_of(args, kwargs, 2)
+    number = (
+        args[1] if len(args) > 1 else next((kwargs[name] for name in ("chunks", "sections") if name in kwargs), None)
+    )
+    if not isinstance(number, int) or split.shape(args[0])[dim] % number:
+        return _uneven(split, function, args, kwargs, dim)
+    return _pieces(split, args, number, dim)
 
 
 def split_by_size(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
@@ -27,10 +34,10 @@ def split_by_size(split: Splitter, function: Any, args: Args, kwargs: Options) -
     sizes = [size] * (whole // size) if isinstance(size, int) else list(size)
     if sum(sizes) != whole or len(set(sizes)) > 1:
         return _uneven(split, function, args, kwargs, dim)
-    return _pieces(split, None, args, kwargs, len(sizes), dim)
+    return _pieces(split, args, len(sizes), dim)
 
 
-def _pieces(split: Splitter, function: Any, args: Args, kwargs: Options, number: int, dim: int) -> Any:
+def _pieces(split: Splitter, args: Args, number: int, dim: int) -> Any:
     """So many equal pieces along a dim. Along a cut one, each piece must be some of its runs."""
     tensor = split.summed(args[0])
     layout = dict(layout_of(tensor) or {})
@@ -55,11 +62,23 @@ def unbind(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
 
 
 def along_dim(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
-    """Functions (tensor, dim, …) that need the dim whole and keep the others: narrow, index_select, flip, roll, cumsum."""
-    dims = args[1] if len(args) > 1 else kwargs["dim" if "dim" in kwargs else "dims"]
-    every = [dims] if isinstance(dims, int) else list(dims)
-    tensor = split.gather_dims(split.summed(args[0]), [dim % args[0].dim() for dim in every])
-    return _noted(function(tensor, *args[1:], **kwargs), layout_of(tensor))
+    """Functions that need some dims whole and keep the others: narrow and index_select(tensor, dim, …), flip, roll."""
+    dims = _dims_of(getattr(function, "__name__", ""), args, kwargs)
+    tensor = split.gather_dims(split.summed(args[0]), [dim % args[0].dim() for dim in dims])
+    others = [split.gather_dims(v, range(v.dim())) if isinstance(v, Tensor) else v for v in args[1:]]
+    return lay(function(tensor, *others, **kwargs), layout_of(tensor))
+
+
+def _dims_of(name: str, args: Args, kwargs: Options) -> list[int]:
+    """roll(tensor, shifts, dims) rolls the flattened tensor where no dims are named; flip takes dims one by one too."""
+    if name == "roll":
+        given = args[2] if len(args) > 2 else kwargs.get("dims", ())
+        given = given if isinstance(given, int) or given else range(args[0].dim())
+    elif name == "flip":
+        given = sizes_of(args[1:]) if len(args) > 1 else kwargs["dims"]
+    else:
+        given = args[1] if len(args) > 1 else kwargs["dim"]
+    return [given] if isinstance(given, int) else list(given)
 
 
 def pick_along_dim(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
@@ -67,24 +86,19 @@ def pick_along_dim(split: Splitter, function: Any, args: Args, kwargs: Options) 
     place = 2 if getattr(function, "__name__", "") == "topk" else 1
     dim = dim_of(args, kwargs, place, default=-1)
     tensor = split.gather_dims(split.summed(args[0]), [dim])
-    return _noted(function(tensor, *args[1:], **kwargs), layout_of(tensor))
+    return noted(function(tensor, *args[1:], **kwargs), layout_of(tensor))
 
 
 def gather_by_index(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """gather(tensor, dim, index): index lies as the tensor does, along all dims but that one."""
     dim = dim_of(args, kwargs, 1)
     tensor = split.gather_dims(split.summed(args[0]), [dim])
-    index = args[2] if len(args) > 2 else kwargs["index"]
+    index = split.gather_dims(args[2] if len(args) > 2 else kwargs["index"], [dim])
+    for other, (size, wanted) in enumerate(zip(split.shape(tensor), split.shape(index), strict=True)):
+        if other != dim and size != wanted:  # fewer are wanted than there are: of the first ranks
+            tensor, index = split.gather_dims(tensor, [other]), split.gather_dims(index, [other])
     tensor, index = alike(split, [tensor, index])
     return lay(tensor.gather(dim, index), layout_of(tensor))
-
-
-def _noted(made: Any, layout: Layout | None) -> Any:
-    if isinstance(made, Tensor):
-        return lay(made, layout)
-    for item in made:
-        lay(item, dict(layout or {}))
-    return made
 
 
 def select(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:

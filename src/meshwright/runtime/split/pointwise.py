@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.core.collective import Axis
 from meshwright.runtime.split.arguments import Args, Options
-from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of
+from meshwright.runtime.split.layout import NOTE, Cut, Layout, cuts, lay, layout_of
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 
 
@@ -59,10 +59,14 @@ def _laid(split: Splitter, tensor: Tensor, target: dict[Axis, Cut], missing: int
     for axis, wanted in target.items():
         dim = wanted.dim - missing
         here = cuts(layout_of(tensor)).get(axis)
-        if here is not None:
-            if here != Cut(dim, wanted.runs):
-                tensor = split.swap(tensor, axis, Cut(dim, wanted.runs))
-        elif dim >= 0 and split.shape(tensor)[dim] > 1 and dim not in whole_dims:
+        has_dim = dim >= 0 and split.shape(tensor)[dim] > 1 and dim not in whole_dims
+        if here == Cut(dim, wanted.runs):
+            continue
+        if here is not None and has_dim:
+            tensor = split.swap(tensor, axis, Cut(dim, wanted.runs))
+        elif here is not None:
+            tensor = split.gather(tensor, axis, read_by_parts=True)
+        elif has_dim:
             tensor = split.narrow(tensor, axis, Cut(dim, wanted.runs))
         else:
             tensor = split.lend(tensor, axis)
@@ -72,7 +76,22 @@ def _laid(split: Splitter, tensor: Tensor, target: dict[Axis, Cut], missing: int
 def unary(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """Functions of one tensor; others among the arguments only lend their dtype."""
     tensor = split.summed(args[0])
-    return lay(function(tensor, *args[1:], **kwargs), layout_of(tensor))
+    made = function(tensor, *args[1:], **kwargs)
+    if not isinstance(made, Tensor):
+        return made  # `type()` says a name
+    made = lay(made, layout_of(tensor))
+    if tensor is not args[0] and (_changes_its_input(function) or kwargs.get("inplace")):
+        return _written_back(function, args[0], made)
+    return made
+
+
+def _written_back(function: Any, summand: Tensor, made: Tensor) -> Tensor:
+    """What was done in place to a sum: the summand that the model holds becomes the result too."""
+    if made.shape != summand.shape:
+        raise NotSplit(f"'{function.__name__}' would write tokens of this rank into a whole tensor")
+    summand.copy_(made)
+    vars(summand).pop(NOTE, None)
+    return lay(summand, layout_of(made))
 
 
 def as_it_is(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:

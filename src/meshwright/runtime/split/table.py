@@ -30,7 +30,7 @@ POINTWISE = """
     add sub mul div true_divide floor_divide remainder fmod pow rsub multiply subtract divide where maximum minimum fmax fmin
     clamp clip masked_fill lerp addcmul addcdiv atan2 hypot logaddexp xlogy eq ne lt le gt ge not_equal less greater
     less_equal greater_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor and or xor
-    iadd isub imul itruediv floordiv truediv mod radd rmul rtruediv rpow prelu glu_backward copy
+    iadd isub imul itruediv floordiv truediv mod radd rmul rtruediv rpow copy
 """
 UNARY = """
     abs neg exp exp2 expm1 log log1p log2 log10 sqrt rsqrt sin cos tan tanh sigmoid erf reciprocal square sign floor ceil round
@@ -40,11 +40,11 @@ UNARY = """
     requires_grad_ fill_ zero_ zero conj real pos threshold clamp_min clamp_max __neg__ __abs__ __invert__ alpha_dropout
 """
 ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp normalize"
-REDUCED = "max min amax amin prod var std var_mean std_mean argmax argmin any all logsumexp median count_nonzero"
+REDUCED = "max min amax amin prod var std var_mean std_mean argmax argmin any all logsumexp median"
 ALONG_DIM = "narrow index_select flip roll"
 BY_CHANNEL = """
     max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
-    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d interpolate pad instance_norm
+    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d interpolate
     _max_pool2d max_pool2d_with_indices boolean_dispatch
 """
 ON_WHOLE = (
@@ -75,6 +75,7 @@ SINGLE: dict[str, Rule] = {
     "conv1d": contraction.convolution, "conv2d": contraction.convolution, "conv3d": contraction.convolution,
     "sum": reductions.sum_or_mean, "mean": reductions.sum_or_mean, "norm": reductions.norm,
     "layer_norm": reductions.layer_norm, "rms_norm": reductions.layer_norm, "batch_norm": reductions.batch_norm,
+    "instance_norm": reductions.batch_norm, "pad": reductions.pad, "prelu": reductions.prelu,
     "triu": reductions.last_two, "tril": reductions.last_two,
     "scaled_dot_product_attention": attention.attention,
     "embedding": vocabulary.embedding, "cross_entropy": vocabulary.cross_entropy, "nll_loss": vocabulary.nll_loss,

@@ -16,6 +16,7 @@ from torch import Tensor
 from meshwright.runtime.split.arguments import Args, Options, by_name
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of
+from meshwright.runtime.split.reductions import on_whole
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 
 TOKEN_DIMS = 2
@@ -31,6 +32,10 @@ def embedding(split: Splitter, function: Any, args: Args, kwargs: Options) -> An
     settings = {name: value for name, value in zip(names[2:], rest, strict=True) if value is not None}
     ids = _own_tokens(split, split.summed(ids), table)
     cut = cuts(layout_of(table)).get("tp")
+    if "cp" in cuts(layout_of(table)) or (cut is not None and cut.dim == 0 and cut.runs > 1):
+        raise NotSplit("a table that does not lie over tp in one run")
+    if cut is not None and "tp" in cuts(layout_of(ids)):
+        ids = split.gather(ids, "tp")
     layout: Layout = dict(layout_of(ids) or {})
     if cut is None:
         for axis in layout:
@@ -75,11 +80,11 @@ def cross_entropy(split: Splitter, function: Any, args: Args, kwargs: Options) -
     reduction, smoothing = values[6] or "mean", values[7] or 0.0
     classes = 1 if logits.dim() > 1 else 0
     plain_labels = not target.is_floating_point() and weight is None and not smoothing and logits.dim() == TOKEN_DIMS
-    if not plain_labels:
-        logits = split.gather_dims(logits, [classes])
     if weight is not None or smoothing or target.is_floating_point():
-        logits = split.gather_dims(logits, range(logits.dim()))
-        return function(logits, target, *args[2:], **{k: v for k, v in kwargs.items() if k not in ("input", "target")})
+        return on_whole(split, function, args, kwargs)
+    across = cuts(layout_of(logits)).get("tp")
+    if not plain_labels or "tp" not in split.axes or across is None or across.runs > 1 or across.dim != classes:
+        logits = split.gather_dims(logits, [classes])
     target = _labels_part(split, target, logits, classes)
     cut = cuts(layout_of(logits)).get("tp")
     if cut is not None and cut.dim == classes:
@@ -94,9 +99,17 @@ def cross_entropy(split: Splitter, function: Any, args: Args, kwargs: Options) -
 
 def _labels_part(split: Splitter, target: Tensor, logits: Tensor, classes: int) -> Tensor:
     """Labels lie as the logits do, but for the dim of the classes."""
-    for axis, cut in cuts(layout_of(logits)).items():
-        if cut.dim != classes and axis not in cuts(layout_of(target)):
-            target = split.narrow(target, axis, Cut(cut.dim - (cut.dim > classes), cut.runs))
+    wanted = {
+        axis: Cut(cut.dim - (cut.dim > classes), cut.runs)
+        for axis, cut in cuts(layout_of(logits)).items()
+        if cut.dim != classes
+    }
+    for axis, here in cuts(layout_of(target)).items():
+        if wanted.get(axis) != here:
+            target = split.gather(target, axis)
+    for axis, cut in wanted.items():
+        if axis not in cuts(layout_of(target)):
+            target = split.narrow(target, axis, cut)
     return target
 
 
@@ -139,6 +152,8 @@ class _VocabularyLoss(torch.autograd.Function):
 def nll_loss(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """After a log_softmax, which made its dim whole: labels follow the tokens."""
     logits, target = split.summed(args[0]), args[1]
+    if any(isinstance(value, Tensor) and layout_of(value) for value in (*args[2:], *kwargs.values())):
+        raise NotSplit("nll_loss with weights of classes that lie over ranks")
     logits = split.gather_dims(logits, [1 if logits.dim() > 1 else 0])
     target = _labels_part(split, target, logits, 1)
     if (kwargs.get("reduction") or "mean") != "sum" and cuts(layout_of(logits)):
