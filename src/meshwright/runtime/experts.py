@@ -42,15 +42,20 @@ class ExpertSpread:
 
     ep: dist.ProcessGroup
     """The ranks that share the experts out. A group of its own, also where it has the ranks of another."""
-    mesh: DeviceMesh
-    """The same ranks, and beside them those that hold the same experts: ("ep", "replicas")."""
+    ranks: DeviceMesh
+    """All ranks, dp in two directions: along ep, and along "replicas", those that hold the same experts."""
     names: tuple[str, ...]
     """Modules of experts."""
 
     @property
     def replicas(self) -> DeviceMesh:
         """The dp/ep ranks that hold the same experts."""
-        return self.mesh["replicas"]
+        return self.ranks["replicas"]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """This rank's ep group and beside it those that hold the same experts: ("ep", "replicas")."""
+        return self.ranks["ep", "replicas"]
 
 
 def expert_spread_of(module: nn.Module) -> ExpertSpread | None:
@@ -103,12 +108,12 @@ def spread_experts(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 
 def expert_groups(plan: Plan, device_type: str) -> tuple[dist.ProcessGroup, DeviceMesh]:
-    """This rank's ep group, and the dp ranks in two directions: along ep, and along those that hold the same experts."""
+    """This rank's ep group, and all ranks with dp in two directions: along ep, and along those that hold the same experts."""
     own = plan.mesh
     ranks = torch.arange(plan.world).view(own.pp, own.dp // own.ep, own.ep, own.cp, own.tp)
     group, _ = dist.new_subgroups_by_enumeration(ranks.movedim(2, -1).flatten(0, -2).tolist())
     names = ("pp", "ep", "replicas", "cp", "tp")
-    return group, DeviceMesh(device_type, ranks.transpose(1, 2), mesh_dim_names=names)["ep", "replicas"]
+    return group, DeviceMesh(device_type, ranks.transpose(1, 2), mesh_dim_names=names)
 
 
 def _keep_share(module: nn.Module, name: str, ep: dist.ProcessGroup) -> None:

@@ -49,6 +49,8 @@ class Links:
         self.here = mesh.get_local_rank("pp")
         down = mesh.get_group("pp")
         self.ranks = dist.get_process_group_ranks(down)
+        self.over_host = device.type == "cuda" and dist.get_backend(down) == "gloo"
+        """gloo sends no tensors of a GPU from rank to rank, though its collectives take them."""
         self.down, self.up = down, self._second_group(mesh, down)
         self.known: dict[Hashable, tuple[Form, ...]] = {}
         self.under_way: list[tuple[Any, Tensor, Hashable]] = []
@@ -96,14 +98,19 @@ class Links:
             work.wait()
 
     def _post(self, coordinate: int, tensor: Tensor, answer: Hashable = None) -> None:
-        work = dist.isend(tensor, self.ranks[coordinate], group=self._group(self.here, coordinate))
-        self.under_way.append((work, tensor, answer))
+        leaving = tensor.cpu() if self.over_host else tensor
+        work = dist.isend(leaving, self.ranks[coordinate], group=self._group(self.here, coordinate))
+        self.under_way.append((work, leaving, answer))
 
     def _take(self, coordinate: int, tensors: list[Tensor]) -> None:
         group = self._group(coordinate, self.here)
-        for work in [dist.irecv(tensor, self.ranks[coordinate], group=group) for tensor in tensors]:
+        landing = [torch.empty_like(tensor, device="cpu") if self.over_host else tensor for tensor in tensors]
+        for work in [dist.irecv(tensor, self.ranks[coordinate], group=group) for tensor in landing]:
             assert work is not None
             work.wait()
+        if self.over_host:
+            for tensor, arrived in zip(tensors, landing, strict=True):
+                tensor.copy_(arrived)
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup:
         return self.down if source < target else self.up
