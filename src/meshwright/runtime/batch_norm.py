@@ -68,7 +68,9 @@ def normalised(
     if running_mean is not None and running_variance is not None:
         count = x.numel() // x.shape[1] * group.size()
         _follow(running_mean, mean, momentum)
-        _follow(running_variance, variance * (count / max(count - 1, 1)), momentum)  # as torch: of the unbiased variance
+        _follow(
+            running_variance, variance * (count / max(count - 1, 1)), momentum
+        )  # as torch: of the unbiased variance
     return y  # type: ignore[no-any-return]
 
 
