@@ -63,7 +63,7 @@ def normalised(
     tensors = (x, running_mean, running_variance, weight, bias)
     if has_torch_function(tensors):
         others = (*tensors[1:], momentum, eps, group)
-        return handle_torch_function(normalised, tensors, x, *others)  # type: ignore[no-any-return]
+        return handle_torch_function(normalised, tensors, x, *others)
     y, mean, variance = _Normalise.apply(x, weight, bias, eps, group)  # type: ignore[no-untyped-call]
     if running_mean is not None and running_variance is not None:
         count = x.numel() // x.shape[1] * group.size()
