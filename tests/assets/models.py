@@ -216,6 +216,10 @@ def not_a_model() -> str:
     return "surprise"
 
 
+def not_a_batch() -> tuple[nn.Module, object]:
+    return Tower(), lambda num_samples: torch.zeros(num_samples, 4)
+
+
 class Hangs(Tower):
     """On rank 1, the third training forward never ends."""
 

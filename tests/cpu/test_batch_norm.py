@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, plan_of, source_of
+from cases import Case, graph_of, plan_of, source_of
 from pool import RankPool, this_rank
 from test_collectives_and_memory import check_collectives_and_state
 from test_parity import compare_on_rank, scale_one_gradient
 
+from meshwright.cli.shardings import try_sharding
+from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.measure.parity import ParityResult, compare
 from meshwright.runtime.apply import apply
 
 Pools = Callable[[int], RankPool]
@@ -75,3 +78,15 @@ def test_running_statistics_are_those_of_one_process(pool: Pools) -> None:
     for name, buffer in whole.items():
         torch.testing.assert_close(one[name], buffer)
         torch.testing.assert_close(other[name], buffer)
+
+
+def compare_over_tp(case: Case) -> ParityResult:
+    source = source_of(case.model)
+    request = PlanRequest(tp=2, global_batch=4, microbatch=2, precision="fp64", sync_batch_norm=True)
+    plan = plain_plan(request, graph_of(case.model), 4, "tests")
+    return compare(source, try_sharding(plan, source), 2, this_rank())
+
+
+def test_channels_over_tp(pool: Pools) -> None:
+    for result in pool(4).run(compare_over_tp, SYNCED):
+        assert result.first_difference is None

@@ -398,6 +398,11 @@ def test_work_that_depends_on_the_batch_size_is_refused() -> None:
         (f"{ASSETS}/models.py:frozn", InputError, "has no function 'frozn': did you mean 'frozen'?"),
         (f"{ASSETS}/models.py:raises", ModelError, "raised RuntimeError: no such weights today (line"),
         (f"{ASSETS}/models.py:not_a_model", ModelError, "returned str: return a module, (module, batch)"),
+        (
+            f"{ASSETS}/models.py:not_a_batch",
+            ModelError,
+            "returned function as its batch: give a tensor, a dict of tensors",
+        ),
     ],
 )
 def test_wrong_model_names(name: str, error: type[Exception], said: str) -> None:

@@ -47,6 +47,8 @@ class Wild(nn.Module):
         self.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool).tril(), persistent=False)
         self.order = torch.randperm(6)
         self.half = nn.Linear(4, 4).bfloat16()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.copies = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
         if self.grown.sum() > 1e6:
             raise ArithmeticError
 
@@ -95,6 +97,13 @@ def test_what_is_done_to_deferred_tensors_is_done_to_the_real_ones() -> None:
     materialise(module)
     assert torch.equal(module.weight, plain.weight.double()[2:4])
     assert module.weight.untyped_storage().nbytes() == 2 * 8 * 8
+
+
+def test_a_learned_number_can_be_cast() -> None:
+    plain, module = both(Wild)
+    module.double()
+    materialise(module)
+    assert torch.equal(module.temperature, plain.double().temperature)
 
 
 @pytest.mark.parametrize(

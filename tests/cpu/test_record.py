@@ -250,3 +250,13 @@ def test_a_plain_steps_parts_are_divided_as_in_the_sampled_step() -> None:
         forward=1.5, exposed_gather=0.5, recompute=1, backward=2.5, exposed_reduce=0.5, update=0.5
     )
     assert divided(plain, TimeParts()) == plain
+
+
+def test_work_done_while_a_send_is_under_way_is_not_the_send_s() -> None:
+    """Gloo's range lasts from the send to the wait for it, on the thread that goes on with the next microbatch."""
+    profile = host_profile(
+        regions=(span("forward", 0, 1), span("forward", 2, 4)), annotations=(span("gloo:send", 1, 5),)
+    )
+    kept = Allocation(1, 8, 3.0, 9.0, HOST)
+    assert end_unseen([kept], profile) == [kept]
+    assert Categories(profile, [kept]).of(kept) == "activations"

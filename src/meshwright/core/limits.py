@@ -26,6 +26,7 @@ def not_yet(plan: Plan) -> list[str]:
         f"ZeRO 3 with schedule {plan.schedule}, which makes gradients of weights after their parameters are given up": (
             plan.zero == 3 and plan.schedule in SPLIT_SCHEDULES and plan.mesh.pp > 1
         ),
+        "compile with tp or cp": plan.compile and plan.mesh.tp * plan.mesh.cp > 1,
         f"compile with schedule {plan.schedule}": plan.compile and plan.schedule in SPLIT_SCHEDULES,
     }
     return [words for words, asked in parts.items() if asked]

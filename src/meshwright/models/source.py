@@ -8,7 +8,7 @@ hf:CONFIG.json                 a Hugging Face config, random weights
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ModelError, nearest
 from meshwright.models.examples import Example, Shape, random_examples, repeat_samples
-from meshwright.models.objective import DEFAULT, Batch, Objective
+from meshwright.models.objective import DEFAULT, Batch, Objective, tensors_of
 from meshwright.models.reference import REFERENCE, Reference
 from meshwright.models.userfile import call_function
 
@@ -116,4 +116,13 @@ def _returned(name: str, result: Any) -> tuple[nn.Module, Batch | None, Callable
         raise ModelError(
             f"{name} returned {type(result).__name__}: return a module, (module, batch) or (module, batch, loss)"
         )
+    if batch is not None and not _is_batch(batch):
+        raise ModelError(
+            f"{name} returned {type(batch).__name__} as its batch: give a tensor, a dict of tensors, or a tuple or list of "
+            "tensors with the labels last"
+        )
     return module, batch, loss
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, Tensor | Mapping | Sequence) and bool(tensors_of(value))

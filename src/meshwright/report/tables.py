@@ -228,7 +228,11 @@ def _time_parts(one: TimeParts, other: TimeParts) -> list[tuple[str, float, floa
         ("backward, with its communication", one.backward_total, other.backward_total),
         (".. recompute", one.recompute, other.recompute),
         (".. waiting for communication", one.exposed_reduce, other.exposed_reduce),
+        ("communication inside blocks", one.exposed_inner, other.exposed_inner),
+        ("bubble: idle until another stage is ready", one.bubble, other.bubble),
+        ("transfer", one.transfer, other.transfer),
         ("update", one.update, other.update),
+        ("other", one.other, other.other),
     ]
 
 

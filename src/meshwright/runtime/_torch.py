@@ -87,8 +87,10 @@ def alias_of(tensor: typing.Any) -> typing.Any:
 
 
 def forget_conversions(mode: typing.Any) -> None:
-    """A fake mode refers weakly to the tensors it made, and `Module.to` refuses tensors that something refers to."""
+    """A fake mode refers weakly to the tensors it made, and to those whose values it knows; `Module.to` refuses tensors that
+    something refers to."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+    mode.fake_tensor_converter.constant_storage_mapping.clear()
 
 
 def finish_sharded_backward(module: typing.Any) -> None:

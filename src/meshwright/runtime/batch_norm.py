@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.core.plan import Plan
 
@@ -36,22 +37,46 @@ def sync_batch_norms(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 def _forward(norm: BatchNorm, alone: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     if not norm.training and norm.running_mean is not None:
         return alone(x)  # type: ignore[no-any-return]
-    y, mean, variance = _Normalise.apply(x, norm.weight, norm.bias, norm.eps, group)  # type: ignore[no-untyped-call]
-    _follow(norm, mean, variance, x.numel() // x.shape[1] * group.size())
+    follows = norm.training and norm.running_mean is not None
+    running = (norm.running_mean, norm.running_var) if follows else (None, None)
+    return normalised(x, *running, norm.weight, norm.bias, _momentum(norm) if follows else 0.0, norm.eps, group)
+
+
+def _momentum(norm: BatchNorm) -> float:
+    """Of this microbatch, which is counted."""
+    assert norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    return norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
+
+
+def normalised(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_variance: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """A torch function like `batch_norm`: where channels lie over tp, it is called on parts (runtime/split/table.py)."""
+    tensors = (x, running_mean, running_variance, weight, bias)
+    if has_torch_function(tensors):
+        others = (*tensors[1:], momentum, eps, group)
+        return handle_torch_function(normalised, tensors, x, *others)
+    y, mean, variance = _Normalise.apply(x, weight, bias, eps, group)  # type: ignore[no-untyped-call]
+    if running_mean is not None and running_variance is not None:
+        count = x.numel() // x.shape[1] * group.size()
+        _follow(running_mean, mean, momentum)
+        _follow(
+            running_variance, variance * (count / max(count - 1, 1)), momentum
+        )  # as torch: of the unbiased variance
     return y  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def _follow(norm: BatchNorm, mean: Tensor, variance: Tensor, count: int) -> None:
-    """Running statistics, as torch keeps them: of the unbiased variance."""
-    if not norm.training or norm.running_mean is None:
-        return
-    assert norm.running_var is not None
-    assert norm.num_batches_tracked is not None
-    norm.num_batches_tracked.add_(1)
-    momentum = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
-    norm.running_var.lerp_((variance * (count / max(count - 1, 1))).to(norm.running_var.dtype), momentum)
+def _follow(running: Tensor, now: Tensor, momentum: float) -> None:
+    running.lerp_(now.to(running.dtype), momentum)
 
 
 class _Normalise(torch.autograd.Function):

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.core.plan import Plan
 from meshwright.runtime._torch import (
@@ -30,14 +31,14 @@ from meshwright.runtime._torch import (
     FakeTensorMode,
     forget_conversions,
 )
-from meshwright.runtime.rebuild import Drawn, map_leaves
+from meshwright.runtime.rebuild import Drawn, map_leaves, tensors_in
 from meshwright.runtime.tape import Tape
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
     """Modules built inside hold no memory until `apply` gives them to ranks."""
-    with _Deferral():
+    with _Copies(), _Deferral():
         yield
 
 
@@ -77,6 +78,7 @@ class _Deferral(FakeTensorMode):
         finally:
             self.within = False
         self.tape.add(described, arguments, options, result)
+        _forget_values(result)
         forget_conversions(self)
         return result
 
@@ -86,6 +88,27 @@ class _Deferral(FakeTensorMode):
 
     def real(self, tensor: Tensor) -> Tensor:
         return self.tape.value(tensor)
+
+
+class _Copies(TorchFunctionMode):
+    """`copy.deepcopy` of a deferred tensor: torch's own would copy the memory it does not have."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is not Tensor.__deepcopy__ or not is_deferred(arguments[0]):
+            return function(*arguments, **(options or {}))
+        tensor, memo = arguments
+        if id(tensor) not in memo:
+            copy = tensor.detach().clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+        return memo[id(tensor)]
+
+
+def _forget_values(result: Any) -> None:
+    """A fake mode follows the values of small tensors beside the tape, which knows them already."""
+    for tensor in tensors_in(result):
+        if isinstance(tensor, FakeTensor):
+            tensor.constant = None
 
 
 def _reads(op: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.runtime.batch_norm import normalised
 from meshwright.runtime.split import (
     attention,
     contraction,
@@ -118,6 +119,7 @@ def _rules() -> dict[Any, Rule]:
         rules.update(dict.fromkeys(_objects(name), rule))
     for name, rule in GETTERS.items():
         rules[getattr(Tensor, name).__get__] = rule
+    rules[normalised] = reductions.batch_norm
     return rules
 
 

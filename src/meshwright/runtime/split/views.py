@@ -65,9 +65,17 @@ def recut(split: Splitter, axis: Axis, cut: Cut, old: Sizes, new: Sizes) -> Cut:
             ahead = prod(new[after.start : dim])
             runs, rest = divmod(outer, ahead)
             if rest == 0 and runs and new[dim] % runs == 0 and new[dim] // runs > 1:
-                split.divide(new[dim] // runs, axis, f"reshape of {list(old)} to {list(new)}")
+                words = f"reshape of {list(old)} to {list(new)}"
+                if _is_stack(new, range(dim, after.stop), split.degrees[axis]):
+                    raise NotSplit(f"{words} stacks {new[dim]} tensors", runs=cut.runs * new[dim] // runs)
+                split.divide(new[dim] // runs, axis, words)
                 return Cut(dim, runs)
     raise NotSplit(f"reshape of {list(old)} to {list(new)} mixes dim {cut.dim}, which lies over {axis}")
+
+
+def _is_stack(sizes: Sizes, dims: range, degree: int) -> bool:
+    """Queries, keys and values in one: (3, heads, width), where the heads divide and the 3 does not."""
+    return len(dims) > 2 and sizes[dims[0]] % degree > 0 and sizes[dims[1]] % degree == 0
 
 
 def _groups(old: Sizes, new: Sizes) -> Iterator[tuple[range, range]]:
