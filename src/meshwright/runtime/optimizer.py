@@ -27,8 +27,8 @@ def check_optimizer(optimizer: Optimizer | OptimizerFactory, plan: Plan) -> None
     found = next((one.__name__ for one in kind.__mro__ if one.__name__ in LOOK_AT_WHOLE_TENSORS), None)
     if axes and found is not None:
         raise PlanError(
-            f"{found} looks at whole tensors, but with {' and '.join(axes)} a rank holds parts of them: use an optimizer that treats "
-            "every entry by itself (AdamW, SGD), or a plan without these axes"
+            f"{found} looks at whole tensors, but with {' and '.join(axes)} a rank holds parts of them: use an optimizer that "
+            "treats every entry by itself (AdamW, SGD), or a plan without these axes"
         )
 
 

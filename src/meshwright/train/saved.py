@@ -33,7 +33,9 @@ class SavedState:
     def __init__(self, program: Program, rank: Rank) -> None:
         self.program, self.rank = program, rank
         self.addresses = Addresses(program.module, program.mesh)
-        self.model, self.optimizer = get_state_dict(program.spread_module, program.optimizer)
+        model, optimizer = get_state_dict(program.spread_module, program.optimizer)
+        self.model: Nest = model
+        self.optimizer: Nest = optimizer
         self.first_names = first_names(program)
 
     def saved(self) -> Nest:
