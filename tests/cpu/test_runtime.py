@@ -119,6 +119,7 @@ NOT_YET = {
         "recompute": (Recompute(mode="selective", blocks=("blocks.0",)),),
         "compile": True,
     },
+    "compile with tp or cp": {"mesh": Mesh(tp=2), "global_batch": 2, "compile": True},
     "offload of optimizer": {"offload": Offload(what="optimizer")},
     "schedule gpipe without pp": {"schedule": "gpipe"},
 }  # fmt: skip

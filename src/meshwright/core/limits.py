@@ -21,6 +21,9 @@ def not_yet(plan: Plan) -> list[str]:
     """The parts of a plan that are not built yet, in words."""
     parts = {
         "selective recompute of compiled blocks": bool(plan.recomputed("selective")) and plan.compile,
+        "compile with tp or cp, whose rules the compiler does not see": (
+            plan.compile and (plan.mesh.tp > 1 or plan.mesh.cp > 1)
+        ),
         f"offload of {plan.offload.what}": plan.offload.what != "none",
         f"schedule {plan.schedule} without pp": plan.schedule != "1f1b" and plan.mesh.pp == 1,
         f"ZeRO 3 with schedule {plan.schedule}, which makes gradients of weights after their parameters are given up": (

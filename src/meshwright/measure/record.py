@@ -42,6 +42,7 @@ class StepRecorder:
             align_ranks(program.device)
             with watch, record_function("meshwright/step"):
                 output = run()
+            output.wait()  # a collective that ends after the profiler has stopped writes into memory the profiler has freed
         seen = profile.read(profiler, program.device)
         allocations = end_unseen(pair(seen.changes), seen)
         categories = Categories(seen, allocations)

@@ -25,7 +25,7 @@ from meshwright.runtime.deferred import materialise
 from meshwright.runtime.experts import spread_experts
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, data_mesh
 from meshwright.runtime.nan import NanFinder
-from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
+from meshwright.runtime.optimizer import OptimizerFactory, check_optimizer, make_optimizer, named_parameters
 from meshwright.runtime.pipeline.cut import cut
 from meshwright.runtime.pipeline.draw import draw
 from meshwright.runtime.pipeline.pipeline import Pipeline
@@ -107,6 +107,7 @@ def _spread(
     device = device or join().device
     check_same_plan(plan)
     check_runs(plan)
+    check_optimizer(optimizer, plan)
     mesh = build_mesh(plan, device)
     check_model(module, plan)
     check_precision(module, plan)
@@ -129,7 +130,9 @@ def _spread(
         spread_module = spread(module, plan, data_mesh(plan, mesh))  # last: it must see the tensors made above
     if split is not None and plan.zero:
         split.carry_notes()
-    return _Spread(spread_module, make_optimizer(optimizer, module, before), mesh, split, pipeline)
+    made = make_optimizer(optimizer, module, before)
+    check_optimizer(made, plan)
+    return _Spread(spread_module, made, mesh, split, pipeline)
 
 
 class _MicrobatchCounter:

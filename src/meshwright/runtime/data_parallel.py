@@ -17,6 +17,7 @@ lie over ep are groups of their own, replicated or sharded over the dp/ep ranks 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 
 import torch.distributed as dist
 from torch import nn
@@ -111,21 +112,23 @@ def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
     return group if group is not None and group.size() > 1 else None
 
 
-def shard_experts(module: nn.Module, plan: Plan) -> None:
-    """Experts that lie over ep, over the ranks that hold the same ones."""
+def shard_experts(module: nn.Module, plan: Plan, blocks: Collection[str] | None = None) -> None:
+    """Experts that lie over ep, over the ranks that hold the same ones; all, or those in some blocks."""
     experts = expert_spread_of(module)
     if experts is None:
         return
     ranks, policy = experts.replicas, sharded_policy(plan)
     for name in experts.names:
+        if blocks is not None and not any(f"{name}.".startswith(f"{block}.") for block in blocks):
+            continue
         materialise(module.get_submodule(name))
         fully_shard(module.get_submodule(name), mesh=ranks, reshard_after_forward=plan.zero == 3, mp_policy=policy)
 
 
-def copy_from_first_rank(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Ranks may have started from other random weights: the first one's count."""
+def copy_from_first_rank(module: nn.Module, mesh: DeviceMesh, left_out: Collection[int] = ()) -> None:
+    """Ranks may have started from other random weights: the first one's count. left_out: ids of parameters that differ."""
     group = mesh.get_group("dp")
-    apart = {id(parameter) for parameter in expert_parameters_of(module).values()}
+    apart = {*left_out, *(id(parameter) for parameter in expert_parameters_of(module).values())}
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor) and id(tensor) not in apart:  # a block that is sharded by now; experts
             dist.broadcast(tensor.detach(), group=group, group_src=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.core.errors import PlanError
+from meshwright.core.plan import Plan
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+LOOK_AT_WHOLE_TENSORS = ("LBFGS", "Adafactor", "Muon", "Lamb", "LARS", "Shampoo", "DistributedShampoo", "SOAP")
+"""Classes, torch's and others', whose update of an entry depends on the rest of its tensor: on a part it would be another."""
+
+
+def check_optimizer(optimizer: Optimizer | OptimizerFactory, plan: Plan) -> None:
+    """Where ranks hold plain parts of tensors, an optimizer must treat every entry by itself. A factory that hides its class is
+    asked again by what it makes."""
+    axes = [f"{axis}={degree}" for axis in ("tp", "ep") if (degree := getattr(plan.mesh, axis)) > 1]
+    kind = _class_of(optimizer)
+    found = next((one.__name__ for one in kind.__mro__ if one.__name__ in LOOK_AT_WHOLE_TENSORS), None)
+    if axes and found is not None:
+        raise PlanError(
+            f"{found} looks at whole tensors, but with {' and '.join(axes)} a rank holds parts of them: use an optimizer that "
+            "treats every entry by itself (AdamW, SGD), or a plan without these axes"
+        )
+
+
+def _class_of(optimizer: Optimizer | OptimizerFactory) -> type:
+    bare = optimizer
+    while isinstance(bare, partial):
+        bare = bare.func
+    return bare if isinstance(bare, type) else type(bare)
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -98,6 +98,8 @@ class Program:
         self.loss_scale = LossScale(self._dividing_groups()) if plan.precision == "fp16" else None
         self._coordinate = mesh.get_local_rank("pp")
         self._dropped = Dropped(module)
+        states = pipeline.states if pipeline is not None else {}
+        self._dropped_of = {stage: Dropped(state.held) for stage, state in states.items()}
         # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
         self._keeps_buckets = isinstance(module, DistributedDataParallel) and plan.num_microbatches > 1
 
@@ -234,6 +236,8 @@ class Program:
             elif self.pipeline is not None:
                 loss = self._do(self.pipeline, action, microbatches[index], scales)
                 sums[0] += 0.0 if loss is None else loss.detach() * counts[index]
+                if action.kind == "forward":
+                    self._dropped_of[action.stage].add_to(sums[2:])
             elif action.kind == "forward":
                 losses[index] = self._forward(microbatches[index], is_last=index == len(microbatches) - 1)
                 sums[0] += losses[index].detach() * counts[index]

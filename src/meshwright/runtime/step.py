@@ -40,6 +40,11 @@ class StepOutput:
     sampled: bool = False
     _resolved: tuple[float, ...] | None = field(default=None, repr=False)
 
+    def wait(self) -> None:
+        """Until the ranks' sum is there."""
+        if self._work is not None:
+            self._work.wait()
+
     @property
     def tokens(self) -> int:
         """Of the global batch: label tokens that count, or samples."""
@@ -95,8 +100,7 @@ class StepOutput:
 
     def _values(self) -> tuple[float, ...]:
         if self._resolved is None:
-            if self._work is not None:
-                self._work.wait()
+            self.wait()
             total, *others = self._sums.tolist()
             self._resolved = (total / max(float(self._count), 1.0), *others)
         return self._resolved

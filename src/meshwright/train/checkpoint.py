@@ -1,4 +1,4 @@
-"""Checkpoints: sharded, whole or not at all, loadable on another number of ranks.
+"""Checkpoints: sharded, whole or not at all, loadable under any other plan.
 
 A checkpoint is written to a draft folder and renamed when every rank is done: a reader never meets half of one, and a full
 disk or a crash leaves the previous one as it was. torch's distributed checkpoint writes and reshards the tensors.
@@ -13,21 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from meshwright.core.codec import Value, load
 from meshwright.core.errors import CheckpointError, InputError
 from meshwright.core.units import format_bytes
-from meshwright.runtime.addresses import addressed
-from meshwright.runtime.clip import local
 from meshwright.runtime.gather import all_ranks
-from meshwright.runtime.optimizer import state_tensors
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
+from meshwright.train.saved import SavedState, saved_bytes
 
 _NAME = re.compile(r"step-(\d+)")
 
@@ -49,7 +44,7 @@ def save(program: Program, progress: Progress, folder: Path, rank: Rank, keep: i
     target = folder / f"step-{progress.step:08d}"
     draft = folder / f".{target.name}.draft"
     program.sync_buffers()
-    needed = sum(all_ranks(_local_bytes(program)))
+    needed = sum(all_ranks(saved_bytes(program)))
     problem = _first_problem(_attempt(lambda: _make_room(draft, needed)) if rank.is_first else "")
     if not problem:
         problem = _first_problem(_attempt(lambda: _write(program, progress, draft, rank)))
@@ -103,7 +98,7 @@ def _make_room(draft: Path, needed: int) -> None:
 
 
 def _write(program: Program, progress: Progress, draft: Path, rank: Rank) -> None:
-    dcp.save(_as_saved(_state(program, rank), program.module), checkpoint_id=str(draft))
+    dcp.save(SavedState(program, rank).saved(), checkpoint_id=str(draft))
     if rank.is_first:
         progress.save(draft / "progress.json")
         _flush(draft)
@@ -120,36 +115,6 @@ def _publish(draft: Path, target: Path, keep: int) -> None:
     _remove_old(target.parent, keep)
 
 
-def _local_bytes(program: Program) -> int:
-    tensors = (*program.module.parameters(), *program.module.buffers(), *state_tensors(program.optimizer))
-    plan = program.plan
-    total = sum(local(tensor).numel() * local(tensor).element_size() for tensor in tensors)
-    return total * plan.shard_degree * (plan.mesh.ep if plan.zero == 0 else 1) // plan.mesh.dp
-
-
-def _state(program: Program, rank: Rank) -> dict[str, Any]:
-    model, optimizer = get_state_dict(program.spread_module, program.optimizer)
-    scaling = {} if program.loss_scale is None else {"loss_scale": program.loss_scale.state_dict()}
-    return {"model": model, "optimizer": optimizer, "random": {str(rank.number): _random_state(rank)}, **scaling}
-
-
-def _as_saved(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """The same memory, with every part of a tensor where it belongs in the whole."""
-    optimizer = {**state["optimizer"], "state": addressed(state["optimizer"]["state"], module)}
-    return {**state, "model": addressed(state["model"], module), "optimizer": optimizer}
-
-
-def _random_state(rank: Rank) -> dict[str, Tensor]:
-    found = {"cpu": torch.get_rng_state()}
-    return found | {"cuda": torch.cuda.get_rng_state(rank.device)} if rank.device.type == "cuda" else found
-
-
-def _set_random_state(state: dict[str, Tensor], rank: Rank) -> None:
-    torch.set_rng_state(state["cpu"])
-    if rank.device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], rank.device)
-
-
 def _flush(folder: Path) -> None:
     """On the disk before the rename, not only on its way there."""
     for path in folder.iterdir():
@@ -158,26 +123,20 @@ def _flush(folder: Path) -> None:
 
 
 def restore(program: Program, graph: str, folder: Path, rank: Rank) -> Progress:
-    """Load the newest checkpoint, resharded to the ranks that run now."""
+    """Load the newest checkpoint, laid out as the plan that runs now says."""
     newest = _newest(folder)
     progress = check_same_model(folder, graph)
-    state = _state(program, rank)
+    state = SavedState(program, rank)
+    saved = state.saved()
     if progress.num_ranks != rank.num_ranks:
-        del state["random"]  # random states belong to ranks: another number of ranks draws anew
+        del saved["random"]  # random states belong to ranks: another number of ranks draws anew
     try:
-        _check_whole(newest, state["model"])
+        _check_whole(newest, saved["model"])
         # a parameter that never got a gradient has optimizer state here, but had none when it was saved
-        saved = _as_saved(state, program.module)
         dcp.load(saved, checkpoint_id=str(newest), planner=DefaultLoadPlanner(allow_partial_load=True))
     except (Exception, dcp.CheckpointException) as error:
         raise CheckpointError(f"{newest} cannot be read: {_words(error)}") from error
-    set_state_dict(
-        program.spread_module, program.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-    if program.loss_scale is not None:
-        program.loss_scale.load_state_dict(state["loss_scale"])  # the first scale, where none was saved
-    if "random" in state:
-        _set_random_state(state["random"][str(rank.number)], rank)
+    state.take(saved)
     return progress
 
 

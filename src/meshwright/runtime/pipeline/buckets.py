@@ -1,4 +1,4 @@
-"""Buckets: the gradients of one stage's replicas, averaged over the dp axis once its last backward is done.
+"""Buckets: the gradients of one stage's replicas, averaged over the ranks that hold the same once its last backward is done.
 
 The bytes are those of DistributedDataParallel, 1 MiB in the first bucket and 25 MiB in the others, filled from the last
 parameter to the first. They travel while the coordinate works on for its other stages.
@@ -6,13 +6,12 @@ parameter to the first. They travel while the coordinate works on for its other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.units import MIB
 
@@ -21,10 +20,11 @@ BUCKET_BYTES = 25 * MIB
 
 
 class Buckets:
-    def __init__(self, held: nn.Module, mesh: DeviceMesh) -> None:
-        self.group = mesh.get_group("dp")
-        self.degree = mesh["dp"].size()
-        self.parameters = [parameter for parameter in held.parameters() if parameter.requires_grad][::-1]
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """group: the ranks that hold the same parameters."""
+        self.group = group
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad][::-1]
+        self.degree = group.size() if self.parameters else 1
         self.used: list[nn.Parameter] | None = None
         self.under_way: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
 

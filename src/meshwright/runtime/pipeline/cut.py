@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.models.sketch import Sketch
+from meshwright.runtime.places import places_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Tie:
 
     names: dict[int, str]
     """Stage → the first name it has there."""
+    first_name: str
+    """Of all its names in the whole module."""
     trainable: bool
 
 
@@ -82,9 +85,9 @@ def _ties(module: nn.Module, homes: dict[str, int]) -> Iterator[Tie]:
     names: dict[int, dict[int, str]] = {}
     for name, parameter in _named(module):
         names.setdefault(id(parameter), {}).setdefault(homes[name], name)
-    for parameter in module.parameters():
+    for first_name, parameter in module.named_parameters():
         if len(names[id(parameter)]) > 1:
-            yield Tie(dict(sorted(names[id(parameter)].items())), parameter.requires_grad)
+            yield Tie(dict(sorted(names[id(parameter)].items())), first_name, parameter.requires_grad)
 
 
 def _by_stage(module: nn.Module, plan: Plan, homes: dict[str, int]) -> tuple[StageParameters, ...]:
@@ -98,9 +101,11 @@ def _by_stage(module: nn.Module, plan: Plan, homes: dict[str, int]) -> tuple[Sta
 
 
 def _untie(module: nn.Module, homes: dict[str, int]) -> None:
-    """Names of one tensor on one stage keep sharing it; on each later stage it becomes a tensor of its own."""
+    """Names of one tensor on one stage keep sharing it; on each later stage it becomes a tensor of its own, cut as it was."""
     copies: dict[tuple[int, int], nn.Parameter] = {}
     first: dict[int, int] = {}
+    noted = places_of(module)
+    places = {id(parameter): noted[name] for name, parameter in module.named_parameters() if name in noted}
     for name, parameter in _named(module):
         home = homes[name]
         if first.setdefault(id(parameter), home) == home:
@@ -108,6 +113,8 @@ def _untie(module: nn.Module, homes: dict[str, int]) -> None:
         key = (id(parameter), home)
         if key not in copies:
             copies[key] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            if id(parameter) in places:
+                noted[name] = places[id(parameter)]
         path, _, leaf = name.rpartition(".")
         module.get_submodule(path)._parameters[leaf] = copies[key]
 

@@ -28,6 +28,7 @@ from meshwright.models.follow import give_number
 from meshwright.models.objective import Batch, Objective, call, tensors_of
 from meshwright.models.sketch import Sketch
 from meshwright.runtime._torch import around_calls
+from meshwright.runtime.mesh import state_mesh
 from meshwright.runtime.pipeline.arrivals import Arrivals
 from meshwright.runtime.pipeline.cut import Cut, stage_of_blocks
 from meshwright.runtime.pipeline.links import Links, form_of
@@ -76,7 +77,8 @@ class Pipeline:
         self.mine = [number for number, stage in enumerate(plan.stages) if stage.coordinate == self.here]
         self.tied = TiedTensors(module, found.ties, plan, mesh)
         self.tied.copy_first()
-        self.states = {number: StageState(module, found.stages[number], plan, mesh) for number in self.mine}
+        ranks = state_mesh(plan, mesh) if plan.zero else mesh["dp"]
+        self.states = {number: StageState(module, found.stages[number], plan, mesh, ranks) for number in self.mine}
         schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
         self.later = WeightsLater() if schedule.splits_backward else None
         self.last_backward = schedule.last_backwards(self.here)

@@ -21,7 +21,8 @@ from meshwright.core.groups import shard_groups
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
 from meshwright.runtime._torch import finish_sharded_backward
-from meshwright.runtime.data_parallel import copy_from_first_rank
+from meshwright.runtime.data_parallel import copy_from_first_rank, shard_experts
+from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
 from meshwright.runtime.pipeline.buckets import Buckets
 from meshwright.runtime.pipeline.cut import StageParameters
 from meshwright.runtime.precision import sharded_policy
@@ -64,22 +65,35 @@ class Held(nn.Module):
 
 
 class StageState:
-    def __init__(self, module: nn.Module, stage: StageParameters, plan: Plan, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, module: nn.Module, stage: StageParameters, plan: Plan, mesh: DeviceMesh, ranks: DeviceMesh
+    ) -> None:
+        """ranks: of the mesh, those that share the state out (`mesh.state_mesh`)."""
         self.plan = plan
         self.held = Held(module, stage)
         self.used: dict[int, nn.Parameter] = {}
         """Where backwards come in halves: the gathered parameters that have had a gradient."""
-        copy_from_first_rank(self.held, mesh)
+        of_others = {id(parameter) for parameter in expert_parameters_of(module).values()}
+        copy_from_first_rank(self.held, mesh, of_others)
         if plan.zero:
-            self._shard(module, mesh)
-        self.buckets = None if plan.zero else Buckets(self.held, mesh)
+            self._shard(module, stage, ranks)
+        self.buckets = [] if plan.zero else self._buckets(module, mesh, of_others)
 
-    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+    def _buckets(self, module: nn.Module, mesh: DeviceMesh, of_others: set[int]) -> list[Buckets]:
+        """Experts that lie over ep are averaged over the ranks that hold the same ones."""
+        experts, own = expert_spread_of(module), list(self.held.parameters())
+        found = [Buckets([one for one in own if id(one) not in of_others], mesh.get_group("dp"))]
+        if experts is not None:
+            found.append(Buckets([one for one in own if id(one) in of_others], experts.replicas.get_group()))
+        return found
+
+    def _shard(self, module: nn.Module, stage: StageParameters, ranks: DeviceMesh) -> None:
         policy = sharded_policy(self.plan)
+        shard_experts(module, self.plan, stage.blocks)
         for name in filter(None, shard_groups(self._listed(), self.plan.blocks)):
             block = module.get_submodule(name)
-            fully_shard(block, mesh=mesh["dp"], reshard_after_forward=self.plan.zero == 3, mp_policy=policy)
-        fully_shard(self.held, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=policy)
+            fully_shard(block, mesh=ranks, reshard_after_forward=self.plan.zero == 3, mp_policy=policy)
+        fully_shard(self.held, mesh=ranks, reshard_after_forward=False, mp_policy=policy)
         for key, (owner, leaf) in self.held.loose.items():
             owner._parameters[leaf] = self.held._parameters[key]
 
@@ -95,12 +109,13 @@ class StageState:
         if isinstance(self.held, FSDPModule):
             self.held.set_is_last_backward(is_last and whole)
             self.held.set_requires_gradient_sync(whole and (is_last or self.plan.zero >= 2))
+            self.held.set_requires_all_reduce(whole and is_last)
             self.held.set_reshard_after_backward(whole and (is_last or self.plan.zero == 3))
 
     def after_backward(self, is_last: bool, whole: bool) -> None:
         """whole: not the second half of one in halves."""
-        if self.buckets is not None and is_last:
-            self.buckets.reduce()
+        for buckets in self.buckets if is_last else ():
+            buckets.reduce()
         if isinstance(self.held, FSDPModule) and not whole and (is_last or self.plan.zero >= 2):
             self._fill_up()
             self.before_backward(is_last, whole=True)
@@ -117,8 +132,8 @@ class StageState:
 
     def finish(self) -> None:
         """Wait for the gradients that are on their way."""
-        if self.buckets is not None:
-            self.buckets.finish()
+        for buckets in self.buckets:
+            buckets.finish()
 
     def give_up_gathered(self) -> None:
         for part in self.held.modules():

@@ -1,0 +1,122 @@
+"""What a checkpoint holds of a program, the same under every plan.
+
+    model.NAME                      whole parameters and buffers, by every name of the user's module
+    optimizer.state.NAME.KEY        what the optimizer keeps for a parameter; of a tied one, under its first name
+    optimizer.settings.NAME         the settings of its group: stages have groups of other parameters
+    random.RANK                     what each rank draws next
+    loss_scale                      under fp16
+
+Ranks write what they hold, with its place in the whole (`runtime/addresses.py`): a stage its own parameters, and where several
+hold the same one of them writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from meshwright.runtime.addresses import Addresses
+from meshwright.runtime.clip import local
+from meshwright.runtime.program import Program
+from meshwright.runtime.ranks import Rank
+
+Nest = dict[str, Any]
+
+
+class SavedState:
+    """A program's state: as it lies on this rank, and as it is saved."""
+
+    def __init__(self, program: Program, rank: Rank) -> None:
+        self.program, self.rank = program, rank
+        self.addresses = Addresses(program.module, program.mesh)
+        model, optimizer = get_state_dict(program.spread_module, program.optimizer)
+        self.model: Nest = model
+        self.optimizer: Nest = optimizer
+        self.first_names = first_names(program)
+
+    def saved(self) -> Nest:
+        """The same memory where that is possible: what is loaded into it still has to be taken over (`take`)."""
+        state = {self._first(name): found for name, found in self.optimizer["state"].items()}
+        scale = self.program.loss_scale
+        return {
+            "model": self._addressed(self.model),
+            "optimizer": {"state": self._addressed(state), "settings": self._settings()},
+            "random": {str(self.rank.number): _random_state(self.rank)},
+            **({} if scale is None else {"loss_scale": scale.state_dict()}),
+        }
+
+    def take(self, loaded: Nest) -> None:
+        """What was loaded becomes the program's state."""
+        model = {name: self.addresses.fill(name, own, loaded["model"][name]) for name, own in self.model.items()}
+        kept = loaded["optimizer"]["state"]
+        state = {
+            name: self.addresses.fill(name, own, kept[self._first(name)])
+            for name, own in self.optimizer["state"].items()
+        }
+        groups = [{**group, **self._loaded_settings(group, loaded)} for group in self.optimizer["param_groups"]]
+        set_state_dict(
+            self.program.spread_module,
+            self.program.optimizer,
+            model_state_dict=model,
+            optim_state_dict={"state": state, "param_groups": groups},
+        )
+        if self.program.loss_scale is not None:
+            self.program.loss_scale.load_state_dict(loaded["loss_scale"])  # the first scale, where none was saved
+        if "random" in loaded:
+            _set_random_state(loaded["random"][str(self.rank.number)], self.rank)
+
+    def _first(self, name: str) -> str:
+        return self.first_names.get(name, name)
+
+    def _addressed(self, tensors: Mapping[str, Any]) -> Nest:
+        return {name: self.addresses.addressed(name, found) for name, found in tensors.items()}
+
+    def _settings(self) -> Nest:
+        """A tuple is one entry of the file; a mapping would be one for every setting."""
+        return {
+            self._first(name): tuple((key, value) for key, value in group.items() if key != "params")
+            for group in self.optimizer["param_groups"]
+            for name in group["params"]
+        }
+
+    def _loaded_settings(self, group: Nest, loaded: Nest) -> Nest:
+        names = [self._first(name) for name in group["params"]]
+        return dict(loaded["optimizer"]["settings"][names[0]]) if names else {}
+
+
+def first_names(program: Program) -> dict[str, str]:
+    """Names of copies that stages have of tied parameters → the name by which a module in one piece knows them."""
+    ties = program.pipeline.tied.ties if program.pipeline is not None else ()
+    return {name: tie.first_name for tie in ties for name in tie.names.values()}
+
+
+def saved_bytes(program: Program) -> int:
+    """This rank's share of what a checkpoint takes."""
+    addresses, world = Addresses(program.module, program.mesh), program.plan.world // program.plan.mesh.pp
+    state = program.optimizer.state
+    total = sum(_bytes(buffer) for buffer in program.module.buffers()) // world
+    for name, parameter in program.module.named_parameters():
+        held = _bytes(parameter) + sum(
+            _bytes(one) for one in state.get(parameter, {}).values() if isinstance(one, Tensor)
+        )
+        total += held * addresses.num_parts(name) // world
+    return total
+
+
+def _bytes(tensor: Tensor) -> int:
+    return local(tensor).numel() * tensor.element_size()
+
+
+def _random_state(rank: Rank) -> dict[str, Tensor]:
+    found = {"cpu": torch.get_rng_state()}
+    return found | {"cuda": torch.cuda.get_rng_state(rank.device)} if rank.device.type == "cuda" else found
+
+
+def _set_random_state(state: dict[str, Tensor], rank: Rank) -> None:
+    torch.set_rng_state(state["cpu"])
+    if rank.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], rank.device)
