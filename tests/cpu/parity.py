@@ -30,9 +30,8 @@ def main() -> int:
     models = asked.models.split(",") if asked.models else list(MODELS)
     sizes = [int(size) for size in asked.ranks.split(",")]
     rows = [row for row in ROWS if asked.only in str(row) and row.num_ranks in sizes]
-    filled: Filled = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    wrong = _run(rows, models, filled)
-    table = _markdown(filled)
+    wrong = _run(rows, models)
+    table = _markdown(kept())
     print(table)
     if not asked.no_write:
         _write(table)
@@ -49,7 +48,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(rows: list[Row], models: list[str], filled: Filled) -> list[str]:
+def _run(rows: list[Row], models: list[str]) -> list[str]:
     """Fill the cells; what is wrong, in words."""
     wrong: list[str] = []
     for size in sorted({row.num_ranks for row in rows}):
@@ -59,12 +58,22 @@ def _run(rows: list[Row], models: list[str], filled: Filled) -> list[str]:
                 started = time.monotonic()
                 cell = fill(ranks, model, row)
                 print(f"{model}, {row}: {shown(cell)} ({time.monotonic() - started:.1f} s)", file=sys.stderr, flush=True)
-                filled.setdefault(str(row), {})[model] = shown(cell)
                 wrong += [] if cell.ok else [f"{model}, {row}: {cell.wrong}"]
-                KEPT.parent.mkdir(exist_ok=True)
-                KEPT.write_text(json.dumps(filled, indent=1))
+                _keep(str(row), model, shown(cell))
         ranks.close()
     return wrong
+
+
+def kept() -> Filled:
+    return json.loads(KEPT.read_text()) if KEPT.exists() else {}  # type: ignore[no-any-return]
+
+
+def _keep(row: str, model: str, words: str) -> None:
+    """Read anew each time: another run may fill other cells."""
+    filled = kept()
+    filled.setdefault(row, {})[model] = words
+    KEPT.parent.mkdir(exist_ok=True)
+    KEPT.write_text(json.dumps(filled, indent=1))
 
 
 def shown(cell: Cell) -> str:

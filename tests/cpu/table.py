@@ -8,6 +8,7 @@ is a cell too, with the reason.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,7 +21,7 @@ from pool import RankError, RankPool, this_rank
 from meshwright.capture.capture import capture_source
 from meshwright.cli.shardings import try_sharding
 from meshwright.core.collective import Collective
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import GuessWarning, PlanError
 from meshwright.core.graph import Graph, Precision
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
@@ -74,7 +75,7 @@ class Row:
 
     def plan(self, model: str) -> Plan:
         """Two microbatches; with stages four, so that every schedule has work for all of them."""
-        source = source_of(model)
+        source = source_of(model, "fp64")
         count = 4 if self.request.pp else 2
         wish = PlanRequest(precision="fp64", microbatch=2, global_batch=2 * count * self.dp)
         plan = plain_plan(self.request.updated(wish), graph_of(model, "fp64"), self.num_ranks, "table")
@@ -164,13 +165,17 @@ class Cell:
 
 
 @cache
-def source_of(model: str) -> ModelSource:
-    return resolve(MODELS[model])
+def source_of(model: str, precision: Precision) -> ModelSource:
+    """For float64, those of transformers are shrunk, which takes what float64 cannot do out of their configs; blocks stay."""
+    found = resolve(MODELS[model])
+    return found.small() if found.name.startswith("hf:") and precision == "fp64" else found
 
 
 @cache
 def graph_of(model: str, precision: Precision) -> Graph:
-    return capture_source(source_of(model), precision)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GuessWarning)  # of how many rows an expert gets
+        return capture_source(source_of(model, precision), precision)
 
 
 def fill(ranks: RankPool, model: str, row: Row, num_steps: int = NUM_STEPS, tamper: Tamper | None = None) -> Cell:
@@ -184,6 +189,8 @@ def fill(ranks: RankPool, model: str, row: Row, num_steps: int = NUM_STEPS, tamp
         return Cell(refused=str(error))
     except RankError as error:
         return _of_errors(error)
+    except TimeoutError as error:
+        return Cell(error=str(error))
 
 
 def _of_errors(raised: RankError) -> Cell:
@@ -196,7 +203,7 @@ def _of_errors(raised: RankError) -> Cell:
 
 
 def compare_on_rank(model: str, plan: Plan, num_steps: int, tamper: Tamper | None) -> ParityResult:
-    return compare(source_of(model), plan, num_steps, this_rank(), tamper)
+    return compare(source_of(model, "fp64"), plan, num_steps, this_rank(), tamper)
 
 
 # ---------------------------------------------------------------- collectives
@@ -244,7 +251,7 @@ def _routed(rows: Iterable[Collective]) -> dict[tuple[str, ...], tuple[int, int]
 
 def record_on_rank(model: str, plan: Plan) -> Seen:
     """Clipped steps under the recorder."""
-    source = source_of(model)
+    source = source_of(model, "fp32")
     torch.manual_seed(0)
     program = apply(
         source.build(), plan, optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9), objective=source.objective,

@@ -22,7 +22,7 @@ from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import agree_on_values, give_up_gathered, inner, prepare_microbatch, spread
 from meshwright.runtime.deferred import materialise
-from meshwright.runtime.experts import spread_experts
+from meshwright.runtime.experts import find_experts, spread_experts
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, data_mesh
 from meshwright.runtime.nan import NanFinder
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters
@@ -35,6 +35,7 @@ from meshwright.runtime.ranks import join
 from meshwright.runtime.reach import Usage, reach
 from meshwright.runtime.recompute import mark_recompute
 from meshwright.runtime.split.model import SplitModel, split_model, whole_output
+from meshwright.runtime.split.own_rows import run_on_own_rows
 from meshwright.runtime.watch import Recorder, Watch
 
 
@@ -116,6 +117,8 @@ def _spread(
     sketch = draw(module, plan, device) if plan.mesh.pp > 1 else None  # of the whole module, before anything is cut
     split = split_model(module, plan, mesh)
     spread_experts(module, plan, mesh)
+    if split is not None:
+        run_on_own_rows(module, find_experts(module), split.splitter)
     sync_batch_norms(module, plan, mesh)
     found = cut(module, plan, sketch, mesh.get_local_rank("pp")) if sketch else None
     mark_recompute(module, plan, watch)

@@ -86,6 +86,17 @@ def _num_experts(part: nn.Module) -> int:
     return sizes.pop() if len(needed) == 3 else 0
 
 
+def idle_experts(module: nn.Module) -> None:
+    """For a module that is only followed on fake tensors: which rows an expert gets is a matter of values, which those do not
+    have. The modules of experts give back something like their rows from now on."""
+    for name in find_experts(module):
+        module.get_submodule(name).forward = _hand_on
+
+
+def _hand_on(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return rows * weights[:, :1].to(rows.dtype)
+
+
 def spread_experts(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Leave each rank its share of the experts. The module itself is changed."""
     ep = plan.mesh.ep

@@ -11,6 +11,7 @@ it, under the Splitter. What comes out is a plan that says what will run:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from math import gcd
 from typing import Any
@@ -32,6 +33,7 @@ from meshwright.runtime._torch import (
     tree_leaves,
     tree_unflatten,
 )
+from meshwright.runtime.experts import idle_experts
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Cut, lay
 from meshwright.runtime.split.splitter import Indivisible, NotSplit, Splitter
@@ -47,7 +49,7 @@ def legal_plan(plan: Plan, module: nn.Module, batch: Batch) -> Plan:
     """The plan with shardings that run. The module may be on the meta device; the batch is one microbatch."""
     if plan.mesh.tp == 1 or not plan.sharding:
         return plan
-    trial = _Trial(module, batch, plan)
+    trial = _Trial(_with_idle_experts(module), batch, plan)
     return msgspec.structs.replace(plan, sharding=tuple(trial.legal(rule) for rule in plan.sharding))
 
 
@@ -180,6 +182,13 @@ class _Trial:
         self._run(block, tensors, splitter)
         common = gcd(*splitter.divided) if splitter.divided else 1
         return ", ".join(str(n) for n in range(1, LARGEST_DEGREE + 1) if common % n == 0)
+
+
+def _with_idle_experts(module: nn.Module) -> nn.Module:
+    """A copy, with the same parameters."""
+    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
+    idle_experts(copied)
+    return copied
 
 
 class _Called(nn.Module):
