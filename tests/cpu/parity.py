@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 
 from cases import ROOT
 from pool import RankPool
@@ -57,7 +56,9 @@ def _run(rows: list[Row], models: list[str]) -> list[str]:
             for row in (row for row in rows if row.num_ranks == size):
                 started = time.monotonic()
                 cell = fill(ranks, model, row)
-                print(f"{model}, {row}: {shown(cell)} ({time.monotonic() - started:.1f} s)", file=sys.stderr, flush=True)
+                print(
+                    f"{model}, {row}: {shown(cell)} ({time.monotonic() - started:.1f} s)", file=sys.stderr, flush=True
+                )
                 wrong += [] if cell.ok else [f"{model}, {row}: {cell.wrong}"]
                 _keep(str(row), model, shown(cell))
         ranks.close()

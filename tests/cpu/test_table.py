@@ -122,9 +122,7 @@ def compare_in_bf16(model: str, plan: Plan) -> tuple[float, float]:
     expected = source.objective.loss(call(alone, batch), batch)
     expected.backward()
     torch.manual_seed(1)
-    program = apply(
-        source.build(), plan, optimizer=torch.optim.SGD, objective=source.objective, device=rank.device
-    )
+    program = apply(source.build(), plan, optimizer=torch.optim.SGD, objective=source.objective, device=rank.device)
     found: dict[str, torch.Tensor] = {}
 
     def note(*_: Any) -> None:
@@ -146,6 +144,8 @@ def test_bf16_stays_near_fp32(pool: Pools, plan: Row) -> None:
 
     wish = PlanRequest(precision="bf16", microbatch=2, global_batch=4 * plan.dp)
     made = plain_plan(plan.request.updated(wish), graph_of("gpt", "fp32"), plan.num_ranks, "table")
-    for difference, cosine in pool(plan.num_ranks).run(compare_in_bf16, "gpt", try_sharding(made, source_of("gpt", "fp32"))):
+    for difference, cosine in pool(plan.num_ranks).run(
+        compare_in_bf16, "gpt", try_sharding(made, source_of("gpt", "fp32"))
+    ):
         assert 0 < difference <= LOSS_BOUND
         assert DIRECTION_BOUND <= cosine < 1

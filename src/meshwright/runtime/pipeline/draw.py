@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.core.plan import Plan
 from meshwright.models.sketch import Sketch
 from meshwright.models.twins import separate
+from meshwright.runtime.deferred import materialise_outside
 from meshwright.runtime.experts import idle_experts
 from meshwright.runtime.precision import STORED, sharded_policy
 
@@ -18,6 +19,7 @@ from meshwright.runtime.precision import STORED, sharded_policy
 def draw(module: nn.Module, plan: Plan, device: torch.device) -> Sketch:
     """Blocks that are one module are first made modules of their own."""
     separate(module, plan.blocks)
+    materialise_outside(module, plan.blocks)
     gathered = sharded_policy(plan).param_dtype if plan.zero else None
 
     def computing() -> AbstractContextManager[Any]:
