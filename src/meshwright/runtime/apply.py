@@ -17,12 +17,13 @@ from meshwright.core.errors import PlanError
 from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
+from meshwright.models.experts import find_experts
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import agree_on_values, give_up_gathered, inner, prepare_microbatch, spread
 from meshwright.runtime.deferred import materialise
-from meshwright.runtime.experts import find_experts, spread_experts
+from meshwright.runtime.experts import spread_experts
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, data_mesh
 from meshwright.runtime.nan import NanFinder
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer, named_parameters

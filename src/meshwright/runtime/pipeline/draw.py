@@ -12,7 +12,6 @@ from meshwright.core.plan import Plan
 from meshwright.models.sketch import Sketch
 from meshwright.models.twins import separate
 from meshwright.runtime.deferred import materialise_outside
-from meshwright.runtime.experts import idle_experts
 from meshwright.runtime.precision import STORED, sharded_policy
 
 
@@ -25,6 +24,4 @@ def draw(module: nn.Module, plan: Plan, device: torch.device) -> Sketch:
     def computing() -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16, enabled=plan.precision == "bf16" and plan.zero == 0)
 
-    sketch = Sketch(module, plan.blocks, gathered or STORED[plan.precision], device, computing)
-    idle_experts(sketch.module)
-    return sketch
+    return Sketch(module, plan.blocks, gathered or STORED[plan.precision], device, computing)

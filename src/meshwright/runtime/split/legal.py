@@ -24,6 +24,7 @@ from torch.func import functional_call
 from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
+from meshwright.models.experts import idle_experts
 from meshwright.models.objective import Batch, call
 from meshwright.runtime._torch import (
     DataDependentOutputException,
@@ -33,7 +34,6 @@ from meshwright.runtime._torch import (
     tree_leaves,
     tree_unflatten,
 )
-from meshwright.runtime.experts import idle_experts
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Cut, lay
 from meshwright.runtime.split.splitter import Indivisible, NotSplit, Splitter
