@@ -4,7 +4,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN := .venv/bin/python -m
 
-.PHONY: demo test check lint format clean
+.PHONY: demo test check lint format parity clean
 
 demo: .venv/installed
 	$(RUN) meshwright train examples/demo.toml
@@ -23,6 +23,10 @@ lint: .venv/installed
 format: .venv/installed
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
+
+# ARGUMENTS="--models gpt,moe --only cp2" fills some of the table and keeps the rest
+parity: .venv/installed
+	.venv/bin/python tests/cpu/parity.py $(ARGUMENTS)
 
 .venv/installed: pyproject.toml constraints.txt
 	@"$(PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 11))" || \

@@ -185,13 +185,8 @@ def _tied_calls(
 def _whole_calls(graph: Graph, plan: Plan, recipe: Recipe, parameters: tuple[Parameter, ...]) -> Iterator[Call]:
     if not plan.sequence_parallel:
         return
-    split = split_dims(graph, plan)
-    looked_up = _whole_lookups(graph)
-    whole = [
-        p
-        for p in parameters
-        if (p.block, p.own_name) not in split and (p.block, p.own_name) not in looked_up and not p.expert
-    ]
+    others = {*split_dims(graph, plan), *_whole_lookups(graph)}
+    whole = [p for p in parameters if (p.block, p.own_name) not in others]
     elements = held_elements(whole, plan, trainable_only=True)
     if elements:
         size = elements * items_of(plan, recipe).reduced

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.core.flow import OUTSIDE
 from meshwright.models.discovery import Discovery
+from meshwright.models.experts import idle_experts
 from meshwright.models.objective import Batch, Objective, call
 from meshwright.models.steps import Answer, Steps
 from meshwright.models.twins import separate
@@ -44,6 +45,7 @@ class Sketch:
         self.known = known
         self.module = self._copy(module, dtype)
         separate(self.module, self.blocks)
+        idle_experts(self.module)
         self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         for name in self.blocks:
             block = self.module.get_submodule(name)

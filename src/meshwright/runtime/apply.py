@@ -17,6 +17,7 @@ from meshwright.core.errors import PlanError
 from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
+from meshwright.models.experts import find_experts
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.compile import compile_blocks, compile_loss
@@ -35,6 +36,7 @@ from meshwright.runtime.ranks import join
 from meshwright.runtime.reach import Usage, reach
 from meshwright.runtime.recompute import mark_recompute
 from meshwright.runtime.split.model import SplitModel, split_model, whole_output
+from meshwright.runtime.split.own_rows import run_on_own_rows
 from meshwright.runtime.watch import Recorder, Watch
 
 
@@ -117,6 +119,8 @@ def _spread(
     sketch = draw(module, plan, device) if plan.mesh.pp > 1 else None  # of the whole module, before anything is cut
     split = split_model(module, plan, mesh)
     spread_experts(module, plan, mesh)
+    if split is not None:
+        run_on_own_rows(module, find_experts(module), split.splitter)
     sync_batch_norms(module, plan, mesh)
     found = cut(module, plan, sketch, mesh.get_local_rank("pp")) if sketch else None
     mark_recompute(module, plan, watch)

@@ -129,10 +129,22 @@ def materialise(module: nn.Module) -> None:
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(_mode_of(parameter).real(parameter), parameter.requires_grad)
             part._parameters[name] = made[id(parameter)]
-        for name, buffer in _deferred(part._buffers):
-            part._buffers[name] = _shared(buffer)
-        for name, tensor in _deferred(vars(part)):
-            setattr(part, name, _shared(tensor))
+        _materialise_buffers(part)
+
+
+@torch.no_grad()
+def materialise_outside(module: nn.Module, blocks: tuple[str, ...]) -> None:
+    """The buffers that are in no block: what a model makes of them and of the batch alone is followed on values."""
+    for path, part in module.named_modules():
+        if not any(path == name or path.startswith(f"{name}.") for name in blocks):
+            _materialise_buffers(part)
+
+
+def _materialise_buffers(part: nn.Module) -> None:
+    for name, buffer in _deferred(part._buffers):
+        part._buffers[name] = _shared(buffer)
+    for name, tensor in _deferred(vars(part)):
+        setattr(part, name, _shared(tensor))
 
 
 def _deferred(named: dict[str, Any]) -> list[tuple[str, Tensor]]:

@@ -18,7 +18,6 @@ up, and is averaged over dp/ep ranks. So gradients enter the experts times 1/ep 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -31,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import ModelError, PlanError
 from meshwright.core.plan import Plan, check_experts
+from meshwright.models.experts import find_experts
 from meshwright.runtime.places import Place, note_place
 
 NOTE = "_meshwright_experts"
@@ -49,7 +49,7 @@ class ExpertSpread:
 
     @property
     def replicas(self) -> DeviceMesh:
-        """The dp/ep ranks that hold the same experts."""
+        """The dp/ep · cp ranks that hold the same experts."""
         return self.ranks["replicas"]
 
     @property
@@ -74,23 +74,6 @@ def expert_parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def find_experts(module: nn.Module) -> dict[str, int]:
-    """Modules of experts → how many experts each has."""
-    return {name: count for name, part in module.named_modules() if (count := _num_experts(part))}
-
-
-def _num_experts(part: nn.Module) -> int:
-    """Known by their structure: all parameters stacked along a first dim of the same size, matrices among them, and a forward
-    of three arguments. 0 for any other module."""
-    own = list(part.parameters(recurse=False))
-    sizes = {parameter.shape[0] if parameter.dim() else 0 for parameter in own}
-    if len(sizes) != 1 or len(list(part.parameters())) > len(own) or max(one.dim() for one in own) < 3:
-        return 0
-    taken = inspect.signature(part.forward).parameters.values()
-    needed = [one for one in taken if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    return sizes.pop() if len(needed) == 3 else 0
-
-
 def spread_experts(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Leave each rank its share of the experts. The module itself is changed."""
     ep = plan.mesh.ep
@@ -112,8 +95,9 @@ def expert_groups(plan: Plan, device_type: str) -> tuple[dist.ProcessGroup, Devi
     own = plan.mesh
     ranks = torch.arange(plan.world).view(own.pp, own.dp // own.ep, own.ep, own.cp, own.tp)
     group, _ = dist.new_subgroups_by_enumeration(ranks.movedim(2, -1).flatten(0, -2).tolist())
-    names = ("pp", "ep", "replicas", "cp", "tp")
-    return group, DeviceMesh(device_type, ranks.transpose(1, 2), mesh_dim_names=names)
+    by_replica = ranks.transpose(1, 2).flatten(2, 3)  # those along cp hold the same experts, and have other tokens
+    names = ("pp", "ep", "replicas", "tp")
+    return group, DeviceMesh(device_type, by_replica, mesh_dim_names=names)
 
 
 def _keep_share(module: nn.Module, name: str, ep: dist.ProcessGroup) -> None:

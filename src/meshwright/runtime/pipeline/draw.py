@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.core.plan import Plan
 from meshwright.models.sketch import Sketch
 from meshwright.models.twins import separate
-from meshwright.runtime.experts import find_experts
+from meshwright.runtime.deferred import materialise_outside
 from meshwright.runtime.precision import STORED, sharded_policy
 
 
 def draw(module: nn.Module, plan: Plan, device: torch.device) -> Sketch:
     """Blocks that are one module are first made modules of their own."""
     separate(module, plan.blocks)
+    materialise_outside(module, plan.blocks)
     gathered = sharded_policy(plan).param_dtype if plan.zero else None
 
     def computing() -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16, enabled=plan.precision == "bf16" and plan.zero == 0)
 
-    sketch = Sketch(module, plan.blocks, gathered or STORED[plan.precision], device, computing)
-    for name in find_experts(sketch.module):
-        part = sketch.module.get_submodule(name)
-        part.forward = partial(_as_experts, part)
-    return sketch
-
-
-def _as_experts(part: nn.Module, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """What experts return, without looking at how many rows each of them has: that is a value, which a sketch does not have."""
-    made = rows * weights.sum(dim=1, keepdim=True)
-    for parameter in part.parameters():
-        made = made + parameter.flatten()[0]
-    return made.to(rows.dtype)
+    return Sketch(module, plan.blocks, gathered or STORED[plan.precision], device, computing)

@@ -11,6 +11,7 @@ it, under the Splitter. What comes out is a plan that says what will run:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from math import gcd
 from typing import Any
@@ -23,6 +24,7 @@ from torch.func import functional_call
 from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
+from meshwright.models.experts import idle_experts
 from meshwright.models.objective import Batch, call
 from meshwright.runtime._torch import (
     DataDependentOutputException,
@@ -47,7 +49,7 @@ def legal_plan(plan: Plan, module: nn.Module, batch: Batch) -> Plan:
     """The plan with shardings that run. The module may be on the meta device; the batch is one microbatch."""
     if plan.mesh.tp == 1 or not plan.sharding:
         return plan
-    trial = _Trial(module, batch, plan)
+    trial = _Trial(_with_idle_experts(module), batch, plan)
     return msgspec.structs.replace(plan, sharding=tuple(trial.legal(rule) for rule in plan.sharding))
 
 
@@ -188,6 +190,13 @@ class _Trial:
         self._run(block, tensors, splitter)
         common = gcd(*splitter.divided) if splitter.divided else 1
         return ", ".join(str(n) for n in range(1, LARGEST_DEGREE + 1) if common % n == 0)
+
+
+def _with_idle_experts(module: nn.Module) -> nn.Module:
+    """A copy, with the same parameters."""
+    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
+    idle_experts(copied)
+    return copied
 
 
 class _Called(nn.Module):

@@ -25,9 +25,11 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class SplitModel:
-    def __init__(self, splitter: Splitter, borders: list[Border]) -> None:
+    def __init__(self, splitter: Splitter, borders: list[Border], first_names: dict[str, str]) -> None:
+        """first_names: of tied parameters, by each of their names. A stage may hold one of them, by another name."""
         self.splitter = splitter
         self._borders = borders
+        self._first_names = first_names
 
     def carry_notes(self) -> None:
         """Layouts must survive the hooks of fully_shard."""
@@ -61,7 +63,7 @@ class SplitModel:
         gradients = [
             local(parameter.grad)
             for name, parameter in module.named_parameters()
-            if name in owed and parameter.grad is not None
+            if self._first_names[name] in owed and parameter.grad is not None
         ]
         if gradients:
             together = torch.cat([gradient.flatten() for gradient in gradients])
@@ -83,7 +85,10 @@ def split_model(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitModel |
     splitter = Splitter(axes, plan.sequence_parallel)
     if "tp" in splitter.axes:
         cut_weights(module, plan, splitter.axes["tp"])
-    return SplitModel(splitter, draw_borders(module, plan.blocks, splitter))
+    named = list(module.named_parameters(remove_duplicate=False))
+    by_parameter = {id(parameter): name for name, parameter in reversed(named)}
+    first_names = {name: by_parameter[id(parameter)] for name, parameter in named}
+    return SplitModel(splitter, draw_borders(module, plan.blocks, splitter), first_names)
 
 
 def whole_output(splitter: Splitter, output: Any) -> Any:

@@ -101,6 +101,14 @@ def as_it_is(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any
     return lay(function(*args, **kwargs), layout_of(args[0]))
 
 
+def one_hot(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """A dim more, behind the others. Parts would not agree on a number of classes that is read off their values."""
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if classes < 0:
+        raise NotSplit("'one_hot' without num_classes counts classes over all ranks")
+    return unary(split, function, args, kwargs)
+
+
 def plain(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """Questions whose answer is the same for a part and for the whole."""
     return function(*args, **kwargs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.runtime import selective
 from meshwright.runtime._torch import _top_saved_tensors_default_hooks
 from meshwright.runtime.split import exchange
 from meshwright.runtime.split.collectives import Ranks
@@ -51,14 +52,19 @@ class _Kept:
         return found
 
 
+def _is_recomputed() -> bool:
+    """Inside a block that is redone nothing is kept before backward, and there the tensor is at hand."""
+    hooks = _top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[1] is not selective.unpack
+
+
 class keeping_parts:  # noqa: N801 - used like a function, in `with`
     """While a function runs that reads a gathered tensor: where autograd saves that, the part is saved in its place."""
 
     def __init__(self, gathered: Tensor) -> None:
         self.gathered = gathered
         self.kept: _Kept | None = vars(gathered).get(KEPT) if isinstance(gathered, Tensor) else None
-        # inside a recomputed block nothing is kept before backward, and there the tensor is at hand
-        if self.kept is not None and _top_saved_tensors_default_hooks(True) is not None:
+        if self.kept is not None and _is_recomputed():
             self.kept = None
         self.hooks: Any = None
 

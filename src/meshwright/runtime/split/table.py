@@ -81,6 +81,8 @@ SINGLE: dict[str, Rule] = {
     "scaled_dot_product_attention": attention.attention,
     "embedding": vocabulary.embedding, "cross_entropy": vocabulary.cross_entropy, "nll_loss": vocabulary.nll_loss,
     "dropout": dropout.dropout, "dropout1d": dropout.dropout, "dropout2d": dropout.dropout,
+    "new_zeros": pointwise.plain, "new_ones": pointwise.plain, "new_empty": pointwise.plain, "new_full": pointwise.plain,
+    "one_hot": pointwise.one_hot,
     "size": pointwise.shape, "numel": pointwise.numel, "nelement": pointwise.numel, "__len__": pointwise.length,
 }  # fmt: skip
 """Functions with a rule of their own."""
