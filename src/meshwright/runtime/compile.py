@@ -24,9 +24,9 @@ from torch import nn
 from meshwright.core.errors import PlanError
 from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
+from meshwright.models.experts import find_experts
 from meshwright.models.objective import Objective
 from meshwright.runtime._torch import compile_replicas_whole
-from meshwright.runtime.experts import find_experts
 
 GRAPHS_PER_BLOCK = 2
 """One to train and one to evaluate, where no two blocks are alike."""
