@@ -79,9 +79,9 @@ def _keep(row: str, model: str, words: str) -> None:
 
 def shown(cell: Cell) -> str:
     if cell.refused:
-        return f"refused: {cell.refused}"
+        return f"refused: {cell.refused}".replace(f"{ROOT}/", "")
     if not cell.ok:
-        return f"WRONG: {cell.wrong}"
+        return f"WRONG: {cell.wrong}".replace(f"{ROOT}/", "")
     assert cell.result is not None
     return f"{cell.result.max_gradient_difference:.0e}"
 
@@ -94,7 +94,7 @@ def _markdown(filled: Filled) -> str:
         cells = [_short(filled.get(str(row), {}).get(model, "not run"), reasons) for model in MODELS]
         lines.append(f"| {row.num_ranks} | {row} | {' | '.join(cells)} |")
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([*lines, "", "Refused, because:", "", *notes] if notes else lines)
+    return "\n".join([*lines, "", "Refused, or wrong:", "", *notes] if notes else lines)
 
 
 def _short(words: str, reasons: dict[str, int]) -> str:

@@ -28,11 +28,12 @@ from meshwright.cost.links import Group, ring_seconds
 from meshwright.measure.links import link_of
 from meshwright.measure.parity import ParityResult, Tamper, compare
 from meshwright.measure.record import StepRecorder
+from meshwright.models.experts import find_experts
 from meshwright.models.moe import MoE, MoEOptions
 from meshwright.models.objective import slice_batch
 from meshwright.models.source import ModelSource
 from meshwright.runtime.apply import apply
-from meshwright.runtime.experts import expert_parameters_of, find_experts
+from meshwright.runtime.experts import expert_parameters_of
 from meshwright.runtime.program import Program
 from meshwright.train.metrics import dropped_tokens
 
