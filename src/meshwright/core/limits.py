@@ -24,14 +24,11 @@ def not_yet(plan: Plan) -> list[str]:
         "compile with tp or cp, whose rules the compiler does not see": (
             plan.compile and (plan.mesh.tp > 1 or plan.mesh.cp > 1)
         ),
-        f"ZeRO {plan.zero} with both pp and ep": plan.zero > 0 and plan.mesh.pp > 1 and plan.mesh.ep > 1,
         f"offload of {plan.offload.what}": plan.offload.what != "none",
-        "ep with pp, whose stages take all their parameters for replicas,": plan.mesh.ep > 1 and plan.mesh.pp > 1,
         f"schedule {plan.schedule} without pp": plan.schedule != "1f1b" and plan.mesh.pp == 1,
         f"ZeRO 3 with schedule {plan.schedule}, which makes gradients of weights after their parameters are given up": (
             plan.zero == 3 and plan.schedule in SPLIT_SCHEDULES and plan.mesh.pp > 1
         ),
-        "compile with tp or cp": plan.compile and plan.mesh.tp * plan.mesh.cp > 1,
         f"compile with schedule {plan.schedule}": plan.compile and plan.schedule in SPLIT_SCHEDULES,
     }
     return [words for words, asked in parts.items() if asked]
