@@ -4,13 +4,17 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN := .venv/bin/python -m
 
-.PHONY: demo test check lint format parity clean
+.PHONY: demo test test-all check lint format parity clean
 
 demo: .venv/installed
 	$(RUN) meshwright train examples/demo.toml
 
 test: .venv/installed
 	$(RUN) pytest
+
+# every row of the large tables; `make test` runs a sample of them
+test-all: .venv/installed
+	$(RUN) pytest --every-row
 
 check: lint test
 

@@ -196,7 +196,7 @@ def test_shrunk_configs_are_small_in_every_way(tmp_path: Path) -> None:
         module: Any = source_of(tmp_path, kind, config).small().build()
         settings = module.config.to_dict()
         assert not [key for key, value in settings.items() if ("drop" in key or "jitter" in key) and value]
-        assert sum(find_blocks(module).values()) == (4 if kind == "t5" else 2)
+        assert sum(find_blocks(module).values()) == (8 if kind == "t5" else 4)
 
 
 def example_of(source: ModelSource) -> dict[str, Tensor]:

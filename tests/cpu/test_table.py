@@ -1,4 +1,4 @@
-"""Of the parity table (table.py), a subset that meets every axis with every other and every model with every axis it has.
+"""Of the parity table (table.py), a subset: pairs of axes, each with some of the models.
 
 `make parity` fills all of it. Planted errors: a table that cannot fail proves nothing.
 """

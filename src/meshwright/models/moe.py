@@ -104,7 +104,8 @@ class MoE(nn.Module):
     def __init__(self, options: MoEOptions) -> None:
         super().__init__()
         self.top, self.capacity = options.top, options.capacity
-        self.depends_on_batch = options.capacity > 0 or options.balance > 0
+        self.balanced = options.balance > 0
+        self.depends_on_batch = options.capacity > 0 or self.balanced
         self.router = nn.Linear(options.hidden, options.experts, bias=False)
         self.experts = Experts(options)
         self.dropped_tokens: Tensor | None = None
@@ -117,7 +118,7 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)
         probabilities = widened(self.router(tokens)).softmax(dim=-1)
         weights, index = probabilities.topk(self.top)
-        uneven = self.unevenness(probabilities, index)
+        uneven = self.unevenness(probabilities, index) if self.balanced else probabilities.new_zeros(())
         if self.top > 1:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         self.routed_tokens = index.numel()

@@ -1,0 +1,35 @@
+"""Which rows of the large tables run: a sample, or every one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+SAMPLED = {
+    "test_capture.py": 2, "test_checkpoint_plans.py": 4, "test_collectives_and_memory.py": 2, "test_compositions.py": 4,
+    "test_deferred.py": 3, "test_expert_parallel.py": 3, "test_habits.py": 4, "test_hybrid.py": 2, "test_parity.py": 3,
+    "test_pipeline.py": 3, "test_selective.py": 3, "test_state.py": 3, "test_table.py": 2,
+}  # fmt: skip
+"""Files with many rows: one in so many runs, always the same ones, and all of them with --every-row (`make test-all`)."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-row", action="store_true", help="run every row of the large tables, not a sample")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A file that is asked for by name runs whole."""
+    asked = [Path(str(name).partition("::")[0]).name for name in config.args]
+    if config.getoption("--every-row"):
+        return
+    kept, left, seen = [], [], Counter[tuple[str, str]]()
+    for item in items:
+        file, function = item.path.name, getattr(item, "originalname", item.name)
+        place = seen[file, function]
+        seen[file, function] += 1
+        is_kept = file in asked or place % SAMPLED.get(file, 1) == 0
+        (kept if is_kept else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
