@@ -19,11 +19,14 @@ from split_runs import Finding, check_samples
 from split_samples import GROUPS, SINGLES, samples_of
 from torch import Tensor, nn
 
+from meshwright.capture.capture import capture_source
+from meshwright.cli.shardings import try_sharding
 from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import BlockSharding, Plan, Stage, TensorSharding
 from meshwright.core.request import PlanRequest, plain_plan
 from meshwright.measure.parity import ParityResult, compare
+from meshwright.models.source import resolve
 from meshwright.runtime.split import exchange
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Addend, Cut, lay, part_shape
@@ -316,3 +319,12 @@ def test_tied_weights_stay_tied() -> None:
 def test_a_plan_that_does_not_fit_the_weights_is_refused(tensors: dict[str, tuple[str, ...]], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         cut_weights(Tied(), plan_that_shards(**tensors), Ranks("tp", 2, 0))
+
+
+def test_tokens_that_do_not_divide_are_refused_before_ranks_start() -> None:
+    """16 patches and the class token: 17, which two ranks cannot share."""
+    source = resolve("vit").small()
+    request = PlanRequest(tp=2, sequence_parallel=True, global_batch=4, microbatch=2, precision="fp64")
+    plan = plain_plan(request, capture_source(source, "fp64"), 2, "tests")
+    with pytest.raises(PlanError, match="block 'blocks.0' cannot be split: tokens: 17 does not divide over tp=2"):
+        try_sharding(plan, source)

@@ -20,7 +20,7 @@ def with_legal_sharding(plan: Plan, model: str) -> Plan:
 
     from meshwright.core.plan import BlockSharding
 
-    if plan.mesh.tp == 1 or not plan.sharding:
+    if plan.mesh.tp == 1 and plan.mesh.cp == 1:
         return plan
     path = _file(plan, model)
     if path is not None and path.exists():
@@ -43,7 +43,7 @@ def try_sharding(plan: Plan, source: ModelSource) -> Plan:
 
     from meshwright.runtime.split.legal import legal_plan
 
-    if plan.mesh.tp == 1 or source.example is None:
+    if (plan.mesh.tp == 1 and plan.mesh.cp == 1) or source.example is None:
         return plan
     with torch.device("meta"):
         module = source.build()
@@ -58,7 +58,8 @@ def _file(plan: Plan, model: str) -> Path | None:
     graph = graph_file(model, "fp32")
     if graph is None:
         return None
-    facts = [graph.name, plan.mesh.tp, [repr(rule) for rule in plan.sharding], SHARDING_VERSION]
+    rules = [repr(rule) for rule in plan.sharding]
+    facts = [graph.name, plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, rules, SHARDING_VERSION]
     return graph.parent.parent / "shardings" / f"{stable_hash(facts)}.json"
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
@@ -37,20 +38,69 @@ from meshwright.runtime._torch import (
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Cut, lay
 from meshwright.runtime.split.splitter import Indivisible, NotSplit, Splitter
-from meshwright.runtime.split.weights import AXIS
+from meshwright.runtime.split.weights import AXIS, sharded_tensors
 
 LARGEST_DEGREE = 64
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 """Fake tensors have no values: where a block reads one, it is followed no further."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+TOKEN_AXES: tuple[Axis, ...] = ("cp", "tp")
 
 
 def legal_plan(plan: Plan, module: nn.Module, batch: Batch) -> Plan:
     """The plan with shardings that run. The module may be on the meta device; the batch is one microbatch."""
-    if plan.mesh.tp == 1 or not plan.sharding:
+    if plan.mesh.tp == 1 and plan.mesh.cp == 1:
         return plan
-    trial = _Trial(_with_idle_experts(module), batch, plan)
-    return msgspec.structs.replace(plan, sharding=tuple(trial.legal(rule) for rule in plan.sharding))
+    followed = _with_idle_experts(module)
+    if plan.mesh.tp > 1 and plan.sharding:
+        trial = _Trial(followed, batch, plan)
+        plan = msgspec.structs.replace(plan, sharding=tuple(trial.legal(rule) for rule in plan.sharding))
+    if plan.mesh.cp > 1 or plan.sequence_parallel:
+        _check_tokens(followed, batch, plan)
+    return plan
+
+
+def _check_tokens(module: nn.Module, batch: Batch, plan: Plan) -> None:
+    """Tokens that lie over ranks go through the whole model: it is followed once as the plan will run it."""
+    degrees = {axis: getattr(plan.mesh, axis) for axis in TOKEN_AXES}
+    splitter = Splitter(
+        [Ranks(axis, degrees[axis]) for axis in TOKEN_AXES if degrees[axis] > 1], plan.sequence_parallel
+    )
+    running = [""]
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: running.__setitem__(0, name))
+        for name in plan.blocks
+    ]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            parameters = _faked(module)
+            _cut_parameters(module, plan, parameters, splitter)
+            leaves, structure = tree_flatten(batch)
+            given = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            splitter.read(given)
+            with splitter:
+                call(_Called(module, parameters), tree_unflatten(given, structure))
+    except UNKNOWN:
+        pass  # what comes behind is tried when it runs
+    except NotSplit as error:
+        error.block = error.block or running[0]
+        words = " · ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+        tokens = " with sequence parallel" if plan.sequence_parallel else ""
+        raise PlanError(f"{error}: {words}{tokens} does not fit this model, change a degree") from None
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cut_parameters(module: nn.Module, plan: Plan, parameters: dict[str, Tensor], splitter: Splitter) -> None:
+    """Each tensor once, under all its names."""
+    done: dict[int, Tensor] = {}
+    for name, sharding in sharded_tensors(module, plan) if AXIS in splitter.axes else ():
+        whole, cut = parameters[name], Cut(sharding.dims.index(AXIS), sharding.runs)
+        if id(whole) not in done:
+            part = splitter.axes[AXIS].own_part(whole.detach(), cut)
+            done[id(whole)] = lay(nn.Parameter(part, requires_grad=whole.requires_grad), {AXIS: cut})
+    parameters.update({name: done[id(tensor)] for name, tensor in parameters.items() if id(tensor) in done})
 
 
 class _Trial:
