@@ -326,5 +326,5 @@ def test_tokens_that_do_not_divide_are_refused_before_ranks_start() -> None:
     source = resolve("vit").small()
     request = PlanRequest(tp=2, sequence_parallel=True, global_batch=4, microbatch=2, precision="fp64")
     plan = plain_plan(request, capture_source(source, "fp64"), 2, "tests")
-    with pytest.raises(PlanError, match="block 'blocks.0' cannot be split: tokens: 17 does not divide over tp=2"):
+    with pytest.raises(PlanError, match=r"block 'blocks.0' cannot be split: tokens: 17 does not divide over tp=2"):
         try_sharding(plan, source)
