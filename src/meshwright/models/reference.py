@@ -59,8 +59,8 @@ def vectors(options: MLPOptions) -> VectorShape:
 
 
 def small_vocabulary(vocab: int) -> int:
-    """As many rows as make a table worth splitting (core/sharding.py), where it had as many; else an odd number."""
-    return VOCABULARY_ROWS if vocab >= VOCABULARY_ROWS else min(vocab, 61)
+    """As many rows as make a table worth splitting (core/sharding.py), where it had as many; else a few."""
+    return VOCABULARY_ROWS if vocab >= VOCABULARY_ROWS else min(vocab, 64)
 
 
 def small_moe(options: MoEOptions) -> MoEOptions:
