@@ -368,7 +368,7 @@ def test_ranks_with_different_plans_under_torchrun(cli: Cli, tmp_path: Path) -> 
     for number in range(4):
         plan_of(Case("gpt", zero=2 if number == 2 else 0), 4).save(tmp_path / f"plan{number}.json")
     own = tmp_path / "own.sh"
-    own.write_text(f'exec {sys.executable} -m meshwright parity "{MODELS["gpt"]}" --plan plan$RANK.json\n')
+    own.write_text(f'exec "{sys.executable}" -m meshwright parity "{MODELS["gpt"]}" --plan plan$RANK.json\n')
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "4", "--no-python", "sh")
     ended = cli(own, launcher=launcher)
     assert ended.code == 1
@@ -613,7 +613,7 @@ def test_capture_lists_its_guesses(here: Cli) -> None:
 
 def test_models_as_json(here: Cli) -> None:
     said = here("models", "--json").json
-    assert said.keys() == {"gpt", "llama", "moe", "resnet"}
+    assert said.keys() == {"gpt", "llama", "moe", "bert", "t5", "vit", "coatnet", "resnet", "mlp"}
     assert said["gpt"]["options"]["layers"] == 12
 
 

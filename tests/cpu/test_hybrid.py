@@ -10,7 +10,7 @@ from pool import RankPool
 from test_collectives_and_memory import BROAD, check_categories, check_collectives_and_state, train_on_rank
 from test_parity import check, compare_on_rank, scale_one_gradient
 
-from meshwright.core.collective import Collective
+from meshwright.core.collective import COUNT_BYTES, LOSS_BYTES, NORM_BYTES, Collective
 
 Pools = Callable[[int], RankPool]
 
@@ -52,6 +52,6 @@ def test_collectives_by_hand(pool: Pools) -> None:
     seen = pool(4).run(train_on_rank, Case("odd", 3, "none", 2, "fp32", hybrid=2))[0]
     held, microbatches = (3 * 136 + 44) * 4, 2
     assert seen.trace.collectives[1:] == (
-        Collective(kind="all_reduce", axis="dp", count=4 + 3, total_bytes=held + 8 + 16 + 8),
+        Collective(kind="all_reduce", axis="dp", count=4 + 3, total_bytes=held + COUNT_BYTES + LOSS_BYTES + NORM_BYTES),
         Collective(kind="reduce_scatter", axis="dp", count=4 * microbatches, total_bytes=2 * held * microbatches),
     )
