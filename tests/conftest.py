@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 SAMPLED = {
-    "test_capture.py": 2, "test_checkpoint_plans.py": 4, "test_collectives_and_memory.py": 2, "test_compositions.py": 4,
-    "test_deferred.py": 3, "test_expert_parallel.py": 3, "test_habits.py": 4, "test_hybrid.py": 2, "test_parity.py": 3,
-    "test_pipeline.py": 3, "test_selective.py": 3, "test_state.py": 3, "test_table.py": 2,
+    "test_capture.py": 3, "test_capture_skipping.py": 2, "test_checkpoint.py": 2, "test_checkpoint_plans.py": 4,
+    "test_collectives_and_memory.py": 3, "test_compositions.py": 6, "test_deferred.py": 4, "test_expert_parallel.py": 4,
+    "test_habits.py": 6, "test_hybrid.py": 2, "test_parity.py": 4, "test_pipeline.py": 4, "test_selective.py": 4,
+    "test_state.py": 4, "test_table.py": 3,
 }  # fmt: skip
 """Files with many rows: one in so many runs, always the same ones, and all of them with --every-row (`make test-all`)."""
 
