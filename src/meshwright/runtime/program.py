@@ -152,6 +152,7 @@ class Program:
                     sums += self._loss_and_count(microbatch, index)
         if self.pipeline is not None:
             self.pipeline.links.finish()
+            self.pipeline.give_up_gathered()
             dist.all_reduce(sums, group=self._pp)
         dist.all_reduce(sums, group=self._dp)
         give_up_gathered(self.module)
@@ -163,10 +164,8 @@ class Program:
     def _loss_and_count(self, microbatch: Batch, index: int) -> Tensor:
         """Zero on a stage that has no loss."""
         count = self.objective.count(microbatch)
-        moved = to_device(microbatch, self.plan, self.device)
+        moved = self._moved(microbatch)
         if self.pipeline is not None:
-            if self.split is not None:
-                self.split.splitter.read(moved)
             found = self.pipeline.evaluate(moved, index, self._compute, self.objective)
             if found is None:
                 return torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -253,9 +252,7 @@ class Program:
     def _do(self, pipeline: Pipeline, action: Action, microbatch: Batch, scales: _Scales) -> Tensor | None:
         """One action of a stage; the loss, where it has one."""
         if action.kind == "forward":
-            moved = to_device(microbatch, self.plan, self.device)
-            if self.split is not None:
-                self.split.splitter.read(moved)
+            moved = self._moved(microbatch)
             with self.watch.region("forward"):
                 return pipeline.forward(action, moved, self._compute, self.objective)
         if action.kind in ("backward", "backward_inputs"):
@@ -279,13 +276,18 @@ class Program:
 
     def _forward(self, microbatch: Batch, is_last: bool) -> Tensor:
         prepare_microbatch(self.spread_module, self.plan, is_last)
-        moved = to_device(microbatch, self.plan, self.device)
+        moved = self._moved(microbatch)
         with self.watch.region("forward"):
             return self._loss(moved)
 
-    def _loss(self, moved: Batch) -> Tensor:
+    def _moved(self, microbatch: Batch) -> Batch:
+        """Where the module is; a split model is told what its tokens are."""
+        moved = to_device(microbatch, self.plan, self.device)
         if self.split is not None:
             self.split.splitter.read(moved)
+        return moved
+
+    def _loss(self, moved: Batch) -> Tensor:
         with self._compute():
             return self.objective.loss(call(self.spread_module, moved), moved)
 

@@ -1,22 +1,19 @@
 """Buckets: the gradients of one stage's replicas, averaged over the ranks that hold the same once its last backward is done.
 
-The bytes are those of DistributedDataParallel, 1 MiB in the first bucket and 25 MiB in the others, filled from the last
-parameter to the first. They travel while the coordinate works on for its other stages.
+Buckets are as large as those of DistributedDataParallel (`core/buckets.py`), filled from the last parameter to the first. They
+travel while the coordinate works on for its other stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.core.units import MIB
-
-FIRST_BUCKET_BYTES = 1 * MIB
-BUCKET_BYTES = 25 * MIB
+from meshwright.core.buckets import fill_buckets
 
 
 class Buckets:
@@ -34,7 +31,7 @@ class Buckets:
             return
         if self.used is None:
             self.used = self._used()
-        for bucket in self._filled(self.used):
+        for bucket in fill_buckets(self.used, lambda parameter: parameter.numel() * parameter.element_size()):
             flat = torch.cat([_gradient(parameter).flatten() for parameter in bucket])
             flat /= self.degree
             self.under_way.append((dist.all_reduce(flat, group=self.group, async_op=True), flat, bucket))
@@ -52,18 +49,6 @@ class Buckets:
         found = torch.tensor([float(p.grad is not None) for p in self.parameters], device=self.parameters[0].device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return [parameter for parameter, used in zip(self.parameters, found.tolist(), strict=True) if used]
-
-    def _filled(self, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        bucket: list[nn.Parameter] = []
-        filled, limit = 0, FIRST_BUCKET_BYTES
-        for parameter in parameters:
-            bucket.append(parameter)
-            filled += parameter.numel() * parameter.element_size()
-            if filled >= limit:
-                yield bucket
-                bucket, filled, limit = [], 0, BUCKET_BYTES
-        if bucket:
-            yield bucket
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

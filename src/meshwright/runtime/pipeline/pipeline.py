@@ -28,6 +28,7 @@ from meshwright.models.follow import give_number
 from meshwright.models.objective import Batch, Objective, call, tensors_of
 from meshwright.models.sketch import Sketch
 from meshwright.runtime._torch import around_calls
+from meshwright.runtime.data_parallel import give_up_gathered
 from meshwright.runtime.mesh import state_mesh
 from meshwright.runtime.pipeline.arrivals import Arrivals
 from meshwright.runtime.pipeline.cut import Cut, stage_of_blocks
@@ -254,7 +255,7 @@ class Pipeline:
 
     def give_up_gathered(self) -> None:
         for state in self.states.values():
-            state.give_up_gathered()
+            give_up_gathered(state.held)
 
 
 def _signature(batch: Batch) -> tuple[Hashable, ...]:

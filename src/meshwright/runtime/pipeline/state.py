@@ -135,11 +135,6 @@ class StageState:
         for buckets in self.buckets:
             buckets.finish()
 
-    def give_up_gathered(self) -> None:
-        for part in self.held.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
-
 
 def _key(name: str) -> str:
     return name.replace(".", "/")
