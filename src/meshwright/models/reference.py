@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -63,15 +63,14 @@ def small_vocabulary(vocab: int) -> int:
     return VOCABULARY_ROWS if vocab >= VOCABULARY_ROWS else min(vocab, 64)
 
 
+Stack = TypeVar("Stack", GPTOptions, MoEOptions, BERTOptions)
+
+
 def small_moe(options: MoEOptions) -> MoEOptions:
-    heads = min(options.heads, 4)
-    return replace(
-        options, layers=min(options.layers, SMALL_DEPTH), hidden=8 * heads, heads=heads, seq=min(options.seq, 16),
-        vocab=small_vocabulary(options.vocab), experts=min(options.experts, 4), dropout=0.0,
-    )  # fmt: skip
+    return replace(small_stack(options), experts=min(options.experts, 4))
 
 
-def small_gpt(options: GPTOptions) -> GPTOptions:
+def small_stack(options: Stack) -> Stack:
     heads = min(options.heads, 4)
     return replace(
         options, layers=min(options.layers, SMALL_DEPTH), hidden=8 * heads, heads=heads, seq=min(options.seq, 16),
@@ -84,14 +83,6 @@ def small_llama(options: LlamaOptions) -> LlamaOptions:
     return replace(
         options, layers=min(options.layers, SMALL_DEPTH), hidden=8 * 2 * groups, heads=2 * groups, kv_heads=2, intermediate=48,
         seq=min(options.seq, 16), vocab=small_vocabulary(options.vocab),
-    )  # fmt: skip
-
-
-def small_bert(options: BERTOptions) -> BERTOptions:
-    heads = min(options.heads, 4)
-    return replace(
-        options, layers=min(options.layers, SMALL_DEPTH), hidden=8 * heads, heads=heads, seq=min(options.seq, 16),
-        vocab=small_vocabulary(options.vocab), dropout=0.0,
     )  # fmt: skip
 
 
@@ -130,7 +121,7 @@ def small_mlp(options: MLPOptions) -> MLPOptions:
 
 REFERENCE: dict[str, Reference] = {
     "gpt": Reference(
-        GPTOptions, "decoder-only transformer, learned positions, tied or untied head", GPT, next_token, small_gpt
+        GPTOptions, "decoder-only transformer, learned positions, tied or untied head", GPT, next_token, small_stack
     ),
     "llama": Reference(
         LlamaOptions,
@@ -140,7 +131,7 @@ REFERENCE: dict[str, Reference] = {
         small_llama,
     ),
     "bert": Reference(
-        BERTOptions, "encoder-only transformer that fills in masked tokens", BERT, masked_tokens, small_bert
+        BERTOptions, "encoder-only transformer that fills in masked tokens", BERT, masked_tokens, small_stack
     ),
     "t5": Reference(
         T5Options, "encoder and decoder, attention with a bias by distance", T5, decoded_tokens, small_t5

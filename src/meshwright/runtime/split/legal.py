@@ -26,14 +26,12 @@ from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
 from meshwright.models.experts import idle_experts
-from meshwright.models.objective import Batch, call
+from meshwright.models.objective import Batch, call, map_batch
 from meshwright.runtime._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    tree_flatten,
     tree_leaves,
-    tree_unflatten,
 )
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Cut, lay
@@ -75,11 +73,10 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             parameters = _faked(module)
             _cut_parameters(module, plan, parameters, splitter)
-            leaves, structure = tree_flatten(batch)
-            given = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            given = _faked_batch(batch)
             splitter.read(given)
             with splitter:
-                call(_Called(module, parameters), tree_unflatten(given, structure))
+                call(_Called(module, parameters), given)
     except UNKNOWN:
         pass  # what comes behind is tried when it runs
     except NotSplit as error:
@@ -123,9 +120,7 @@ class _Trial:
         try:
             with self.mode:
                 fakes = _faked(self.module)
-                leaves, structure = tree_flatten(batch)
-                given = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                call(_Called(self.module, fakes), tree_unflatten(given, structure))
+                call(_Called(self.module, fakes), _faked_batch(batch))
         except UNKNOWN:
             pass  # what comes behind is tried when it runs
         finally:
@@ -258,6 +253,11 @@ class _Called(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _faked_batch(batch: Batch) -> Batch:
+    """As large as the batch; inside a fake mode, without memory."""
+    return map_batch(torch.empty_like, batch)
 
 
 def _faked(module: nn.Module) -> dict[str, Tensor]:
