@@ -1,0 +1,72 @@
+"""A Problem: what is searched for, on what, within which limits. Every method of search gets one and returns an Outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import PlanError
+from meshwright.core.estimate import Estimate
+from meshwright.core.graph import Graph
+from meshwright.core.legal import LegalSharding
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.core.request import PlanRequest
+from meshwright.cost.estimate import estimate
+
+SAMPLES_PER_DEVICE = 8
+"""Global batch per device where nobody gave one."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    graph: Graph
+    cluster: Cluster
+    request: PlanRequest = field(default_factory=PlanRequest)
+    recipe: Recipe = field(default_factory=Recipe)
+    budget_bytes: int | None = None
+    """Per device; without it, all the device has."""
+    world: int | None = None
+    """How many ranks; without it, fewer devices than there are may be used."""
+    other_casting: Graph | None = None
+    """The same model as the plans that reach 16 bits in the other way run it; without it, all are costed alike."""
+    legal: tuple[LegalSharding, ...] = ()
+    """What the runtime has answered so far."""
+
+    @cached_property
+    def devices(self) -> int:
+        """How many may be used."""
+        devices = self.cluster.num_devices if self.world is None else self.world
+        if not 1 <= devices <= self.cluster.num_devices:
+            raise PlanError(
+                f"{devices} ranks were asked for, but '{self.cluster.name}' has {self.cluster.num_devices} devices"
+            )
+        return devices
+
+    @property
+    def global_batch(self) -> int:
+        return self.request.global_batch or SAMPLES_PER_DEVICE * self.devices
+
+    def graph_of(self, plan: Plan) -> Graph:
+        """The model as the plan runs it."""
+        other = self.other_casting
+        return other if other is not None and other.casting == plan.casting else self.graph
+
+    def cost(self, plan: Plan) -> Estimate:
+        return estimate(self.graph_of(plan), plan, self.cluster, self.recipe, self.budget_bytes)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a method found: plans with their estimates, in any order, those that do not fit among them."""
+
+    costed: tuple[tuple[Plan, Estimate], ...]
+    num_candidates: int
+    """How many plans were decided upon, those left out by a bound among them."""
+    bound_seconds: float | None = None
+    """No plan that was not costed is faster than this; None where the method cannot say."""
+
+
+Method = Callable[[Problem], Outcome]
