@@ -22,7 +22,7 @@ from meshwright.cost.division import Division
 from meshwright.cost.links import axis_group, collective_seconds, send_seconds
 from meshwright.cost.passes import StagePasses
 from meshwright.cost.redone import modes_of
-from meshwright.cost.step_calls import step_calls
+from meshwright.cost.step_calls import stage_calls, step_calls
 from meshwright.cost.streams import Lane, exposed_seconds, play_backward, play_forward
 
 
@@ -68,10 +68,25 @@ class StageCosts:
         self.modes = modes_of(plan, recipe)
         self._calls: dict[int, tuple[Call, ...]] = {}
         self._inner: dict[tuple[int, Phase, tuple[int, ...], bool, bool], float] = {}
+        self._known: dict[tuple[object, ...], StageCost] = {}
         constants = cluster.device.constants
         self.slowdown = constants.overlap_slowdown if constants else 1 - overlap_share(plan, cluster.device)
 
     def of(self, number: int, passes: StagePasses) -> StageCost:
+        """Stages with the same work cost the same: the middle of a deep model is costed once."""
+        key = self._key(number, passes)
+        if key not in self._known:
+            self._known[key] = self._cost(number, passes)
+        return self._known[key]
+
+    def _key(self, number: int, passes: StagePasses) -> tuple[object, ...]:
+        """All that a stage's cost follows from. What is in no block is on the first stage; the last sends nothing."""
+        kinds = self.graph.kind_by_block
+        work = tuple((id(self.divisions[s.block]), s.number, self.modes.get(s.block)) for s in passes.forward)
+        blocks = tuple(kinds[name].name for name in self.plan.blocks_by_stage[number])
+        return work, blocks, passes.sent_sizes, number == 0, number + 1 == len(self.plan.stages)
+
+    def _cost(self, number: int, passes: StagePasses) -> StageCost:
         forward = self._total(passes.forward)
         backward = self._total(passes.backward)
         again = self._recompute(passes.backward)
@@ -157,14 +172,8 @@ class StageCosts:
 
     def _data(self, number: int, passes: StagePasses) -> dict[str, float]:
         """Exposed gathers and reductions along dp, each microbatch and once a step."""
-        coordinate = self.plan.stages[number].coordinate
-        blocks = {segment.block for segment in passes.forward}
-        calls = [
-            call
-            for call in self.data_calls(coordinate)
-            if call.phase in ("forward", "backward")
-            and (call.block in blocks if call.block else self._is_first(number, coordinate))
-        ]
+        found = stage_calls(self.graph, self.plan, self.recipe, number)
+        calls = [call for call in found if call.phase in ("forward", "backward")]
         each = self.plan.zero == 3
         gathers = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "forward")
         again = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "backward")
@@ -186,10 +195,6 @@ class StageCosts:
         if coordinate not in self._calls:
             self._calls[coordinate] = step_calls(self.graph, self.plan, self.recipe, coordinate)
         return self._calls[coordinate]
-
-    def _is_first(self, number: int, coordinate: int) -> bool:
-        """What belongs to no block of its own is counted with the coordinate's first stage."""
-        return number == next(place for place, stage in enumerate(self.plan.stages) if stage.coordinate == coordinate)
 
     def _by_block(self, calls: Iterable[Call]) -> dict[str, float]:
         found: dict[str, float] = {}
