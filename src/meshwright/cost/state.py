@@ -58,13 +58,19 @@ def blocks_on(plan: Plan, coordinate: int) -> tuple[str, ...]:
 def local_parameters(graph: Graph, plan: Plan, coordinate: int) -> tuple[Parameter, ...]:
     """Each tensor a rank of this coordinate holds, in the shape it holds before ZeRO."""
     mine = (number for number, stage in enumerate(plan.stages) if stage.coordinate == coordinate)
-    return tuple(parameter for number in mine for parameter in stage_parameters(graph, plan, number))
-
-
-def stage_parameters(graph: Graph, plan: Plan, number: int) -> tuple[Parameter, ...]:
-    """The tensors of one stage: tied names that it has several of once, by the first. Block '' is on the first stage."""
-    here = [*([""] if number == 0 else []), *plan.blocks_by_stage[number]]
     splits = split_dims(graph, plan)
+    return tuple(parameter for number in mine for parameter in stage_parameters(graph, plan, number, splits))
+
+
+def stage_parameters(
+    graph: Graph, plan: Plan, number: int, splits: dict[tuple[str, str], int] | None = None
+) -> tuple[Parameter, ...]:
+    """The tensors of one stage: tied names that it has several of once, by the first. Block '' is on the first stage.
+
+    splits: `split_dims`, where many stages are asked for.
+    """
+    here = [*([""] if number == 0 else []), *plan.blocks_by_stage[number]]
+    splits = split_dims(graph, plan) if splits is None else splits
     found: dict[str, Parameter] = {}
     for parameter in graph.parameters_of(here):
         found.setdefault(parameter.tied_to or parameter.name, parameter)
