@@ -204,6 +204,8 @@ def _expert_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
     if own.plan.mesh.ep == 1:
         return
     size, group = _expert_input_bytes(own), axis_group(own.plan.mesh, "ep")
+    if own.plan.sequence_parallel:  # each tp rank sends the rows of its own tokens
+        size //= own.plan.mesh.tp
     if not size:
         return
     if phase == "forward":

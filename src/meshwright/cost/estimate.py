@@ -30,7 +30,7 @@ from meshwright.cost.holdings import Holdings
 from meshwright.cost.memory import MemoryCost, Moment
 from meshwright.cost.offload import Offloaded, offloaded
 from meshwright.cost.passes import StagePasses, passes_by_stage
-from meshwright.cost.play import Play, play
+from meshwright.cost.play import Play, enough_microbatches, play_schedule
 from meshwright.cost.stages import StageCost, StageCosts
 from meshwright.cost.timing import StageSeconds
 
@@ -50,7 +50,13 @@ class Estimator:
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
         self.divisions: dict[str, Division] = divide(graph, plan)
         self.passes: tuple[StagePasses, ...] = passes_by_stage(graph, plan)
-        self.order: Order = make_order(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
+        self.memory_order: Order = make_order(
+            plan.schedule,
+            plan.mesh.pp,
+            enough_microbatches(plan.schedule, plan.mesh.pp, plan.num_microbatches),
+            plan.virtual,
+        )
+        """With as many microbatches as fill the pipeline: more do not take more memory."""
         self._holdings: dict[int, Holdings] = {}
         self.costs = StageCosts(graph, plan, cluster, recipe, self.divisions)
         self.stages: list[StageCost] = [self.costs.of(number, passes) for number, passes in enumerate(self.passes)]
@@ -85,8 +91,12 @@ class Estimator:
     # ------------------------------------------------------------ time
 
     def played(self) -> Play:
-        return play(
-            self.order,
+        plan = self.plan
+        return play_schedule(
+            plan.schedule,
+            plan.mesh.pp,
+            plan.num_microbatches,
+            plan.virtual,
             [_stage_seconds(cost) for cost in self.stages],
             "blocking" if self.recipe.blocking_transfers else "asynchronous",
         )
@@ -132,13 +142,13 @@ class Estimator:
 
     def worst_moment(self) -> Moment:
         cost = MemoryCost(self.plan, self.recipe, self.divisions, self.passes, self.holdings)
-        return cost.worst(self.order, self.cluster.device)
+        return cost.worst(self.memory_order, self.cluster.device)
 
     def needed_bytes(self) -> list[int]:
         """What a device of each coordinate must have."""
         cost = MemoryCost(self.plan, self.recipe, self.divisions, self.passes, self.holdings)
         found = []
-        for moment in cost.peaks(self.order, self.cluster.device):
+        for moment in cost.peaks(self.memory_order, self.cluster.device):
             reserved, context = self.beside(moment.memory.total)
             found.append(max(moment.memory.total, reserved) + context)
         return found

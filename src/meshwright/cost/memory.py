@@ -53,7 +53,8 @@ class MemoryCost:
         self.plan, self.recipe = plan, recipe
         self.divisions, self.stages, self.holdings = divisions, stages, holdings
         self.footprints = Footprints(plan, recipe)
-        self._kept = [self._stage_kept(number) for number in range(len(stages))]
+        self._kept: dict[int, float] = {}
+        self._held_by_row: dict[int, tuple[tuple[int, float, float], ...]] = {}
 
     def worst(self, order: Order, device: Device) -> Moment:
         """The fullest moment of the fullest coordinate."""
@@ -77,7 +78,7 @@ class MemoryCost:
         known: dict[tuple[object, ...], Moment] = {}
         found = []
         for coordinate, row in enumerate(order):
-            held = tuple(self._held(row))
+            held = self._held(row)
             stages = [stage for stage, _, _ in held]
             sizes = tuple((forward, backward) for _, forward, backward in held)
             key = (self._work(stages), sizes, 0 in stages, len(self.stages) - 1 in stages)
@@ -104,9 +105,15 @@ class MemoryCost:
             yield from self._walk(stage, (held_forward, held_backward), holdings, device)
         yield Moment(coordinate, "update", holdings.during_update(device))
 
-    def _held(self, row: tuple[Action, ...]) -> Iterator[tuple[int, float, float]]:
+    def _held(self, row: tuple[Action, ...]) -> tuple[tuple[int, float, float], ...]:
         """For each stage of a coordinate: the most that other microbatches hold when a forward, or a backward, begins."""
-        kept = {action.stage: self._kept[action.stage] for action in row}
+        key = id(row)
+        if key not in self._held_by_row:
+            self._held_by_row[key] = tuple(self._walk_held(row))
+        return self._held_by_row[key]
+
+    def _walk_held(self, row: tuple[Action, ...]) -> Iterator[tuple[int, float, float]]:
+        kept = {stage: self._stage_kept(stage) for stage in dict.fromkeys(action.stage for action in row)}
         most: dict[tuple[int, str], float] = {}
         held = 0.0
         for action in row:
@@ -124,6 +131,11 @@ class MemoryCost:
 
     def _stage_kept(self, number: int) -> float:
         """By one microbatch on a stage, between its forward and its backward: what it received is kept too."""
+        if number not in self._kept:
+            self._kept[number] = self._walk_kept(number)
+        return self._kept[number]
+
+    def _walk_kept(self, number: int) -> float:
         ledger = Ledger(self._received(number))
         for segment, behind in self._forward(number):
             ledger.forward(segment.block, self._footprint(segment), behind, keeps_input=self._keeps_input(behind))
@@ -131,7 +143,7 @@ class MemoryCost:
 
     def own_kept(self, number: int) -> float:
         """The same without what it received."""
-        return self._kept[number] - self._received(number)
+        return self._stage_kept(number) - self._received(number)
 
     def room_of(self, number: int) -> float:
         """What the passes of a stage need above what is kept when they begin, at least for a moment."""

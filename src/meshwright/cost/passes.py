@@ -104,9 +104,17 @@ def _place(segments: list[Segment], stage_of: dict[str, int], first: int, lists:
 def sent_sizes(passes: StagePasses, divisions: dict[str, Division], samples: int) -> list[tuple[float, bool]]:
     """Bytes on one rank of each tensor a stage gives to the next, and whether its gradient comes back."""
     return [
-        (one.num_bytes.at(samples) * divisions[one.block].result_share("@input"), one.needs_gradient)
+        (
+            one.num_bytes.at(samples) * (divisions[one.block].result_share("@input") if has_tokens(one) else 1),
+            one.needs_gradient,
+        )
         for one in passes.sent
     ]
+
+
+def has_tokens(one: Sent) -> bool:
+    """What does not grow with the samples, as a loss of the experts or a table of biases, is whole on every rank."""
+    return one.num_bytes.per_sample > 0
 
 
 def handed_on_bytes(passes: StagePasses, divisions: dict[str, Division], samples: int) -> float:

@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.core.codec import Value
+from meshwright.core.plan import ScheduleKind
 from meshwright.core.schedule import Action, Order
+from meshwright.core.schedules import make_order
 from meshwright.cost.timing import StageSeconds, Transfers, time_order
 
 
@@ -64,6 +66,60 @@ def play(order: Order, stages: Sequence[StageSeconds], transfers: Transfers = "a
         exposed_seconds=tuple(timing.exposed),
         idle_seconds=tuple(max(0.0, step - busy - exposed) for busy, exposed in parts),  # no less for rounding
     )
+
+
+FULL_ROUNDS = 3
+"""After so many microbatches a stage, all stages of a pipeline take turns as they will until the end."""
+SAME = 1e-9
+"""Relative: steps that differ by less grow alike."""
+
+
+def enough_microbatches(kind: ScheduleKind, num_coordinates: int, num_microbatches: int) -> int:
+    """How many fill the pipeline: with more, as many are in flight. GPipe keeps all; interleaved rounds must be alike."""
+    enough = FULL_ROUNDS * num_coordinates
+    regular = kind in ("1f1b", "zb", "zbv", "dualpipev") or (
+        kind == "interleaved" and num_microbatches % num_coordinates == 0
+    )
+    return enough if regular and enough < num_microbatches else num_microbatches
+
+
+def play_schedule(
+    kind: ScheduleKind,
+    num_coordinates: int,
+    num_microbatches: int,
+    virtual: int,
+    stages: Sequence[StageSeconds],
+    transfers: Transfers = "asynchronous",
+) -> Play:
+    """The step of a schedule. A long one is played three times shortly: where the third grows as the second did, the rest
+    of the step does too; else it is played as a whole."""
+    step = num_coordinates if kind == "interleaved" else 1
+    first = 2 * FULL_ROUNDS * num_coordinates * virtual
+    first += (num_microbatches - first) % step
+
+    def played(count: int) -> Play:
+        return play(make_order(kind, num_coordinates, count, virtual), stages, transfers)
+
+    irregular = enough_microbatches(kind, num_coordinates, num_microbatches) == num_microbatches and kind != "gpipe"
+    if irregular or num_microbatches <= 4 * first:
+        return played(num_microbatches)
+    one, two, three = (played(first + number * step) for number in range(3))
+    growth, before = three.step_seconds - two.step_seconds, two.step_seconds - one.step_seconds
+    if abs(growth - before) > SAME * three.step_seconds or three.busiest != two.busiest:
+        return played(num_microbatches)
+    return _extended(two, three, (num_microbatches - first - 2 * step) // step)
+
+
+def _extended(before: Play, last: Play, times: int) -> Play:
+    """The last of two plays that are a round apart, and so many rounds more."""
+
+    def longer(name: str) -> tuple[float, ...]:
+        return tuple(b + times * (b - a) for a, b in zip(getattr(before, name), getattr(last, name), strict=True))
+
+    step = last.step_seconds + times * (last.step_seconds - before.step_seconds)
+    busy, exposed = longer("busy_seconds"), longer("exposed_seconds")
+    idle = tuple(max(0.0, step - one - other) for one, other in zip(busy, exposed, strict=True))
+    return Play(step_seconds=step, busy_seconds=busy, exposed_seconds=exposed, idle_seconds=idle)
 
 
 def timeline(

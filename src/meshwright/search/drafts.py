@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -18,7 +19,7 @@ from meshwright.search.space import Point, Shape, divisors
 from meshwright.search.units import Cut, stages_of, units_of
 from meshwright.search.work import Divided, UnitTable, divide_units, make_table
 
-LARGE_MICROBATCH = 64
+LARGE_MICROBATCH = 16
 """Kernels of so many samples run as well as they ever will."""
 
 Key = tuple[int, int, int, bool, int, bool, bool]
@@ -168,7 +169,8 @@ class Drafts:
         if key not in self._runs:
             size, larger = divmod(len(self.units), point.num_stages)
             cut = tuple(accumulate(size + (stage < larger) for stage in range(point.num_stages)))
-            plan = self.plan(point, cut)
+            asked = self.problem.request.offload is not None  # who asks for it may see what it would cost
+            plan = self.plan(replace(point, offload="none") if asked else point, cut)
             self._runs[key] = plan is not None and not not_yet(plan)
         return self._runs[key]
 

@@ -11,8 +11,9 @@ opened next:
             cut  where stages end: few are all tried, of many the best by dynamic programming (search/cuts.py)
                  costed with the least recompute that fits (search/fitting.py)
 
-It ends when no open node can be faster than the best plan that fits: that plan is the fastest there is (of all cuts, where all
-were tried). After `MOST_COSTED` cuts it ends too, and the least bound that is open says how far from the best the answer may
+Two short dives find good plans to begin with (1f1b without cp, then everything on the best mesh so far). The search ends when no
+open node can be faster than the best plan that fits: that plan is the fastest there is (of all cuts, where all were tried). After
+`MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too, and the least bound that is open says how far from the best the answer may
 be. Nodes are counted, not seconds, and ties are broken by the order of opening: the same input gives the same plan.
 """
 
@@ -20,18 +21,24 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from itertools import count
+from dataclasses import replace
+from itertools import accumulate, count
 from math import inf
+
+import msgspec
 
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
+from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan, ScheduleKind
-from meshwright.core.request import count_microbatches, share_of_batch
+from meshwright.core.request import plain_plan
+from meshwright.cost.division import check_divides
+from meshwright.search.choice import error_band
 from meshwright.search.cuts import FEW_CUTS, best_cut, every_cut, num_cuts
-from meshwright.search.drafts import Drafts
+from meshwright.search.drafts import LARGE_MICROBATCH, Drafts
 from meshwright.search.fitting import fitted
 from meshwright.search.problem import Outcome, Problem
-from meshwright.search.room import recompute_seconds
+from meshwright.search.room import least_bytes, recompute_seconds
 from meshwright.search.space import Point, Shape, families, meshes, states, turns, worlds
 from meshwright.search.units import Cut
 
@@ -39,6 +46,14 @@ MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
 
 
+MOST_OPENED = 3000
+"""Nodes of all levels, likewise."""
+MOST_DIVED = 12
+"""Cuts that are costed to begin with."""
+MOST_SIMPLER = 12
+"""Cuts that are costed to find a simpler plan that is as fast, for every mechanism that is left out."""
+MOST_NEAREST = 8
+"""Cuts that are costed to find the nearest miss, where nothing fits."""
 EVEN_SLACK = 0.97
 """A sample is quickest in the largest microbatch, but for this: kernels of a smaller one may fill a device a little better."""
 
@@ -47,33 +62,109 @@ Open = Callable[[], Opened]
 
 
 def joint(problem: Problem) -> Outcome:
-    found = _Search(problem)
+    drafts = Drafts(problem)
+    costed = _dives(problem, drafts)
+    found = _Search(problem, drafts, known=costed)
     found.run()
-    return Outcome(tuple(found.costed), found.num_candidates, found.bound_seconds)
+    costed = list(found.costed)
+    if found.fastest is not None and not problem.prefer_fastest:
+        costed += _simpler(problem, found)
+    if found.fastest is None:
+        costed += found.nearest()
+    bound = found.bound_seconds if found.bound_seconds is not None else found.best_seconds
+    return Outcome(tuple(costed), found.num_candidates, bound if bound < inf else None)
+
+
+def _dives(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]:
+    """Good plans to begin with, so that bounds have something to cut off: 1f1b without cp first, then all else on its mesh."""
+    first = _narrowed(problem, {"cp": 1, "schedule": "1f1b"})
+    if first is None:
+        return []
+    found = _Search(first, drafts, most_costed=MOST_DIVED)
+    found.run()
+    if found.fastest is None:
+        return list(found.costed)
+    mesh = found.fastest[0].mesh
+    second = _narrowed(problem, {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep})
+    assert second is not None
+    then = _Search(second, drafts, known=list(found.costed), most_costed=2 * MOST_DIVED)
+    then.run()
+    return list(then.costed)
+
+
+def _narrowed(problem: Problem, fixed: dict[str, object]) -> Problem | None:
+    """The problem with these parts fixed too; None where the request says otherwise."""
+    asked = msgspec.structs.asdict(problem.request)
+    if any(asked[name] not in (None, value) for name, value in fixed.items()):
+        return None
+    return replace(problem, request=msgspec.structs.replace(problem.request, **fixed))
+
+
+def _simpler(problem: Problem, found: _Search) -> list[tuple[Plan, Estimate]]:
+    """Plans without one of the mechanisms of the fastest, as far as they are as fast within the estimate's error."""
+    assert found.fastest is not None
+    plan, mesh = found.fastest[0], found.fastest[0].mesh
+    restrictions: list[tuple[bool, dict[str, object]]] = [
+        (mesh.pp > 1, {"pp": 1}),
+        (mesh.tp > 1, {"tp": 1}),
+        (mesh.cp > 1, {"cp": 1}),
+        (mesh.ep > 1, {"ep": 1}),
+        (plan.zero > 0, {"zero": 0}),
+        (plan.schedule != "1f1b", {"schedule": "1f1b"}),
+        (plan.sequence_parallel, {"sequence_parallel": False}),
+        (bool(plan.recompute), {"recompute": "none"}),
+        (plan.compile, {"compile": False}),
+    ]
+    costed = []
+    limit = found.best_seconds * (1 + error_band(problem.cluster))
+    for applies, fixed in restrictions:
+        name = next(iter(fixed))
+        if applies and getattr(problem.request, name) is None:
+            request = msgspec.structs.replace(problem.request, **fixed)
+            narrow = replace(problem, request=request)
+            part = _Search(narrow, found.drafts, limit_seconds=limit, most_costed=MOST_SIMPLER)
+            part.run()
+            costed += part.costed
+    return costed
 
 
 class _Search:
-    def __init__(self, problem: Problem) -> None:
+    """known: plans that were costed before; limit_seconds: slower ones are not looked for."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        drafts: Drafts,
+        *,
+        known: list[tuple[Plan, Estimate]] | None = None,
+        limit_seconds: float = inf,
+        most_costed: int = MOST_COSTED,
+    ) -> None:
         self.problem = problem
-        self.drafts = Drafts(problem)
-        self.costed: list[tuple[Plan, Estimate]] = []
-        self.best_seconds = inf
+        self.drafts = drafts
+        self.costed: list[tuple[Plan, Estimate]] = list(known or [])
+        self._points_costed = {_identity(plan) for plan, _ in self.costed}
+        fitting = [pair for pair in self.costed if pair[1].fits]
+        self.fastest = min(fitting, key=lambda pair: pair[1].step_seconds, default=None)
+        self.best_seconds = min(limit_seconds, self.fastest[1].step_seconds if self.fastest else inf)
+        self.most_costed = most_costed
         self.num_candidates = 0
         self.bound_seconds: float | None = None
+        """The least bound that was still open; None where nothing was."""
         self._open: list[tuple[float, int, Open]] = []
         self._numbers = count()
 
     def run(self) -> None:
         self._push(self._worlds())
-        while self._open and len(self.costed) < MOST_COSTED:
+        opened_nodes = 0
+        while self._open and len(self.costed) < self.most_costed and opened_nodes < MOST_OPENED:
+            opened_nodes += 1
             bound, _, opened = heapq.heappop(self._open)
             if bound >= self.best_seconds:
                 self._open = []
                 break
             self._push(opened())
         self.bound_seconds = self._open[0][0] if self._open else None
-        if not self.costed:
-            raise self._nothing()
 
     def _push(self, nodes: Opened) -> None:
         for bound, opened in nodes:
@@ -98,13 +189,20 @@ class _Search:
             yield self._of_shape(shape), lambda shape=shape: self._turns(shape)  # type: ignore[misc]
 
     def _of_family(self, family: list[Shape]) -> float:
-        """The work of its largest microbatch, and the state that adds least to it."""
+        """The work of its largest microbatch, and the state that adds least to it of those that fit with the smallest."""
         best = inf
-        for zero, hybrid, offload in states(self.problem, family[0]) if family else ():
-            bounds = self.drafts.bounds(family[0], sharded=zero > 0)
-            if bounds is not None:
-                point = Point(family[0], "1f1b", 1, zero, hybrid, offload)
-                best = min(best, EVEN_SLACK * bounds.of_shape(family[0]) + bounds.of_once(point))
+        if not family or self.drafts.sharding(family[0]) is None:
+            return inf
+        largest = next((shape for shape in family if shape.microbatch <= LARGE_MICROBATCH), family[-1])
+        smallest = family[-1]
+        for zero, hybrid, offload in states(self.problem, smallest):
+            bounds = self.drafts.bounds(largest, sharded=zero > 0)
+            table = self.drafts.table(smallest, sharded=zero > 0)
+            if bounds is None or table is None:
+                return inf
+            point = Point(smallest, "1f1b", 1, zero, hybrid, offload)
+            if recompute_seconds(table, point, self.drafts.room(point)) < inf:
+                best = min(best, EVEN_SLACK * bounds.of_shape(largest) + bounds.of_once(replace(point, shape=largest)))
         return best
 
     def _of_shape(self, shape: Shape) -> float:
@@ -150,24 +248,71 @@ class _Search:
     def _cost(self, point: Point, cut: Cut) -> Opened:
         plan = self.drafts.plan(point, cut)
         table = self.drafts.table(point.shape, sharded=point.zero > 0)
-        if plan is None or table is None:
+        if plan is None or table is None or _identity(plan) in self._points_costed:
             return ()
         try:
             costed = fitted(self.problem, point, cut, plan, table)
         except PlanError:
             return ()  # a block that reads what a later stage makes, or the like: no such plan
         self.costed.append(costed)
-        if costed[1].fits:
-            self.best_seconds = min(self.best_seconds, costed[1].step_seconds)
+        if costed[1].fits and costed[1].step_seconds < self.best_seconds:
+            self.fastest, self.best_seconds = costed, costed[1].step_seconds
         return ()
+
+    # ------------------------------------------------------------ nothing fits
+
+    def nearest(self) -> list[tuple[Plan, Estimate]]:
+        """The plans that are over the budget by least, where none fits: by the bound on memory first, then costed."""
+        found: list[tuple[float, int, Point]] = []
+        for world in worlds(self.problem):
+            for mesh in meshes(self.problem, world):
+                for family in families(self.problem, mesh):
+                    found += self._over(family[-1:], len(found))
+            if found:
+                break
+        if not found:
+            raise self._nothing()
+        for _, _, point in heapq.nsmallest(MOST_NEAREST, found):
+            size, larger = divmod(len(self.drafts.units), point.num_stages)
+            cut = tuple(accumulate(size + (stage < larger) for stage in range(point.num_stages)))
+            self._cost(point, cut)
+        if not self.costed:
+            raise self._nothing()
+        return self.costed
+
+    def _over(self, shapes: list[Shape], number: int) -> list[tuple[float, int, Point]]:
+        """The smallest microbatch of a family under every state, each with the bytes it needs at least."""
+        found: list[tuple[float, int, Point]] = []
+        for shape in shapes:
+            for zero, hybrid, offload in states(self.problem, shape):
+                point = Point(shape, "1f1b", 1, zero, hybrid, offload)
+                bounds = self.drafts.bounds(shape, sharded=zero > 0)
+                if bounds is not None and self.drafts.runs(point):
+                    needed = least_bytes(bounds.table, point, self.drafts.room(point))
+                    found.append((needed, number + len(found), point))
+        return found
 
     def _nothing(self) -> PlanError:
         """No candidate agrees with the request: say why, as a plain plan would."""
-        if self.drafts.refusals:
-            return PlanError(self.drafts.refusals[0])
-        request, batch = self.problem.request, self.problem.global_batch
-        world = worlds(self.problem)[0]
-        dp = request.dp or world // ((request.pp or 1) * (request.tp or 1) * (request.cp or 1)) or 1
-        share_of_batch(batch, dp)
-        count_microbatches(batch, dp, request.microbatch or 1)
-        return PlanError(f"no plan for {world} ranks agrees with what was asked for: leave a degree open")
+        problem = self.problem
+        world = worlds(problem)[0]
+        wish = msgspec.structs.replace(problem.request, global_batch=problem.global_batch)
+        if problem.devices < world or (problem.world is not None and problem.world != world):
+            return PlanError(
+                f"the degrees that were asked for need {world} ranks, but there are {problem.devices}: make them equal"
+            )
+        try:
+            plan = plain_plan(wish, problem.graph, world, problem.cluster_hash)
+            check_divides(problem.graph_of(plan), plan)
+            check_runs(plan)
+        except PlanError as error:
+            return error
+        refused = self.drafts.refusals[-1] if self.drafts.refusals else "leave a degree open"
+        return PlanError(f"no plan for {world} ranks agrees with what was asked for: {refused}")
+
+
+def _identity(plan: Plan) -> tuple[object, ...]:
+    """What makes two plans the same but for their recompute."""
+    stages = tuple(stage.blocks for stage in plan.stages)
+    state = (plan.zero, plan.hybrid, plan.offload.what, plan.compile, plan.sequence_parallel)
+    return (plan.mesh, stages, plan.schedule, plan.microbatch, *state)

@@ -36,6 +36,8 @@ class Problem:
     """The same model as the plans that reach 16 bits in the other way run it; without it, all are costed alike."""
     legal: tuple[LegalSharding, ...] = ()
     """What the runtime has answered so far."""
+    prefer_fastest: bool = False
+    """Whether the fastest is taken even where a simpler plan is as fast within the estimate's error."""
 
     @cached_property
     def devices(self) -> int:

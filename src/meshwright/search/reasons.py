@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from meshwright.core.estimate import Estimate
+from meshwright.core.plan import Plan
 from meshwright.core.units import format_bytes, format_seconds
 
 WORDS = {
@@ -21,17 +22,21 @@ WORDS = {
 }
 
 
-def reason_lost(lost: Estimate, best: Estimate) -> str:
-    """The memory it is over, or the part of the step that costs it most against the best."""
+def reason_lost(lost: Estimate, best: Estimate, *, plan: Plan | None = None, band: float = 0.0) -> str:
+    """The memory it is over, or the part of the step that costs it most against the best. plan: the one that lost."""
     if not lost.fits:
         over = lost.needed_bytes - lost.budget_bytes
-        return f"{format_bytes(over)} over the budget of {format_bytes(lost.budget_bytes)}"
+        where = f" in the {lost.worst_moment}" if lost.worst_moment else ""
+        return f"{format_bytes(over)} over the budget of {format_bytes(lost.budget_bytes)}{where}"
     slower = lost.step_seconds / best.step_seconds - 1
     if slower == 0:
         return "equally fast, less plain"
+    if slower < 0:
+        return f"{-slower:.1%} faster, within the estimate's error of {band:.0%}, and more complicated"
     gains = _differences(lost, best)
     part, seconds = max(gains.items(), key=lambda item: item[1])
-    return f"+{slower:.1%} time: +{format_seconds(seconds)} for {WORDS[part]}"
+    many = f" at {plan.num_microbatches} microbatches" if plan is not None and part == "bubble" else ""
+    return f"+{slower:.1%} time: +{format_seconds(seconds)} for {WORDS[part]}{many}"
 
 
 def _differences(lost: Estimate, best: Estimate) -> dict[str, float]:

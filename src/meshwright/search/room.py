@@ -105,6 +105,14 @@ def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
     return wanted * table.seconds_per_saved_byte
 
 
+def least_bytes(table: UnitTable, point: Point, room: Room) -> float:
+    """What a device needs at least, with everything recomputed and stages as even as can be."""
+    state = room.state_bytes(table) / point.shape.pp
+    held = max(in_flight(point.schedule, point.shape.pp, point.shape.num_microbatches, point.virtual))
+    kept = held * float(table.kept["full"][-1]) / point.num_stages
+    return state + kept + float(room.working_bytes(table).min())
+
+
 def _even_fits(table: UnitTable, point: Point, room: Room, held: int) -> bool:
     size = least_size(table.num_units, point.num_stages)
     elements = np.diff(table.elements) * room.element_bytes + np.diff(table.expert_elements) * room.expert_element_bytes

@@ -1,13 +1,12 @@
 """Choose a plan by one of several methods, and say why each runner-up lost.
 
-The fastest plan that fits the budget wins; among equals the simpler one (fewer microbatches, less ZeRO, no recompute). The
-order is fixed, so the same input gives the same plan.
+Every method returns plans with their estimates; which of them is taken is decided here (search/choice.py). The order is fixed,
+so the same input gives the same plan.
 """
 
 from __future__ import annotations
 
 import time
-from math import log
 
 import msgspec
 
@@ -21,12 +20,11 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import RunnerUp, SearchResult, describe
 from meshwright.core.units import format_bytes
+from meshwright.search.choice import Costed, chosen, error_band, ordered, varied
 from meshwright.search.joint import joint
 from meshwright.search.problem import Method, Outcome, Problem
 from meshwright.search.reasons import reason_lost
 
-EQUAL_SHARE = 1e-9
-"""Estimates closer than this are taken as equal: rounding must not decide."""
 METHODS: dict[str, Method] = {"joint": joint}
 
 
@@ -53,40 +51,68 @@ def search(
     if method not in METHODS:
         raise InputError(f"no search is called '{method}': {nearest(method, METHODS)}")
     problem = Problem(
-        graph, cluster, request or PlanRequest(), recipe or Recipe(), budget_bytes, world, other_casting, legal
+        graph,
+        cluster,
+        request or PlanRequest(),
+        recipe or Recipe(),
+        budget_bytes,
+        world,
+        other_casting,
+        legal,
+        prefer_fastest,
     )
     outcome = METHODS[method](problem)
-    return _result(outcome, cluster, time.perf_counter() - started)
+    result = _result(outcome, problem, method)
+    return msgspec.structs.replace(result, search_seconds=time.perf_counter() - started)
 
 
-def _result(outcome: Outcome, cluster: Cluster, seconds: float) -> SearchResult:
-    fitting = sorted((pair for pair in outcome.costed if pair[1].fits), key=_preference)
+def _result(outcome: Outcome, problem: Problem, method: str) -> SearchResult:
+    fitting = ordered([pair for pair in outcome.costed if pair[1].fits])
     missing = sorted((pair for pair in outcome.costed if not pair[1].fits), key=lambda pair: pair[1].peak_bytes)
     if not fitting:
-        raise _infeasible(missing, cluster)
-    best, best_estimate = fitting[0]
+        raise _infeasible(missing, problem.cluster)
+    band = 0.0 if problem.prefer_fastest else error_band(problem.cluster)
+    plan, best = chosen(fitting, band)
+    others = [pair for pair in varied(fitting) if pair[0] is not plan]
+    fastest = fitting[0][1].step_seconds
     return SearchResult(
-        plan=best,
-        estimate=best_estimate,
-        runners_up=tuple(
-            RunnerUp(
-                plan=plan,
-                step_seconds=found.step_seconds,
-                peak_bytes=found.peak_bytes,
-                reason=reason_lost(found, best_estimate),
-            )
-            for plan, found in (*fitting[1:], *missing)
-        ),
+        plan=plan,
+        estimate=best,
+        runners_up=tuple(_runner_up(pair, (plan, best), band) for pair in (*others, *missing)),
         num_candidates=outcome.num_candidates,
-        search_seconds=seconds,
+        search_seconds=0.0,
+        method=method,
+        num_costed=len(outcome.costed),
+        gap=_gap(outcome, fastest),
+        remark=_remark(fitting[0], (plan, best), band),
     )
 
 
-def _preference(pair: tuple[Plan, Estimate]) -> tuple[int, int, int, int, float]:
-    """Fastest first; times equal but for rounding leave it to the simpler plan."""
-    plan, found = pair
-    speed = round(log(found.step_seconds) / EQUAL_SHARE)
-    return (speed, plan.num_microbatches, plan.zero, len(plan.recompute), found.step_seconds)
+def _runner_up(other: Costed, best: Costed, band: float) -> RunnerUp:
+    plan, found = other
+    return RunnerUp(
+        plan=plan,
+        step_seconds=found.step_seconds,
+        peak_bytes=found.peak_bytes,
+        reason=reason_lost(found, best[1], plan=plan, band=band),
+        fits=found.fits,
+    )
+
+
+def _gap(outcome: Outcome, fastest_seconds: float) -> float | None:
+    if outcome.bound_seconds is None:
+        return None
+    return max(0.0, fastest_seconds / outcome.bound_seconds - 1)
+
+
+def _remark(fastest: Costed, taken: Costed, band: float) -> str:
+    if taken[0] is fastest[0]:
+        return ""
+    gain = 1 - fastest[1].step_seconds / taken[1].step_seconds
+    return (
+        f"{describe(fastest[0])} is estimated {gain:.1%} faster, less than the estimate's error of {band:.0%}, and more "
+        "complicated: --prefer-fastest takes it"
+    )
 
 
 def _infeasible(missing: list[tuple[Plan, Estimate]], cluster: Cluster) -> InfeasibleError:

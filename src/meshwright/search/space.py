@@ -1,11 +1,12 @@
 """The space of plans: every choice but where stages are cut and which blocks are recomputed.
 
-    mesh           pp · dp · cp · tp = W; W: all devices, or fewer where their number is open (whole hosts, or part of one)
+    mesh           pp · dp · cp · tp = W; W: all devices, or fewer where their number is open: whole hosts, or part of one; on many
+                   hosts the next few numbers below all
                    dp divides the batch, ep divides dp and the experts, pp · virtual ≤ repeated blocks
     microbatch     a divisor of a dp rank's samples
     schedule       pp > 1: gpipe, 1f1b, zb, zbv, interleaved with v = 2 … MOST_VIRTUAL stages a coordinate, in deep models those
-                   that make stages of equal size
-    sharding       ZeRO 0 to 3 where dp · cp > 1, in groups of any divisor of dp
+                   that make stages of equal size, and no gpipe: 1f1b is as fast and keeps less
+    sharding       ZeRO 0 to 3 where dp · cp > 1, in groups of any divisor of a small dp, or of 1, 2, 4 … hosts' ranks
     compile        on a GPU, where no rule of tp or cp is in its way
     offload        what the runtime can run
 
@@ -17,11 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from meshwright.core.plan import MULTI_STAGE_SCHEDULES, Mesh, ScheduleKind, ZeroStage
 from meshwright.search.problem import OffloadKind, Problem
 from meshwright.search.units import FEW_UNITS
 
+MANY_HOSTS, FEW_WORLDS = 16, 6
+"""On more hosts than these, only so many smaller numbers of devices are looked at: the next ones that some mesh divides."""
+SMALL_DP = 8
+"""Up to so many data-parallel ranks, ZeRO may shard over groups of any size that divides them."""
 MOST_VIRTUAL = 8
 """Stages on one coordinate: beyond, sends eat what the smaller bubble saves."""
 SCHEDULES: tuple[ScheduleKind, ...] = ("1f1b", "gpipe", "zb", "zbv", "interleaved")
@@ -80,8 +86,12 @@ def worlds(problem: Problem) -> list[int]:
     if problem.world is not None:
         return [problem.world]
     per_host = problem.cluster.devices_per_host
-    hosts = [number * per_host for number in range(problem.cluster.num_hosts, 0, -1)]
-    return [*hosts, *range(per_host - 1, 0, -1)]
+    found = [number * per_host for number in range(problem.cluster.num_hosts, 0, -1)]
+    parts = list(range(per_host - 1, 0, -1))
+    if len(found) <= MANY_HOSTS:
+        return [*found, *parts]
+    smaller = (world for world in found[1:] if next(meshes(problem, world), None) is not None)
+    return [found[0], *islice(smaller, FEW_WORLDS)]
 
 
 def meshes(problem: Problem, world: int) -> Iterator[Mesh]:
@@ -119,7 +129,8 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
         return
     num_blocks = len(problem.graph.repeated_blocks)
     most = min(MOST_VIRTUAL, num_blocks // shape.pp)
-    for schedule in _open(request.schedule, SCHEDULES):
+    deep = num_blocks > FEW_UNITS
+    for schedule in _open(request.schedule, [kind for kind in SCHEDULES if not (deep and kind == "gpipe")]):
         several = schedule in MULTI_STAGE_SCHEDULES
         numbers = [2] if schedule in ("zbv", "dualpipev") else list(range(2, most + 1)) if several else [1]
         if num_blocks > FEW_UNITS and len(numbers) > 1:  # stages of unlike size only where every one counts
@@ -136,12 +147,21 @@ def states(problem: Problem, shape: Shape) -> Iterator[tuple[ZeroStage, int | No
     offloads: list[OffloadKind] = list(problem.offloads)
     stages: tuple[ZeroStage, ...] = (0,) if alone else (0, 1, 2, 3)
     for zero in _open(request.zero, stages):
-        groups = [None] if zero == 0 or alone else [None, *(part for part in divisors(shape.dp) if 1 < part < shape.dp)]
+        groups = [None] if zero == 0 or alone else [None, *_groups(problem, shape)]
         for hybrid in _open(request.hybrid, groups):
             if hybrid is not None and (zero == 0 or shape.dp % hybrid):
                 continue
             for offload in offloads:
                 yield zero, hybrid, offload
+
+
+def _groups(problem: Problem, shape: Shape) -> list[int]:
+    """Sizes of sharding groups: all divisors of a small dp; of a large one those that are the ranks of 1, 2, 4 … hosts."""
+    found = [part for part in divisors(shape.dp) if 1 < part < shape.dp]
+    if shape.dp <= SMALL_DP:
+        return found
+    on_host = max(1, problem.cluster.devices_per_host // (shape.tp * shape.cp))
+    return [part for part in found if part % on_host == 0 and (part // on_host).bit_count() == 1]
 
 
 def _open(fixed: object, choices: object) -> list:  # type: ignore[type-arg]

@@ -154,17 +154,18 @@ class _Columns:
         self.forms = [self.costs.form(number, one) for number, one in enumerate(passes)]
 
     def by_mode(self) -> dict[str, list[float]]:
-        found: dict[object, tuple[Work, float]] = {}
-        for form, one in zip(self.forms, self.passes, strict=True):
+        found: dict[object, tuple[Work, float, float, float]] = {}
+        for number, (form, one) in enumerate(zip(self.forms, self.passes, strict=True)):
             if form not in found:
-                found[form] = (self.costs.redone(one), self.costs.inner_backward(one))
+                memory = self.memory.own_kept(number), self.memory.room_of(number)
+                found[form] = (self.costs.redone(one), self.costs.inner_backward(one), *memory)
         rows = [found[form] for form in self.forms]
         return {
-            "recompute_launch": [work.launch for work, _ in rows],
-            "recompute_kernel": [work.kernel for work, _ in rows],
-            "inner_backward": [inner for _, inner in rows],
-            "kept": [self.memory.own_kept(number) for number in range(len(self.passes))],
-            "peak": [self.memory.room_of(number) for number in range(len(self.passes))],
+            "recompute_launch": [work.launch for work, _, _, _ in rows],
+            "recompute_kernel": [work.kernel for work, _, _, _ in rows],
+            "inner_backward": [inner for _, inner, _, _ in rows],
+            "kept": [kept for _, _, kept, _ in rows],
+            "peak": [peak for _, _, _, peak in rows],
         }
 
     def shared(self) -> dict[str, list[float]]:
