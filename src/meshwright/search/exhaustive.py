@@ -190,7 +190,9 @@ def _words(num_repeated: int, has_attention: bool) -> list[str]:
 
 def has_attention(problem: Problem) -> bool:
     kinds = problem.graph.kind_by_block
-    return any(core_ops(kind) for kind in {kinds[name].name: kinds[name] for name in problem.graph.repeated_blocks}.values())
+    return any(
+        core_ops(kind) for kind in {kinds[name].name: kinds[name] for name in problem.graph.repeated_blocks}.values()
+    )
 
 
 def _by_stage(blocks: tuple[str, ...], counts: Counts) -> Iterator[Rules]:

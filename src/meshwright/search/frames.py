@@ -3,34 +3,42 @@
 They were made for pipelines of one stage a device; a plan needs more. A *frame* is what they are given: a mesh of equal
 groups of dp · cp · tp devices, one for each stage, on as many devices as there are; and what is tried with every cut:
 
-    microbatches   powers of two that divide a dp rank's samples, at least as many microbatches as stages where that goes
-    rungs          ways to save memory, the plainest first; a method stops at the first that fits        -> RUNGS
+    microbatches   powers of two that divide a dp rank's samples, with at least as many microbatches as stages where that
+                   goes; from the smallest on as long as a larger one helps                              -> layouts
+    rungs          ways to save memory, the plainest first; the first that fits is taken                 -> RUNGS
 
 Sequence parallel is on where it is legal; experts lie over no ranks, or over as many as they can. What the request fixes has
 that value alone.
+
+The layouts a method proposes are sorted by what it expects of them, and the best few are costed          -> shortlist
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import gcd
 
 from meshwright.core.errors import PlanError
-from meshwright.core.plan import MULTI_STAGE_SCHEDULES, Mesh, Recompute, ZeroStage
+from meshwright.core.estimate import Estimate
+from meshwright.core.plan import MULTI_STAGE_SCHEDULES, Mesh, Plan, Recompute, ZeroStage
 from meshwright.core.request import recompute_rules
 from meshwright.search.builder import Builder, Point
 from meshwright.search.exhaustive import has_attention, meshes, no_plan
-from meshwright.search.problem import Problem
+from meshwright.search.loads import Loads, loads_of
+from meshwright.search.problem import Outcome, Problem
 
 LARGEST_MICROBATCH = 32
+NUM_COSTED = 12
+"""Layouts whose plans are estimated in full."""
 RUNGS: tuple[tuple[ZeroStage, str], ...] = ((0, "none"), (1, "none"), (1, "selective"), (1, "full"), (3, "full"))
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to save memory."""
+    """One way to save memory, by its place among RUNGS."""
 
+    number: int
     zero: ZeroStage
     rules: tuple[Recompute, ...]
 
@@ -59,6 +67,60 @@ class Frame:
             schedule=self.plain.schedule,
             offload=self.plain.offload,
         )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A cut in a frame, and the seconds a method expects a step of it to take."""
+
+    expected_seconds: float
+    point: Point
+    counts: tuple[int, ...]
+    rules: tuple[Recompute, ...]
+
+
+Cutter = Callable[[Loads, Point, int], tuple[float, tuple[int, ...]] | None]
+"""Loads, point and number of microbatches → expected seconds of a step and the units of each stage; None: none has room."""
+
+
+def layouts(builder: Builder, frame: Frame, cut: Cutter) -> list[Layout]:
+    """What a method finds in one frame: one for every microbatch size that made a step faster than the one before."""
+    found: list[Layout] = []
+    for microbatch in frame.microbatches:
+        layout = _plainest(builder, frame, microbatch, cut)
+        if layout is None or (found and layout.expected_seconds >= found[-1].expected_seconds):
+            break
+        found.append(layout)
+    return found
+
+
+def _plainest(builder: Builder, frame: Frame, microbatch: int, cut: Cutter) -> Layout | None:
+    num_microbatches = builder.problem.global_batch // (frame.mesh.dp * microbatch)
+    for rung in frame.rungs:
+        point = frame.point(microbatch, rung)
+        answer = cut(loads_of(builder, point, rung.rules), point, num_microbatches)
+        if answer is not None:
+            return Layout(answer[0], point, answer[1], rung.rules)
+    return None
+
+
+def shortlist(builder: Builder, found: list[Layout]) -> Outcome:
+    """The most promising layouts costed, and further ones as long as none of them fits."""
+    costed: list[tuple[Plan, Estimate]] = []
+    fits = False
+    for layout in sorted(found, key=lambda layout: layout.expected_seconds):
+        if fits and len(costed) >= NUM_COSTED:
+            break
+        plan = builder.plan(layout.point, layout.counts, layout.rules)
+        try:
+            estimate = builder.problem.cost(plan)
+        except PlanError:
+            continue  # the model cannot be cut there
+        costed.append((plan, estimate))
+        fits = fits or estimate.fits
+    if not costed:
+        raise no_plan(builder.problem)
+    return Outcome(tuple(costed), len(found))
 
 
 def frames(problem: Problem, builder: Builder) -> list[Frame]:
@@ -103,9 +165,7 @@ def _frame(problem: Problem, builder: Builder, mesh: Mesh) -> Frame:
     wishes = (True, False) if request.sequence_parallel is None else (request.sequence_parallel,)
     schedule = request.schedule or "1f1b"
     for sequence_parallel in wishes:
-        point = Point(
-            mesh, sizes[0], sequence_parallel, schedule=schedule, offload=request.offload or "none"
-        )
+        point = Point(mesh, sizes[0], sequence_parallel, schedule=schedule, offload=request.offload or "none")
         if not builder.refusal(point):
             return Frame(point, sizes, tuple(_rungs(problem, mesh)), request.hybrid)
     return Frame(Point(mesh), (), ())
@@ -122,7 +182,7 @@ def _microbatches(share: int, pp: int) -> Iterator[int]:
 def _rungs(problem: Problem, mesh: Mesh) -> Iterator[Rung]:
     request, blocks = problem.request, problem.graph.repeated_blocks
     seen: set[tuple[ZeroStage, str]] = set()
-    for zero, words in RUNGS:
+    for number, (zero, words) in enumerate(RUNGS):
         if request.zero is not None:
             zero = request.zero
         elif mesh.dp * mesh.cp == 1:
@@ -135,4 +195,4 @@ def _rungs(problem: Problem, mesh: Mesh) -> Iterator[Rung]:
             words = "none"
         if (zero, words) not in seen:
             seen.add((zero, words))
-            yield Rung(zero, recompute_rules(words, blocks))
+            yield Rung(number, zero, recompute_rules(words, blocks))

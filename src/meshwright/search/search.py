@@ -21,13 +21,23 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import RunnerUp, SearchResult, describe
 from meshwright.core.units import format_bytes
+from meshwright.search.exhaustive import exhaustive
 from meshwright.search.joint import joint
+from meshwright.search.placement import placement
+from meshwright.search.policy import policy
 from meshwright.search.problem import Method, Outcome, Problem
+from meshwright.search.profile import profile
 from meshwright.search.reasons import reason_lost
 
 EQUAL_SHARE = 1e-9
 """Estimates closer than this are taken as equal: rounding must not decide."""
-METHODS: dict[str, Method] = {"joint": joint}
+METHODS: dict[str, Method] = {
+    "joint": joint,
+    "exhaustive": exhaustive,
+    "placement": placement,
+    "profile": profile,
+    "policy": policy,
+}
 
 
 def search(
