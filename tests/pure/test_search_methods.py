@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import chain_graph, machine, named_machine
+from machines import OUTPUT, PEAK, chain_graph, machine, named_machine
 from strategies import quick
 from transformer import transformer_graph
 
@@ -183,7 +183,9 @@ def test_units_add_up_to_the_model() -> None:
     assert (
         sum(unit.state_bytes for unit in loads.units) == memory.parameters + memory.gradients + memory.optimizer_state
     )
-    assert sum(unit.kept_bytes for unit in loads.units) == pytest.approx(memory.activations)
+    received = 3 * 2 * OUTPUT  # a unit by itself keeps what the one before sent
+    kept = sum(unit.kept_bytes for unit in loads.units) - received
+    assert kept + 2 * PEAK == pytest.approx(memory.activations + memory.temporaries)
     assert loads.fit((4,), 3)
 
 
@@ -230,14 +232,21 @@ def test_the_program_finds_the_smallest_largest_load(
 ) -> None:
     loads, busy = Loads(chain, room), [unit.seconds for unit in chain]
     every = compositions(len(chain), num_devices) if num_devices <= len(chain) else []
-    fitting = [counts for counts in every if has_room(loads, counts, num_microbatches)]
+    with_room, without_doubt = (  # a solver takes what is over by its tolerance
+        [
+            max(device_loads(loads, busy, one))
+            for one in every
+            if has_room(Loads(chain, room * share), one, num_microbatches)
+        ]
+        for share in (1 + 1e-5, 1 - 1e-5)
+    )
     answer = place(loads, busy, num_devices, num_microbatches)
     if answer is None:
-        assert not fitting
+        assert not without_doubt
         return
     load, counts = answer
-    assert has_room(Loads(chain, room * (1 + 1e-5)), counts, num_microbatches)
-    assert load == pytest.approx(min(max(device_loads(loads, busy, one)) for one in fitting), rel=2e-3)
+    assert load == max(device_loads(loads, busy, counts))
+    assert min(with_room) <= load <= 1.002 * min(without_doubt, default=math.inf)
 
 
 def test_a_load_is_compute_and_what_comes_and_goes() -> None:

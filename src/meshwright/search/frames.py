@@ -126,12 +126,13 @@ def shortlist(builder: Builder, found: list[Layout]) -> Outcome:
 def frames(problem: Problem, builder: Builder) -> list[Frame]:
     """Those on the most devices that any frame can use."""
     _check_one_stage(problem)
-    found: dict[int, list[Frame]] = {}
+    by_world: dict[int, list[Mesh]] = {}
     for mesh in meshes(problem):
         if _is_worth_it(problem, mesh):
-            found.setdefault(mesh.world, []).append(_frame(problem, builder, mesh))
-    for world in sorted(found, reverse=True):
-        legal = [frame for frame in found[world] if frame.microbatches and frame.rungs]
+            by_world.setdefault(mesh.world, []).append(mesh)
+    for world in sorted(by_world, reverse=True):
+        found = [_frame(problem, builder, mesh) for mesh in by_world[world]]
+        legal = [frame for frame in found if frame is not None]
         if legal:
             return legal
     raise no_plan(problem)
@@ -158,7 +159,8 @@ def _is_worth_it(problem: Problem, mesh: Mesh) -> bool:
     )
 
 
-def _frame(problem: Problem, builder: Builder, mesh: Mesh) -> Frame:
+def _frame(problem: Problem, builder: Builder, mesh: Mesh) -> Frame | None:
+    """None where no plan on this mesh runs."""
     request = problem.request
     share = problem.global_batch // mesh.dp
     sizes = tuple(_microbatches(share, mesh.pp)) if request.microbatch is None else (request.microbatch,)
@@ -168,7 +170,7 @@ def _frame(problem: Problem, builder: Builder, mesh: Mesh) -> Frame:
         point = Point(mesh, sizes[0], sequence_parallel, schedule=schedule, offload=request.offload or "none")
         if not builder.refusal(point):
             return Frame(point, sizes, tuple(_rungs(problem, mesh)), request.hybrid)
-    return Frame(Point(mesh), (), ())
+    return None
 
 
 def _microbatches(share: int, pp: int) -> Iterator[int]:

@@ -23,6 +23,7 @@ import msgspec
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Segment
+from meshwright.core.names import expand_names
 from meshwright.core.plan import Mesh, Plan, Recompute
 from meshwright.core.schedules import make_order
 from meshwright.cost.communication import sends_shares, sent_bytes
@@ -129,7 +130,7 @@ class _UnitCosts:
 
     def _unit(self, number: int) -> Unit:
         cost, holdings = self.costs.of(number, self.passes[number]), self._holdings(number)
-        blocks = set(self.plan.stages[number].blocks)
+        blocks = set(expand_names(self.plan.stages[number].blocks))
         state = holdings.base.parameters + holdings.base.optimizer_state + holdings.gradients(blocks)
         state += round(sum(self._copies(segment) for segment in self.passes[number].forward))
         kept = self.memory.kept[number]

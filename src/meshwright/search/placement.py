@@ -148,11 +148,11 @@ class _Rows:
 
     def loads(self) -> None:
         for s in range(self.num_devices):
-            row, _, high = self._on_device(s, [-seconds / self.average for seconds in self.busy], 0.0, 0.0)
+            row, low, _ = self._on_device(s, [-seconds / self.average for seconds in self.busy], 0.0, 0.0)
             for cut in (s - 1, s):
                 self._add_crossing(row, cut)
             row[self.num_variables - 1] = 1.0
-            self._add(row, -high, float("inf"))
+            self._add(row, low, float("inf"))
 
     def memory(self) -> None:
         for s in range(self.num_devices):

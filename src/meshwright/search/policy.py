@@ -5,8 +5,8 @@
                   then the end of each stage but the last, one after another: with the end e of the stage before, one of
                   the units that leave at least one for every stage behind, drawn from a softmax over its own table
     reward        R = -log(seconds of a step), and PENALTY · log(needed / budget) less where it does not fit
-    step          θ ← θ + RATE · mean over a batch of (R - b) ∇ log π_θ(sample),   ∇ log softmax = one-hot - probabilities
-    baseline b    the mean reward of the samples up to here
+    step          θ ← θ + RATE · mean over a batch of (R - b) / σ · ∇ log π_θ(sample),  ∇ log softmax = one-hot - probabilities
+    baseline      b and σ are the mean and the standard deviation of the batch's rewards; alike rewards teach nothing
 
 This is REINFORCE as used for device placement (Mirhoseini et al. 2017, 1706.04972), with tables in place of a network, since a
 chain of units has no more to say. Settings with as many stages share the tables of ends. Those begin with stages as even as they
@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import exp, log
+from statistics import fmean, pstdev
 
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
@@ -76,13 +77,13 @@ class Learner:
 
     def learn(self, reward: Callable[[Sample], float], num_samples: int) -> None:
         """Draw, look at the rewards, and make what was better than the baseline likelier."""
-        total, seen = 0.0, 0
-        while seen < num_samples:
-            batch = [self.draw() for _ in range(min(BATCH, num_samples - seen))]
+        for start in range(0, num_samples, BATCH):
+            batch = [self.draw() for _ in range(min(BATCH, num_samples - start))]
             rewards = [reward(sample) for sample in batch]
-            total, seen = total + sum(rewards), seen + len(batch)
-            for sample, got in zip(batch, rewards, strict=True):
-                self._follow(sample, RATE * (got - total / seen) / len(batch))
+            baseline, spread = fmean(rewards), pstdev(rewards)
+            if spread > 0:
+                for sample, got in zip(batch, rewards, strict=True):
+                    self._follow(sample, RATE * (got - baseline) / spread / len(batch))
 
     def draw(self) -> Sample:
         setting: Choice = ()
