@@ -42,7 +42,7 @@ from meshwright.search.builder import Point as Point
 from meshwright.search.problem import Outcome, Problem
 
 MOST_PLANS = 20_000
-"""About a minute for a model of a few blocks."""
+"""A few minutes for a model of a few blocks."""
 SMALL_MODEL_BLOCKS = 6
 """Up to so many repeated blocks, every stage may recompute a number of its own."""
 
@@ -198,7 +198,8 @@ def has_attention(problem: Problem) -> bool:
 def _by_stage(blocks: tuple[str, ...], counts: Counts) -> Iterator[Rules]:
     """The first few blocks of each stage, for every few."""
     for numbers in product(*(range(count + 1) for count in counts)):
-        chosen, start = [], 0
+        chosen: list[str] = []
+        start = 0
         for number, count in zip(numbers, counts, strict=True):
             chosen += blocks[start : start + number]
             start += count

@@ -176,7 +176,7 @@ def reward_of(found: Estimate) -> float:
 
 def policy(problem: Problem, num_samples: int = NUM_SAMPLES, seed: int = 0) -> Outcome:
     builder = Builder(problem)
-    settings = {
+    settings: dict[Choice, Setting] = {
         (place, microbatch, rung.number): Setting(frame.point(microbatch, rung), rung.rules)
         for place, frame in enumerate(frames(problem, builder))
         for microbatch in frame.microbatches
