@@ -5,7 +5,7 @@ groups of dp · cp · tp devices, one for each stage, on as many devices as ther
 
     microbatches   powers of two that divide a dp rank's samples, with at least as many microbatches as stages where that
                    goes; from the smallest on as long as a larger one helps                              -> layouts
-    rungs          ways to save memory, the plainest first; the first that fits is taken                 -> RUNGS
+    rungs          ways to save memory, the plainest first; the fastest that recomputes no more than it must -> RUNGS
 
 Sequence parallel is on where it is legal; experts lie over no ranks, or over as many as they can. What the request fixes has
 that value alone.
@@ -87,21 +87,25 @@ def layouts(builder: Builder, frame: Frame, cut: Cutter) -> list[Layout]:
     """What a method finds in one frame: one for every microbatch size that made a step faster than the one before."""
     found: list[Layout] = []
     for microbatch in frame.microbatches:
-        layout = _plainest(builder, frame, microbatch, cut)
+        layout = _fastest(builder, frame, microbatch, cut)
         if layout is None or (found and layout.expected_seconds >= found[-1].expected_seconds):
             break
         found.append(layout)
     return found
 
 
-def _plainest(builder: Builder, frame: Frame, microbatch: int, cut: Cutter) -> Layout | None:
+def _fastest(builder: Builder, frame: Frame, microbatch: int, cut: Cutter) -> Layout | None:
+    """Of the rungs that recompute as little as fits."""
     num_microbatches = builder.problem.global_batch // (frame.mesh.dp * microbatch)
+    found: Layout | None = None
     for rung in frame.rungs:
+        if found is not None and rung.rules != found.rules:
+            break
         point = frame.point(microbatch, rung)
         answer = cut(loads_of(builder, point, rung.rules), point, num_microbatches)
-        if answer is not None:
-            return Layout(answer[0], point, answer[1], rung.rules)
-    return None
+        if answer is not None and (found is None or answer[0] < found.expected_seconds):
+            found = Layout(answer[0], point, answer[1], rung.rules)
+    return found
 
 
 def shortlist(builder: Builder, found: list[Layout]) -> Outcome:

@@ -9,6 +9,7 @@ smallest stages there are. Each is costed as a stage of its own, in one microbat
     weight_bytes     gradients that its replicas add up once a step
     state_bytes      parameters, gradients, optimizer state, and copies of weights that stay through a forward
     kept_bytes       what a microbatch holds between its forward and its backward
+    sent_bytes       what it sends to the next device, which a microbatch holds there too
 
 A stage of several units costs their sum; that leaves out what hides or shows only when they run together, which the estimate
 of the finished plan has.
@@ -31,7 +32,7 @@ from meshwright.cost.division import divide
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.links import axis_group, collective_seconds, send_seconds
 from meshwright.cost.memory import MemoryCost
-from meshwright.cost.passes import passes_by_stage
+from meshwright.cost.passes import handed_on_bytes, passes_by_stage
 from meshwright.cost.redone import modes_of
 from meshwright.cost.stages import StageCosts
 from meshwright.search.builder import Builder, Point
@@ -45,6 +46,7 @@ class Unit:
     weight_bytes: float
     state_bytes: float
     kept_bytes: float
+    sent_bytes: float = 0.0
     working_bytes: float = 0.0
     """What it needs for a moment on top."""
 
@@ -66,7 +68,9 @@ class Loads:
         for stage, count in enumerate(counts):
             flight = in_flight(stage, len(counts), num_microbatches)
             units = self.units[start : start + count]
-            if sum(unit.state_bytes + flight * unit.kept_bytes for unit in units) > self.room_bytes:
+            received = self.units[start - 1].sent_bytes if start else 0.0
+            held = sum(unit.state_bytes + flight * unit.kept_bytes for unit in units)
+            if held + flight * received > self.room_bytes:
                 return False
             start += count
         return True
@@ -117,7 +121,8 @@ class _UnitCosts:
             key = self._work(number)
             if key not in alike:
                 alike[key] = self._unit(number)
-            found.append(replace(alike[key], send_seconds=self._send_seconds(number, mesh)))
+            sends = {"send_seconds": self._send_seconds(number, mesh), "sent_bytes": self._sent_bytes(number)}
+            found.append(replace(alike[key], **sends))
         return tuple(found)
 
     def _work(self, number: int) -> object:
@@ -133,7 +138,8 @@ class _UnitCosts:
         blocks = set(expand_names(self.plan.stages[number].blocks))
         state = holdings.base.parameters + holdings.base.optimizer_state + holdings.gradients(blocks)
         state += round(sum(self._copies(segment) for segment in self.passes[number].forward))
-        kept = self.memory.kept[number]
+        received = self._sent_bytes(number - 1) if number else 0.0
+        kept = self.memory.kept[number] - received
         row = self.order[number][:1] + self.order[number][-1:]  # one microbatch by itself
         order = (*self.order[:number], row, *self.order[number + 1 :])
         peak = self.memory.peak(number, order, self.problem.cluster.device).memory.total
@@ -143,7 +149,7 @@ class _UnitCosts:
             weight_bytes=holdings.whole_trainable * holdings.items.reduced if self.plan.zero < 2 else 0.0,
             state_bytes=state,
             kept_bytes=kept,
-            working_bytes=max(0.0, peak - state - kept),
+            working_bytes=max(0.0, peak - state - kept - received),
         )
 
     def _copies(self, segment: Segment) -> float:
@@ -154,6 +160,11 @@ class _UnitCosts:
         if number not in self._known:
             self._known[number] = Holdings(self.graph, self.plan, self.problem.recipe, number)
         return self._known[number]
+
+    def _sent_bytes(self, number: int) -> float:
+        """As the next device holds it."""
+        copies = 2 if self.problem.recipe.copies_received else 1
+        return copies * handed_on_bytes(self.passes[number], self.divisions, self.plan.microbatch)
 
     def _send_seconds(self, number: int, mesh: Mesh) -> float:
         """Over the links between the groups of the mesh, which are fewer than the units."""

@@ -11,7 +11,7 @@
     y[b+1,s] ≤ y[b,s]                                           contiguous, devices in the chain's order  -> _Rows.contiguous
     Σ_b x[b,s] ≥ 1                                              no device without a unit                  -> _Rows.no_idle_device
     Σ_b (compute_b + reduce_b / m) x[b,s] + 2 Σ_b send_b (e[b,s-1] + e[b,s]) ≤ T                          -> _Rows.loads
-    Σ_b (state_b + min(p-s, m) kept_b) x[b,s] ≤ room            of 1F1B's microbatches in flight          -> _Rows.memory
+    Σ_b (state_b + f kept_b) x[b,s] + f Σ_b sent_b e[b,s-1] ≤ room      f = min(p-s, m) in flight (1F1B)  -> _Rows.memory
 
 2: the activations go and their gradient comes back. reduce_b: replicas adding up unit b's gradients, once for m microbatches.
 The program is that of operator placement for throughput (Tarnawski et al. 2020, 2006.16423) with a device for every stage; it
@@ -150,7 +150,7 @@ class _Rows:
         for s in range(self.num_devices):
             row, low, _ = self._on_device(s, [-seconds / self.average for seconds in self.busy], 0.0, 0.0)
             for cut in (s - 1, s):
-                self._add_crossing(row, cut)
+                self._add_crossing(row, cut, [-2 * unit.send_seconds / self.average for unit in self.units])
             row[self.num_variables - 1] = 1.0
             self._add(row, low, float("inf"))
 
@@ -158,7 +158,9 @@ class _Rows:
         for s in range(self.num_devices):
             flight = in_flight(s, self.num_devices, self.num_microbatches)
             sizes = [(unit.state_bytes + flight * unit.kept_bytes) / self.room for unit in self.units]
-            self._add(*self._on_device(s, sizes, -float("inf"), 1.0))
+            row, low, high = self._on_device(s, sizes, -float("inf"), 1.0)
+            self._add_crossing(row, s - 1, [flight * unit.sent_bytes / self.room for unit in self.units])
+            self._add(row, low, high)
 
     def _on_device(
         self, s: int, weights: Sequence[float], low: float, high: float
@@ -169,15 +171,14 @@ class _Rows:
             return row | {self.place(unit, s): weight for unit, weight in enumerate(weights)}, low, high
         return row, low - sum(weights), high - sum(weights)
 
-    def _add_crossing(self, row: dict[int, float], cut: int) -> None:
-        """Less 2 Σ_b send_b e[b,cut]; nothing leaves the chain at its ends."""
+    def _add_crossing(self, row: dict[int, float], cut: int, weights: Sequence[float]) -> None:
+        """Σ_b weight_b e[b,cut]; nothing crosses at the ends of the chain."""
         if not 0 <= cut < self.num_cuts:
             return
         for unit in range(self.num_units - 1):
-            seconds = 2 * self.units[unit].send_seconds / self.average
             here, behind = self.place(unit, cut), self.place(unit + 1, cut)
-            row[here] = row.get(here, 0.0) - seconds
-            row[behind] = row.get(behind, 0.0) + seconds
+            row[here] = row.get(here, 0.0) + weights[unit]
+            row[behind] = row.get(behind, 0.0) - weights[unit]
 
     def _add(self, row: dict[int, float], low: float, high: float) -> None:
         number = len(self.low)
