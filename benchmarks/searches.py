@@ -75,7 +75,7 @@ def run(name: str, method: str) -> Row:
     try:
         found = search(graph, cluster, request, other_casting=other, method=method)
     except (PlanError, InfeasibleError) as error:
-        return Row(name, method, None, None, 0, _first_words(str(error)))
+        return Row(name, method, None, None, 0, _first_words(str(error).replace(f" of '{graph.model}'", "")))
     num_plans = 1 + len(found.runners_up)
     return Row(name, method, found.estimate.step_seconds, found.search_seconds, num_plans, describe(found.plan))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations, pairwise, product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -422,4 +422,3 @@ def test_microbatches_in_flight() -> None:
 
 def test_a_point_knows_its_stages() -> None:
     assert Point(Mesh(pp=2), virtual=3).num_stages == 6
-    assert len(list(combinations(range(1, 4), 1))) == len(list(cuts(4, 2)))

@@ -31,7 +31,9 @@ from meshwright.search.problem import Outcome, Problem
 LARGEST_MICROBATCH = 32
 NUM_COSTED = 12
 """Layouts whose plans are estimated in full."""
-RUNGS: tuple[tuple[ZeroStage, str], ...] = ((0, "none"), (1, "none"), (1, "selective"), (1, "full"), (3, "full"))
+RUNGS: tuple[tuple[ZeroStage, str], ...] = (
+    (0, "none"), (1, "none"), (2, "none"), (1, "selective"), (1, "full"), (2, "full"), (3, "full"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

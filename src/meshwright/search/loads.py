@@ -7,7 +7,8 @@ smallest stages there are. Each is costed as a stage of its own, in one microbat
                      ZeRO's gathers and reductions, where it has them so often)
     send_seconds     what it makes to the next device, one way
     weight_bytes     gradients that its replicas add up once a step
-    state_bytes      parameters, gradients, optimizer state, and copies of weights that stay through a forward
+    state_bytes      parameters, gradients, optimizer state, and copies of weights that stay: gathered ones that ZeRO keeps
+                     through a step, 16-bit ones that autocast keeps through a forward
     kept_bytes       what a microbatch holds between its forward and its backward
     sent_bytes       what it sends to the next device, which a microbatch holds there too
 
@@ -137,7 +138,7 @@ class _UnitCosts:
         cost, holdings = self.costs.of(number, self.passes[number]), self._holdings(number)
         blocks = set(expand_names(self.plan.stages[number].blocks))
         state = holdings.base.parameters + holdings.base.optimizer_state + holdings.gradients(blocks)
-        state += round(sum(self._copies(segment) for segment in self.passes[number].forward))
+        state += holdings.gathered("") + round(sum(self._copies(one) for one in self.passes[number].forward))
         received = self._sent_bytes(number - 1) if number else 0.0
         kept = self.memory.kept[number] - received
         row = self.order[number][:1] + self.order[number][-1:]  # one microbatch by itself
