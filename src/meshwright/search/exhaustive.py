@@ -5,8 +5,8 @@ A plan is a point, a cut and the rules of recompute. A point is one of          
     mesh          all pp, dp, cp, tp ≥ 1 with pp · dp · cp · tp ≤ devices (= ranks, where their number is fixed), dp a
                   divisor of the global batch; ep all divisors of dp, where the model has experts        -> meshes
     × sequence parallel   without; and with it, where tp > 1
-    × ZeRO        0; and 1, 2, 3, where dp · cp > 1; those over all ranks of dp and cp, and over groups of every divisor
-                  of dp that makes another group than that                                                -> _shardings
+    × ZeRO        0; and 1, 2, 3, where dp · cp > 1; those over all ranks of dp and cp, and over groups (hybrid) of every
+                  divisor of dp from 2 to less than all                                                   -> _shardings
     × microbatch  all divisors of a dp rank's samples
     × schedule    1f1b where pp = 1; else gpipe, 1f1b, zb, zbv, and interleaved for all v with n ≥ v · pp -> _schedules
     × offload     none; and optimizer and parameters, where the cluster has a link to the host
