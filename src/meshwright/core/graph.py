@@ -9,6 +9,8 @@ block: which ops run, and which memory is taken and given back. The timeline say
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Literal
@@ -182,7 +184,7 @@ class Guess(Value, kw_only=True):
         )
 
 
-class Graph(Value, kw_only=True):
+class Graph(Value, kw_only=True, dict=True):
     format: Literal[2] = 2
     model: str
     precision: Precision = "fp32"
@@ -201,12 +203,12 @@ class Graph(Value, kw_only=True):
     flow: Flow | None = None
     """What the blocks hand each other; None where that could not be followed."""
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """What a plan is made for: the parameters and how they are tied."""
         return identity(self.parameters)
 
-    @property
+    @cached_property
     def own_parameters(self) -> tuple[Parameter, ...]:
         """Each tensor once: tied names left out."""
         return tuple(parameter for parameter in self.parameters if parameter.tied_to is None)
@@ -223,11 +225,24 @@ class Graph(Value, kw_only=True):
             found[parameter.block] += parameter.num_elements
         return found
 
-    @property
+    @cached_property
+    def places_by_block(self) -> dict[str, tuple[int, ...]]:
+        """Block → where its parameters, tied names too, stand in `parameters`."""
+        found: dict[str, list[int]] = {}
+        for place, parameter in enumerate(self.parameters):
+            found.setdefault(parameter.block, []).append(place)
+        return {block: tuple(places) for block, places in found.items()}
+
+    def parameters_of(self, blocks: Iterable[str]) -> Iterator[Parameter]:
+        """Those of some blocks, in the graph's order."""
+        places = sorted(place for block in blocks for place in self.places_by_block.get(block, ()))
+        return (self.parameters[place] for place in places)
+
+    @cached_property
     def repeated_blocks(self) -> tuple[str, ...]:
         return tuple(block.name for block in self.blocks if block.repeated)
 
-    @property
+    @cached_property
     def trained(self) -> tuple[Parameter, ...]:
         """Trainable parameters in the order their gradients become ready; one that gets none comes last."""
         found = {parameter.name: parameter for parameter in self.own_parameters if parameter.trainable}
@@ -235,7 +250,7 @@ class Graph(Value, kw_only=True):
         known = set(self.gradient_order)
         return (*ready, *(found[name] for name in reversed(found) if name not in known))
 
-    @property
+    @cached_property
     def kind_by_block(self) -> dict[str, Kind]:
         kinds = {kind.name: kind for kind in self.kinds}
         return {block.name: kinds[block.kind] for block in self.blocks}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -110,7 +111,7 @@ class Offload(Value, kw_only=True):
         check_fields(self, PlanError)
 
 
-class Plan(Value, kw_only=True):
+class Plan(Value, kw_only=True, dict=True):
     format: Literal[1] = 1
     model: str = ""
     graph: str = ""
@@ -161,10 +162,19 @@ class Plan(Value, kw_only=True):
         """How its schedule lays stages over the pp coordinates."""
         return placement_of(self.schedule)
 
-    @property
+    @cached_property
+    def blocks_by_stage(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(expand_names(stage.blocks) for stage in self.stages)
+
+    @cached_property
     def blocks(self) -> tuple[str, ...]:
         """Every block, in order."""
-        return tuple(name for stage in self.stages for name in expand_names(stage.blocks))
+        return tuple(name for names in self.blocks_by_stage for name in names)
+
+    @cached_property
+    def stage_of(self) -> dict[str, int]:
+        """Block → the number of its stage."""
+        return {name: number for number, names in enumerate(self.blocks_by_stage) for name in names}
 
     @property
     def shard_degree(self) -> int:

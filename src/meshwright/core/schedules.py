@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from meshwright.core.errors import ScheduleError
 from meshwright.core.placement import Placement, stage_at
@@ -55,6 +56,7 @@ def make_schedule(kind: ScheduleKind, num_coordinates: int, num_microbatches: in
     )
 
 
+@lru_cache(maxsize=64)  # a search asks for the same few again and again
 def make_order(kind: ScheduleKind, num_coordinates: int, num_microbatches: int, virtual: int = 1) -> Order:
     """The work of the schedule a plan names, without transfers and updates."""
     _check_sizes(kind, num_coordinates, num_microbatches, virtual)

@@ -134,6 +134,15 @@ class Estimator:
         cost = MemoryCost(self.plan, self.recipe, self.divisions, self.passes, self.holdings)
         return cost.worst(self.order, self.cluster.device)
 
+    def needed_bytes(self) -> list[int]:
+        """What a device of each coordinate must have."""
+        cost = MemoryCost(self.plan, self.recipe, self.divisions, self.passes, self.holdings)
+        found = []
+        for moment in cost.peaks(self.order, self.cluster.device):
+            reserved, context = self.beside(moment.memory.total)
+            found.append(max(moment.memory.total, reserved) + context)
+        return found
+
     def holdings(self, coordinate: int) -> Holdings:
         """The state of a rank on this coordinate; made once."""
         if coordinate not in self._holdings:

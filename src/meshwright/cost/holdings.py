@@ -12,7 +12,7 @@ import msgspec
 
 from meshwright.core.cluster import Device
 from meshwright.core.estimate import MemoryParts
-from meshwright.core.graph import Graph
+from meshwright.core.graph import Graph, Parameter
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.state import groups_of, held_elements, items_of, local_parameters, shard_degree, total_elements
@@ -36,6 +36,15 @@ class Holdings:
         )
         """Whether 16-bit copies of all parameters are kept beside those the optimizer updates."""
         self._whole = {name: total_elements(group) for name, group in self.groups.items()}
+        by_block: dict[str, list[Parameter]] = {}
+        for parameter in self.parameters:
+            by_block.setdefault(parameter.block, []).append(parameter)
+        self._made = {name: total_elements(found, trainable_only=True) for name, found in by_block.items()}
+        self._held = {
+            name: held_elements(found, plan, trainable_only=True) if name in self.groups else self._made[name]
+            for name, found in by_block.items()
+        }
+        """Elements of gradients of a block, whole and as they are kept once reduced."""
         self.trainable = held_elements(self.parameters, plan, trainable_only=True)
         self.whole_trainable = total_elements(self.parameters, trainable_only=True)
         self.sharded_gradients = self.trainable * self.items.gradient
@@ -119,14 +128,8 @@ class Holdings:
 
     def _of(self, blocks: set[str], *, sharded: bool) -> int:
         """Gradients of these blocks. What is in no group of its own is reduced at the end, and whole until then."""
-        alone = [p for p in self.parameters if p.block in blocks and p.block in self.groups]
-        rest = [p for p in self.parameters if p.block in blocks and p.block not in self.groups]
-        count = (
-            held_elements(alone, self.plan, trainable_only=True)
-            if sharded
-            else total_elements(alone, trainable_only=True)
-        )
-        return (count + total_elements(rest, trainable_only=True)) * self.items.gradient
+        known = self._held if sharded else self._made
+        return sum(known.get(block, 0) for block in blocks) * self.items.gradient
 
     def gathered(self, block: str) -> int:
         """Bytes of whole parameters beside what is stored while a block runs."""

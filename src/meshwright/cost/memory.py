@@ -14,7 +14,7 @@ all pp coordinates; the update of the optimizer is a moment too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwright.core.cluster import Device
@@ -66,16 +66,34 @@ class MemoryCost:
         fullest: dict[tuple[object, ...], tuple[float, int]] = {}
         for coordinate, row in enumerate(order):
             stages = dict.fromkeys(action.stage for action in row)
-            work = tuple(
-                (id(self.divisions[s.block]), self.footprints.modes.get(s.block))
-                for stage in stages
-                for s in self.stages[stage].forward
-            )
+            work = self._work(stages)
             held = max(max(forward, backward) for _, forward, backward in self._held(row))
             key = (work, 0 in stages, len(self.stages) - 1 in stages)  # the ends hold the batch
             if key not in fullest or held > fullest[key][0]:
                 fullest[key] = (held, coordinate)
         return [coordinate for _, coordinate in fullest.values()]
+
+    def peaks(self, order: Order, device: Device) -> list[Moment]:
+        """The fullest moment of every coordinate; those with the same work and as much held are walked once."""
+        known: dict[tuple[object, ...], Moment] = {}
+        found = []
+        for coordinate, row in enumerate(order):
+            held = tuple(self._held(row))
+            stages = [stage for stage, _, _ in held]
+            sizes = tuple((forward, backward) for _, forward, backward in held)
+            key = (self._work(stages), sizes, 0 in stages, len(self.stages) - 1 in stages)
+            if key not in known:
+                known[key] = self.peak(coordinate, order, device)
+            found.append(known[key])
+        return found
+
+    def _work(self, stages: Iterable[int]) -> tuple[object, ...]:
+        """What the passes of some stages are: blocks of one kind under one mode are alike."""
+        return tuple(
+            (id(self.divisions[s.block]), self.footprints.modes.get(s.block))
+            for stage in stages
+            for s in self.stages[stage].forward
+        )
 
     def peak(self, coordinate: int, order: Order, device: Device) -> Moment:
         return max(self.moments(coordinate, order, device), key=lambda moment: moment.memory.total)
@@ -111,6 +129,15 @@ class MemoryCost:
         for segment, behind in self._forward(number):
             ledger.forward(segment.block, self._footprint(segment), behind, keeps_input=self._keeps_input(behind))
         return ledger.live
+
+    def own_kept(self, number: int) -> float:
+        """The same without what it received."""
+        return self._kept[number] - self._received(number)
+
+    def room_of(self, number: int) -> float:
+        """What the passes of a stage need above what is kept when they begin, at least for a moment."""
+        passes = self.stages[number]
+        return max((self._footprint(segment).peak for segment in (*passes.forward, *passes.backward)), default=0.0)
 
     def _forward(self, number: int) -> Iterator[tuple[Segment, str]]:
         """The forward passes of a stage, each with the last named block up to it."""

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from meshwright.core.affine import Affine
 from meshwright.core.flow import Flow, FlowTensor, crossings, stages_of_events
 from meshwright.core.graph import Graph, Phase, Segment
-from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.cost.division import Division
 
@@ -45,9 +44,13 @@ class StagePasses:
             found[segment.block] = (*found.get(segment.block, ()), segment.number)
         return found
 
+    @property
+    def sent_sizes(self) -> tuple[tuple[Affine, bool], ...]:
+        return tuple((one.num_bytes, one.needs_gradient) for one in self.sent)
+
 
 def passes_by_stage(graph: Graph, plan: Plan) -> tuple[StagePasses, ...]:
-    stage_of = {name: number for number, stage in enumerate(plan.stages) for name in expand_names(stage.blocks)}
+    stage_of = plan.stage_of
     forward, backward = _split(graph)
     found: list[tuple[list[Segment], list[Segment]]] = [([], []) for _ in plan.stages]
     _place(forward, stage_of, 0, [lists[0] for lists in found])

@@ -22,7 +22,7 @@ from meshwright.cost.division import Division
 from meshwright.cost.links import axis_group, collective_seconds, send_seconds
 from meshwright.cost.passes import StagePasses
 from meshwright.cost.redone import modes_of
-from meshwright.cost.step_calls import step_calls
+from meshwright.cost.step_calls import stage_calls, step_calls
 from meshwright.cost.streams import Lane, exposed_seconds, play_backward, play_forward
 
 
@@ -68,38 +68,47 @@ class StageCosts:
         self.modes = modes_of(plan, recipe)
         self._calls: dict[int, tuple[Call, ...]] = {}
         self._inner: dict[tuple[int, Phase, tuple[int, ...], bool, bool], float] = {}
+        self._known: dict[tuple[object, ...], StageCost] = {}
         constants = cluster.device.constants
         self.slowdown = constants.overlap_slowdown if constants else 1 - overlap_share(plan, cluster.device)
 
     def of(self, number: int, passes: StagePasses) -> StageCost:
-        forward = self._total(passes.forward)
-        backward = self._total(passes.backward)
-        again = self._recompute(passes.backward)
-        redone = sum(
-            self.inner_seconds(block, "forward", passes, again=True)
-            for block in passes.numbers
-            if self.modes.get(block) == "full"
-        )
-        inner_forward = sum(self.inner_seconds(block, "forward", passes) for block in passes.numbers)
-        inner_backward = sum(self.inner_seconds(block, "backward", passes) for block in passes.numbers)
+        """Stages with the same work cost the same: the middle of a deep model is costed once."""
+        key = self.form(number, passes)
+        if key not in self._known:
+            self._known[key] = self._cost(number, passes)
+        return self._known[key]
+
+    def form(self, number: int, passes: StagePasses) -> tuple[object, ...]:
+        """All that a stage's cost follows from. What is in no block is on the first stage; the last sends nothing."""
+        kinds = self.graph.kind_by_block
+        work = tuple((id(self.divisions[s.block]), s.number, self.modes.get(s.block)) for s in passes.forward)
+        blocks = tuple(kinds[name].name for name in self.plan.blocks_by_stage[number])
+        return work, blocks, passes.sent_sizes, number == 0, number + 1 == len(self.plan.stages)
+
+    def _cost(self, number: int, passes: StagePasses) -> StageCost:
         device = self.cluster.device
         data = self._data(number, passes)
         return StageCost(
-            forward=forward.seconds(device),
-            backward=backward.seconds(device),
-            recompute=again.seconds(device),
-            weights=self._weights(passes.backward),
-            inner_forward=inner_forward,
-            inner_backward=inner_backward + redone,
+            forward=self.work(passes.forward).seconds(device),
+            backward=self.work(passes.backward).seconds(device),
+            recompute=self.redone(passes).seconds(device),
+            weights=self.weights(passes.backward),
+            inner_forward=self.inner_forward(passes),
+            inner_backward=self.inner_backward(passes),
             transfer=self._transfer(number, passes),
             **data,
         )
 
-    def _total(self, segments: Iterable[Segment]) -> Work:
+    def work(self, segments: Iterable[Segment]) -> Work:
         return sum((self._work(segment) for segment in segments), NO_WORK)
 
     def _work(self, segment: Segment) -> Work:
         return self.compute.pass_work(self.divisions[segment.block], segment.block, segment.number)
+
+    def redone(self, passes: StagePasses) -> Work:
+        """What backward does once more."""
+        return self._recompute(passes.backward)
 
     def _recompute(self, backward: tuple[Segment, ...]) -> Work:
         """The forward work that backward does once more."""
@@ -118,7 +127,7 @@ class StageCosts:
             seen.setdefault(segment.block, segment)
         return list(seen.values())
 
-    def _weights(self, backward: tuple[Segment, ...]) -> float:
+    def weights(self, backward: tuple[Segment, ...]) -> float:
         """Seconds of the matmuls of backward whose result has no tokens: gradients of weights."""
         found = 0.0
         for segment in backward:
@@ -130,6 +139,18 @@ class StageCosts:
         return found
 
     # ------------------------------------------------------------ communication
+
+    def inner_forward(self, passes: StagePasses) -> float:
+        return sum(self.inner_seconds(block, "forward", passes) for block in passes.numbers)
+
+    def inner_backward(self, passes: StagePasses) -> float:
+        """With those of the forward that is redone."""
+        redone = sum(
+            self.inner_seconds(block, "forward", passes, again=True)
+            for block in passes.numbers
+            if self.modes.get(block) == "full"
+        )
+        return redone + sum(self.inner_seconds(block, "backward", passes) for block in passes.numbers)
 
     def inner_seconds(self, block: str, phase: Phase, passes: StagePasses, *, again: bool = False) -> float:
         """Collectives inside one block, as far as it is on the stage, one microbatch; again: when it is redone."""
@@ -157,39 +178,36 @@ class StageCosts:
 
     def _data(self, number: int, passes: StagePasses) -> dict[str, float]:
         """Exposed gathers and reductions along dp, each microbatch and once a step."""
-        coordinate = self.plan.stages[number].coordinate
-        blocks = {segment.block for segment in passes.forward}
-        calls = [
-            call
-            for call in self.data_calls(coordinate)
-            if call.phase in ("forward", "backward")
-            and (call.block in blocks if call.block else self._is_first(number, coordinate))
-        ]
+        found = stage_calls(self.graph, self.plan, self.recipe, number)
+        calls = [call for call in found if call.phase in ("forward", "backward")]
         each = self.plan.zero == 3
         gathers = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "forward")
         again = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "backward")
-        reduces = self._by_block(c for c in calls if c.kind != "all_gather")
+        every = self.plan.zero >= 2
+        reduces = self._by_block(
+            c for c in calls if c.kind == "reduce_scatter" or (c.kind != "all_gather" and not every)
+        )
+        across = self._by_block(c for c in calls if c.kind == "all_reduce") if every else {}
         forward = self._lanes(passes, "forward", gathers, {})
         backward = self._lanes(passes, "backward", again, reduces)
         gather = exposed_seconds(forward, play_forward(forward), self.slowdown)
         reduce = exposed_seconds(backward, play_backward(backward), self.slowdown)
         if not self.recipe.overlaps_reduction:
             reduce = sum(reduces.values()) + sum(again.values())
-        every = self.plan.zero >= 2
-        return {
+        shown = {
             "gather_each" if each else "gather_once": gather,
             "reduce_each" if every else "reduce_once": reduce,
         }
+        if across:  # between sharding groups, behind the last microbatch only
+            last = self._lanes(passes, "backward", again, _added(reduces, across))
+            shown["reduce_once"] = exposed_seconds(last, play_backward(last), self.slowdown) - reduce
+        return shown
 
     def data_calls(self, coordinate: int) -> tuple[Call, ...]:
         """Those of the state, of a rank on this coordinate; made once."""
         if coordinate not in self._calls:
             self._calls[coordinate] = step_calls(self.graph, self.plan, self.recipe, coordinate)
         return self._calls[coordinate]
-
-    def _is_first(self, number: int, coordinate: int) -> bool:
-        """What belongs to no block of its own is counted with the coordinate's first stage."""
-        return number == next(place for place, stage in enumerate(self.plan.stages) if stage.coordinate == coordinate)
 
     def _by_block(self, calls: Iterable[Call]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -237,6 +255,10 @@ class StageCosts:
         gathers = {**gathers, "": 0.0, first: gathers.get("", 0.0) + (gathers.get(first, 0.0) if first else 0.0)}
         reduces = {**reduces, "": 0.0, last: loose + (reduces.get(last, 0.0) if last else 0.0)}
         return [Lane(blocks[name], gathers.get(name, 0.0), reduces.get(name, 0.0)) for name in blocks]
+
+
+def _added(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
 
 
 def overlap_share(plan: Plan, device: Device) -> float:

@@ -51,23 +51,29 @@ def items_of(plan: Plan, recipe: Recipe) -> Items:
 
 def blocks_on(plan: Plan, coordinate: int) -> tuple[str, ...]:
     """The blocks of one pp coordinate, in order."""
-    return tuple(name for stage in plan.stages if stage.coordinate == coordinate for name in expand_names(stage.blocks))
+    homes = zip(plan.stages, plan.blocks_by_stage, strict=True)
+    return tuple(name for stage, names in homes if stage.coordinate == coordinate for name in names)
 
 
 def local_parameters(graph: Graph, plan: Plan, coordinate: int) -> tuple[Parameter, ...]:
     """Each tensor a rank of this coordinate holds, in the shape it holds before ZeRO."""
     mine = (number for number, stage in enumerate(plan.stages) if stage.coordinate == coordinate)
-    return tuple(parameter for number in mine for parameter in stage_parameters(graph, plan, number))
-
-
-def stage_parameters(graph: Graph, plan: Plan, number: int) -> tuple[Parameter, ...]:
-    """The tensors of one stage: tied names that it has several of once, by the first. Block '' is on the first stage."""
-    here = {*expand_names(plan.stages[number].blocks), *([""] if number == 0 else [])}
     splits = split_dims(graph, plan)
+    return tuple(parameter for number in mine for parameter in stage_parameters(graph, plan, number, splits))
+
+
+def stage_parameters(
+    graph: Graph, plan: Plan, number: int, splits: dict[tuple[str, str], int] | None = None
+) -> tuple[Parameter, ...]:
+    """The tensors of one stage: tied names that it has several of once, by the first. Block '' is on the first stage.
+
+    splits: `split_dims`, where many stages are asked for.
+    """
+    here = [*([""] if number == 0 else []), *plan.blocks_by_stage[number]]
+    splits = split_dims(graph, plan) if splits is None else splits
     found: dict[str, Parameter] = {}
-    for parameter in graph.parameters:
-        if parameter.block in here:
-            found.setdefault(parameter.tied_to or parameter.name, parameter)
+    for parameter in graph.parameters_of(here):
+        found.setdefault(parameter.tied_to or parameter.name, parameter)
     return tuple(_cut(p, plan, splits.get((p.block, p.own_name))) for p in found.values())
 
 

@@ -53,7 +53,7 @@ def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tup
     parameters = local_parameters(graph, plan, coordinate)
     mine = [number for number, stage in enumerate(plan.stages) if stage.coordinate == coordinate]
     return (
-        *(call for number in mine for call in _stage_calls(graph, plan, recipe, number)),
+        *(call for number in mine for call in stage_calls(graph, plan, recipe, number)),
         *_tied_calls(graph, plan, recipe, parameters, coordinate),
         *_whole_calls(graph, plan, recipe, parameters),
         *_batch_norm_calls(graph, plan, recipe, coordinate),
@@ -64,7 +64,7 @@ def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tup
 # ---------------------------------------------------------------- dp and cp
 
 
-def _stage_calls(graph: Graph, plan: Plan, recipe: Recipe, number: int) -> Iterator[Call]:
+def stage_calls(graph: Graph, plan: Plan, recipe: Recipe, number: int) -> Iterator[Call]:
     """Those of one stage's parameters: what lies in no group of its own is a group of each stage."""
     parameters = stage_parameters(graph, plan, number)
     dense = tuple(p for p in parameters if not p.expert or plan.mesh.ep == 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import PlanError
@@ -16,6 +17,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import estimate
 
+OffloadKind = Literal["none", "optimizer", "parameters"]
 SAMPLES_PER_DEVICE = 8
 """Global batch per device where nobody gave one."""
 
@@ -45,9 +47,28 @@ class Problem:
             )
         return devices
 
+    @cached_property
+    def cluster_hash(self) -> str:
+        return self.cluster.hash
+
+    @property
+    def budget(self) -> int:
+        """Bytes a device may use."""
+        return self.cluster.device.memory_bytes if self.budget_bytes is None else self.budget_bytes
+
     @property
     def global_batch(self) -> int:
         return self.request.global_batch or SAMPLES_PER_DEVICE * self.devices
+
+    @cached_property
+    def has_experts(self) -> bool:
+        return any(parameter.expert for parameter in self.graph.parameters)
+
+    @property
+    def offloads(self) -> tuple[OffloadKind, ...]:
+        """What may leave the device: what was asked for, or nothing as long as no plan with it can run."""
+        fixed = self.request.offload
+        return (fixed,) if fixed is not None else ("none",)  # type: ignore[return-value]
 
     def graph_of(self, plan: Plan) -> Graph:
         """The model as the plan runs it."""

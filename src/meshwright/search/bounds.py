@@ -1,0 +1,235 @@
+"""Seconds that no plan of a kind can beat, whatever its cut and recompute. They order the search and end it.
+
+T = T_f + T_b: a microbatch through the whole model, nothing recomputed; p coordinates, m microbatches, stage i takes
+t_i = f_i + b_i, Σ t_i ≥ T, f_i ≤ r t_i. Any schedule: m t_i on its busiest coordinate, so m T / p, and m times the largest
+unit. More of it:
+
+    gpipe         all forwards, then all backwards        T + (m-1) T / p
+    1f1b          stage i has begun w_i = min(p-1-i, m) forwards when its first backward can start, and then does the rest:
+                  T + (m-1) b_i + max(0, m-w_i-1) f_i     the least largest of it over all cuts: T + T / Σ 1/c_i,
+                                                          c_i = (m-1) - min(m-1, w_i) r               -> _shared_out
+    zb            T_f + m t_i - (p-i) f_i                 the same with c_i = m - (p-i) r
+    interleaved   coordinate i waits for i chunks forward, and i chunks backward follow its last: m T/p + (p-1)/2 · least chunk
+    zbv           the forwards alone
+
+    dp            gathers and reductions: what is longer than the compute that could hide it, and the slowdown of what hides
+    update        of the elements a rank holds on average
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+
+from meshwright.core.placement import coordinate_of
+from meshwright.core.plan import SPLIT_SCHEDULES, ScheduleKind, placement_of
+from meshwright.cost.compute import update_seconds
+from meshwright.cost.links import Group, axis_group, collective_seconds, send_seconds
+from meshwright.search.problem import Problem
+from meshwright.search.room import Room, recompute_seconds
+from meshwright.search.space import Point, Shape
+from meshwright.search.units import Cut, least_size
+from meshwright.search.work import UnitTable
+
+SLACK = 1 - 1e-9
+"""A bound that rounding lifts above the truth would cut off the best plan."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of the plans that divide a microbatch in one way."""
+
+    problem: Problem
+    table: UnitTable
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        return float(self.table.forward(0, self.table.num_units))
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        return float(self.table.backward(0, self.table.num_units))
+
+    @cached_property
+    def unit_seconds(self) -> list[float]:
+        """Of each unit, forward and backward."""
+        units = range(self.table.num_units)
+        return [float(self.table.forward(n, n + 1) + self.table.backward(n, n + 1)) for n in units]
+
+    @cached_property
+    def forward_share(self) -> float:
+        """No stage spends more of its time in forward than this."""
+        table = self.table
+        rows = ((table.forward_launch, table.backward_launch), (table.forward_kernel, table.backward_kernel))
+        shares = [0.5]
+        for forward, backward in rows:
+            shares += [f / (f + b) for f, b in zip(np.diff(forward), np.diff(backward), strict=True) if f + b > 0]
+        shares += [
+            float(table.forward(n, n + 1)) / seconds for n, seconds in enumerate(self.unit_seconds) if seconds > 0
+        ]
+        return min(1.0, max(shares))
+
+    def of_shape(self, shape: Shape) -> float:
+        """Whatever the schedule and the state."""
+        total = self.forward_seconds + self.backward_seconds
+        return SLACK * shape.num_microbatches * max(total / shape.pp, max(self.unit_seconds))
+
+    def of_once(self, point: Point) -> float:
+        """Seconds that the state adds at least once a step, whatever the schedule and the number of microbatches."""
+        each, once = self._exposed(point)
+        return SLACK * (each + once + self._after(point))
+
+    def of_turns(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> float:
+        """Whatever the state."""
+        return max(self.of_shape(shape), SLACK * self._played(shape, schedule, virtual, 0.0))
+
+    def of_point(self, point: Point, room: Room) -> float:
+        """Infinite where it cannot fit."""
+        again = recompute_seconds(self.table, point, room)
+        if again == inf:
+            return inf
+        each, once = self._exposed(point)
+        played = self._played(point.shape, point.schedule, point.virtual, each + again / point.shape.pp)
+        return max(self.of_shape(point.shape), SLACK * played) + SLACK * (once + self._after(point))
+
+    def of_cut(self, point: Point, cut: Cut, room: Room, largest: float) -> float:
+        """With these stages; largest: the weight of the heaviest, with the recompute it needs, where cuts were compared."""
+        shape, table = point.shape, self.table
+        p, m = shape.pp, shape.num_microbatches
+        least = self.of_point(point, room)
+        stages = [(float(table.forward(b, e)), float(table.backward(b, e))) for b, e in pairwise((0, *cut))]
+        homes = [coordinate_of(number, p, placement_of(point.schedule)) for number in range(len(stages))]
+        busy = [sum(f + b for (f, b), home in zip(stages, homes, strict=True) if home == c) for c in range(p)]
+        waits = [sum(f for f, _ in stages[:i]) for i in range(p)]
+        if point.schedule not in SPLIT_SCHEDULES:
+            waits = [wait + sum(b for _, b in stages[:i]) for i, wait in enumerate(waits)]
+        seconds = max(wait + m * work for wait, work in zip(waits, busy, strict=True))
+        total = sum(busy)
+        if point.schedule == "gpipe":
+            seconds = total + (m - 1) * (max(f for f, _ in stages) + max(b for _, b in stages))
+        if point.schedule == "1f1b":
+            rests = [(m - 1) * b + max(0, m - p + i) * f for i, (f, b) in enumerate(stages)]
+            seconds = max(seconds, total + max(rests))
+        if point.schedule in ("1f1b", "gpipe") and largest:
+            seconds = max(seconds, total + largest)
+        return max(least, SLACK * (seconds + self._after(point)))
+
+    # ------------------------------------------------------------ the schedule
+
+    def _played(self, shape: Shape, schedule: ScheduleKind, virtual: int, each: float) -> float:
+        """each: seconds that dp adds to every microbatch of every stage."""
+        p, m = shape.pp, shape.num_microbatches
+        forward, total = self.forward_seconds, self.forward_seconds + self.backward_seconds + p * each
+        if p == 1:
+            return m * total
+        first = total - (float(self.table.weights[-1]) if schedule in SPLIT_SCHEDULES else 0.0)
+        hop = send_seconds(self.table.sent_bytes, axis_group(shape.mesh, "pp"), self.problem.cluster)
+        hops = (p - 1) * hop * (1 if schedule in SPLIT_SCHEDULES else 2)
+        played = self._with_bubble(shape, schedule, virtual, forward, total)
+        return max(first + hops, m * total / p, m * virtual * hop, played)
+
+    def _with_bubble(self, shape: Shape, schedule: ScheduleKind, virtual: int, forward: float, total: float) -> float:
+        p, m, share = shape.pp, shape.num_microbatches, self.forward_share
+        if schedule == "gpipe":
+            return total + (m - 1) * total / p
+        if schedule == "1f1b":
+            return total + _shared_out(total, [m - 1 - min(m - 1, p - 1 - i) * share for i in range(p)])
+        if schedule == "zb":
+            return forward + _shared_out(total, [m - (p - i) * share for i in range(p)])
+        chunk = min(self.unit_seconds) if schedule == "interleaved" else self._least_forward
+        return m * total / p + (p - 1) / 2 * chunk * least_size(self.table.num_units, p * virtual)
+
+    @cached_property
+    def _least_forward(self) -> float:
+        return min(float(self.table.forward(n, n + 1)) for n in range(self.table.num_units))
+
+    # ------------------------------------------------------------ the state
+
+    def _exposed(self, point: Point) -> tuple[float, float]:
+        """Seconds that gathers and reductions add, in each microbatch and once a step, on an average coordinate."""
+        shape, zero = point.shape, point.zero
+        ranks = shape.dp * shape.cp
+        if ranks == 1:
+            return 0.0, 0.0
+        num_elements = float(self.table.elements[-1]) / shape.pp
+        everyone = Group(ranks, shape.tp)
+        forward, backward = self.forward_seconds / shape.pp, self.backward_seconds / shape.pp
+        gradient = self._gradient_bytes * num_elements
+        if zero == 0:
+            return 0.0, self._shown(self._seconds("all_reduce", gradient, everyone), backward)
+        degree = point.hybrid or ranks
+        inner, outer = Group(degree, shape.tp), Group(ranks // degree, shape.tp * degree)
+        gather = self._of_groups("all_gather", self._gathered_bytes * num_elements / degree, inner, shape.pp)
+        reduce = self._of_groups("reduce_scatter", gradient, inner, shape.pp)
+        across = self._seconds("all_reduce", gradient / degree, outer)
+        if zero == 1:
+            return 0.0, self._shown(gather, forward) + self._shown(reduce + across, backward)
+        last = self._shown(reduce + across, backward) - self._shown(reduce, backward)
+        if zero == 2:
+            return self._shown(reduce, backward), self._shown(gather, forward) + last
+        return self._shown(gather, forward) + self._shown(gather + reduce, backward), last
+
+    def _of_groups(self, kind: str, num_bytes: float, group: Group, pp: int) -> float:
+        """Of a coordinate's blocks, each a group of its own, with what is packed around them."""
+        if group.size == 1:
+            return 0.0
+        count = max(1, self.table.num_units // pp)
+        copied = 0.0
+        if not self.problem.recipe.master_item_bytes and self.problem.cluster.device.constants is not None:
+            rate = self.problem.cluster.device.bytes_per_second or inf
+            times = 1 + group.size if kind == "all_gather" else 1
+            copied = 2 * num_bytes * times / (rate * self.problem.cluster.device.constants.copy_share)
+        return count * self._seconds(kind, num_bytes / count, group) + copied
+
+    def _seconds(self, kind: str, num_bytes: float, group: Group) -> float:
+        if group.size == 1 or self.problem.cluster.collectives:
+            return 0.0 if group.size == 1 else self._measured(kind, num_bytes, group)
+        return collective_seconds(kind, num_bytes, group, self.problem.cluster)  # type: ignore[arg-type]
+
+    def _measured(self, kind: str, num_bytes: float, group: Group) -> float:
+        """Points may not lie on a line: many small calls can be faster than one large one, so take the best rate seen."""
+        found = [
+            point.seconds / point.num_bytes
+            for point in self.problem.cluster.collectives
+            if point.kind == kind and point.num_ranks == group.size and point.num_bytes > 0
+        ]
+        return num_bytes * min(found) if found else 0.0
+
+    def _shown(self, communication: float, compute: float) -> float:
+        """The least that shows of communication beside compute."""
+        constants = self.problem.cluster.device.constants
+        slowdown = constants.overlap_slowdown if constants else 0.0
+        exposed = max(0.0, communication - compute)
+        return exposed + slowdown * (communication - exposed) if self.problem.recipe.overlaps_reduction else exposed
+
+    @cached_property
+    def _gradient_bytes(self) -> int:
+        recipe = self.problem.recipe
+        return recipe.reduce_item_bytes or recipe.gradient_item_bytes or recipe.parameter_item_bytes or 4
+
+    @cached_property
+    def _gathered_bytes(self) -> int:
+        return self.problem.recipe.gather_item_bytes or 2
+
+    def _after(self, point: Point) -> float:
+        """The update, and what a step takes beside its work."""
+        constants = self.problem.cluster.device.constants
+        return self._update(point) + (constants.step_overhead_seconds if constants else 0.0)
+
+    def _update(self, point: Point) -> float:
+        if point.offload != "none":
+            return 0.0
+        shape = point.shape
+        degree = 1 if point.zero == 0 else point.hybrid or shape.dp * shape.cp
+        rest = max(1, degree // shape.ep)
+        held = float(self.table.elements[-1]) / degree + float(self.table.expert_elements[-1]) / rest
+        return update_seconds(held / shape.pp, self.problem.cluster.device, self.problem.recipe.optimizer_slots)
+
+
+def _shared_out(total: float, weights: list[float]) -> float:
+    """The least possible largest weight_i · t_i with Σ t_i = total; nothing where some stage could take all for free."""
+    return total / sum(1 / weight for weight in weights) if min(weights) > 0 else 0.0

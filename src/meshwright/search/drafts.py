@@ -1,0 +1,182 @@
+"""What the search looks up again and again: tables of work, bounds, shardings; and the plans its points stand for."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import accumulate
+
+from meshwright.core.errors import PlanError
+from meshwright.core.limits import not_yet
+from meshwright.core.plan import BlockSharding, Mesh, Offload, Plan, Stage
+from meshwright.core.sharding import plain_sharding
+from meshwright.cost.division import check_divides
+from meshwright.cost.state import Items, items_of
+from meshwright.search.bounds import Bounds
+from meshwright.search.problem import Problem
+from meshwright.search.room import Room, room_of
+from meshwright.search.space import Point, Shape, divisors
+from meshwright.search.units import Cut, stages_of, units_of
+from meshwright.search.work import Divided, UnitTable, divide_units, make_table
+
+LARGE_MICROBATCH = 64
+"""Kernels of so many samples run as well as they ever will."""
+
+Key = tuple[int, int, int, bool, int, bool, bool]
+
+
+class Drafts:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.units = units_of(problem.graph)
+        self.refusals: list[str] = []
+        """Why degrees were left out."""
+        self._answers = {answer.key: answer for answer in problem.legal}
+        self._shardings: dict[tuple[int, int, bool], tuple[BlockSharding, ...] | None] = {}
+        self._divided: dict[tuple[object, ...], Divided] = {}
+        self._tables: dict[Key, UnitTable | None] = {}
+        self._bounds: dict[Key, Bounds] = {}
+        self._runs: dict[tuple[object, ...], bool] = {}
+
+    # ------------------------------------------------------------ tables
+
+    def table(self, shape: Shape, *, sharded: bool) -> UnitTable | None:
+        """None where these degrees do not divide the model."""
+        key = self._key(shape, sharded)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(shape, sharded)
+        return self._tables[key]
+
+    def bounds(self, shape: Shape, *, sharded: bool) -> Bounds | None:
+        table = self.table(shape, sharded=sharded)
+        if table is None:
+            return None
+        key = self._key(shape, sharded)
+        if key not in self._bounds:
+            self._bounds[key] = Bounds(self.problem, table)
+        return self._bounds[key]
+
+    def _key(self, shape: Shape, sharded: bool) -> Key:
+        """Casting differs with sharding in 16 bits only."""
+        differs = sharded and self.problem.other_casting is not None
+        return (
+            shape.tp,
+            shape.cp,
+            shape.ep,
+            shape.sequence_parallel,
+            shape.microbatch,
+            shape.compile,
+            differs,
+        )
+
+    def _make_table(self, shape: Shape, sharded: bool) -> UnitTable | None:
+        sharding = self.sharding(shape)
+        if sharding is None:
+            return None
+        plan = self._unit_plan(shape, sharding, sharded)
+        graph = self.problem.graph_of(plan)
+        key = (shape.tp, shape.cp, shape.ep, shape.sequence_parallel, id(graph))
+        if key not in self._divided:
+            self._divided[key] = divide_units(graph, plan)
+        return make_table(self.problem, graph, plan, self._divided[key])
+
+    def least_device_seconds(self) -> float:
+        """Device-seconds of a step at least: no way to divide the model makes a sample cheaper than one device alone does."""
+        share = self.problem.global_batch
+        size = max(part for part in divisors(share) if part <= LARGE_MICROBATCH)
+        found = []
+        for compiled in (False, True) if self.problem.cluster.device.kind == "cuda" else (False,):
+            for sharded in (False, True):
+                shape = Shape(1, 1, 1, 1, 1, False, size, share // size, compiled)
+                bounds = self.bounds(shape, sharded=sharded)
+                found += [(bounds.forward_seconds + bounds.backward_seconds) / size] if bounds else []
+        return share * min(found)
+
+    def _unit_plan(self, shape: Shape, sharding: tuple[BlockSharding, ...], sharded: bool) -> Plan:
+        """One stage a unit: no plan to run, but what the cost room takes to cost units one by one."""
+        return Plan(
+            mesh=Mesh(pp=len(self.units), dp=shape.ep, cp=shape.cp, tp=shape.tp, ep=shape.ep),
+            stages=tuple(Stage(coordinate=number, blocks=unit) for number, unit in enumerate(self.units)),
+            sharding=sharding,
+            sequence_parallel=shape.sequence_parallel,
+            zero=1 if sharded else 0,
+            microbatch=shape.microbatch,
+            num_microbatches=1,
+            global_batch=shape.microbatch * shape.ep,
+            precision=self.problem.graph.precision,
+            compile=shape.compile,
+        )
+
+    # ------------------------------------------------------------ shardings
+
+    def sharding(self, shape: Shape) -> tuple[BlockSharding, ...] | None:
+        """The tensors split over tp, as the runtime answered or as proposed; None where the degrees are refused."""
+        key = (shape.tp, shape.cp, shape.sequence_parallel)
+        if key not in self._shardings:
+            self._shardings[key] = self._find_sharding(shape)
+        return self._shardings[key]
+
+    def _find_sharding(self, shape: Shape) -> tuple[BlockSharding, ...] | None:
+        answer = self._answers.get((shape.tp, shape.cp, shape.sequence_parallel))
+        if answer is not None and answer.refusal:
+            self.refusals.append(answer.refusal)
+            return None
+        found = answer.sharding if answer is not None else self._proposal(shape)
+        try:
+            check_divides(self.problem.graph, self._unit_plan(shape, found, sharded=False))
+        except PlanError as error:
+            self.refusals.append(str(error))
+            return None
+        return found
+
+    def _proposal(self, shape: Shape) -> tuple[BlockSharding, ...]:
+        return plain_sharding(self.problem.graph) if shape.tp > 1 else ()
+
+    # ------------------------------------------------------------ plans
+
+    def plan(self, point: Point, cut: Cut) -> Plan | None:
+        """The point with this cut, nothing recomputed; None where the value refuses itself."""
+        shape, request, graph = point.shape, self.problem.request, self.problem.graph
+        try:
+            return Plan(
+                model=graph.model,
+                graph=graph.identity,
+                cluster=self.problem.cluster_hash,
+                mesh=shape.mesh,
+                stages=stages_of(self.units, cut, shape.pp, point.schedule),
+                sharding=self.sharding(shape) or (),
+                sequence_parallel=shape.sequence_parallel,
+                zero=point.zero,
+                hybrid=point.hybrid,
+                offload=Offload(what=point.offload),
+                schedule=point.schedule,
+                virtual=point.virtual,
+                microbatch=shape.microbatch,
+                num_microbatches=shape.num_microbatches,
+                global_batch=self.problem.global_batch,
+                precision=graph.precision,
+                compile=shape.compile,
+                sync_batch_norm=bool(request.sync_batch_norm),
+            )
+        except PlanError as error:
+            self.refusals.append(str(error))
+            return None
+
+    def runs(self, point: Point) -> bool:
+        """Whether the runtime can run what the point combines; the blocks and numbers do not matter for that."""
+        shape = point.shape
+        key = (shape.compile, shape.tp * shape.cp > 1, shape.pp > 1, point.schedule, point.zero, point.offload)
+        if key not in self._runs:
+            size, larger = divmod(len(self.units), point.num_stages)
+            cut = tuple(accumulate(size + (stage < larger) for stage in range(point.num_stages)))
+            plan = self.plan(point, cut)
+            self._runs[key] = plan is not None and not not_yet(plan)
+        return self._runs[key]
+
+    def room(self, point: Point) -> Room:
+        return room_of(point, self._items, self.problem.recipe, self.problem.budget, self.problem.cluster.device)
+
+    @cached_property
+    def _items(self) -> Items:
+        """Bytes of an element follow from the precision alone."""
+        first = Shape(1, 1, 1, 1, 1, sequence_parallel=False, microbatch=1, num_microbatches=1, compile=False)
+        return items_of(self._unit_plan(first, (), sharded=False), self.problem.recipe)

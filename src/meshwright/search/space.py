@@ -1,0 +1,149 @@
+"""The space of plans: every choice but where stages are cut and which blocks are recomputed.
+
+    mesh           pp · dp · cp · tp = W; W: all devices, or fewer where their number is open (whole hosts, or part of one)
+                   dp divides the batch, ep divides dp and the experts, pp · virtual ≤ repeated blocks
+    microbatch     a divisor of a dp rank's samples
+    schedule       pp > 1: gpipe, 1f1b, zb, zbv, interleaved with v = 2 … MOST_VIRTUAL stages a coordinate, in deep models those
+                   that make stages of equal size
+    sharding       ZeRO 0 to 3 where dp · cp > 1, in groups of any divisor of dp
+    compile        on a GPU, where no rule of tp or cp is in its way
+    offload        what the runtime can run
+
+A *Shape* is the part that a microbatch's work follows from (mesh, sequence parallel, microbatch, compile); a *Point* is a shape
+with schedule and state. What a request fixes stays fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.core.plan import MULTI_STAGE_SCHEDULES, Mesh, ScheduleKind, ZeroStage
+from meshwright.search.problem import OffloadKind, Problem
+from meshwright.search.units import FEW_UNITS
+
+MOST_VIRTUAL = 8
+"""Stages on one coordinate: beyond, sends eat what the smaller bubble saves."""
+SCHEDULES: tuple[ScheduleKind, ...] = ("1f1b", "gpipe", "zb", "zbv", "interleaved")
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """What the work of one microbatch follows from."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+    sequence_parallel: bool
+    microbatch: int
+    num_microbatches: int
+    compile: bool
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep)
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """A shape, how its stages take turns, and how its state is kept."""
+
+    shape: Shape
+    schedule: ScheduleKind
+    virtual: int
+    zero: ZeroStage
+    hybrid: int | None
+    offload: OffloadKind
+
+    @property
+    def num_stages(self) -> int:
+        return self.shape.pp * self.virtual
+
+
+def divisors(number: int) -> list[int]:
+    small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
+    return [*small, *(number // part for part in reversed(small) if part * part != number)]
+
+
+def worlds(problem: Problem) -> list[int]:
+    """How many devices may be used, the most first: where their number is open, whole hosts, or part of one."""
+    request = problem.request
+    degrees = (request.dp, request.pp, request.tp, request.cp)
+    if all(degree is not None for degree in degrees):
+        return [(request.dp or 1) * (request.pp or 1) * (request.tp or 1) * (request.cp or 1)]
+    if problem.world is not None:
+        return [problem.world]
+    per_host = problem.cluster.devices_per_host
+    hosts = [number * per_host for number in range(problem.cluster.num_hosts, 0, -1)]
+    return [*hosts, *range(per_host - 1, 0, -1)]
+
+
+def meshes(problem: Problem, world: int) -> Iterator[Mesh]:
+    """Every mesh of so many ranks that the request, the batch and the number of blocks allow."""
+    request, batch = problem.request, problem.global_batch
+    most_stages = max(1, len(problem.graph.repeated_blocks))
+    for pp in _open(request.pp, [part for part in divisors(world) if part <= most_stages]):
+        for tp in _open(request.tp, divisors(world // pp) if world % pp == 0 else []):
+            for cp in _open(request.cp, divisors(world // (pp * tp)) if world % (pp * tp) == 0 else []):
+                dp, left = divmod(world, pp * tp * cp)
+                if left or batch % dp or request.dp not in (None, dp):
+                    continue
+                for ep in _open(request.ep, divisors(dp) if problem.has_experts else [1]):
+                    if dp % ep == 0:
+                        yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+
+
+def families(problem: Problem, mesh: Mesh) -> Iterator[list[Shape]]:
+    """Shapes that differ in the microbatch only, the largest first."""
+    request = problem.request
+    share = problem.global_batch // mesh.dp
+    compiles = problem.cluster.device.kind == "cuda" and mesh.tp == mesh.cp == 1
+    sizes = [size for size in _open(request.microbatch, divisors(share)) if share % size == 0]
+    for parallel in _open(request.sequence_parallel, [False, True] if mesh.tp > 1 else [False]):
+        for compiled in _open(request.compile, [False, True] if compiles else [False]):
+            degrees = (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)
+            yield [Shape(*degrees, parallel, size, share // size, compiled) for size in reversed(sizes)]
+
+
+def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
+    """Schedules with their stages a coordinate."""
+    request = problem.request
+    if shape.pp == 1:
+        yield request.schedule or "1f1b", request.virtual or 1
+        return
+    num_blocks = len(problem.graph.repeated_blocks)
+    most = min(MOST_VIRTUAL, num_blocks // shape.pp)
+    for schedule in _open(request.schedule, SCHEDULES):
+        several = schedule in MULTI_STAGE_SCHEDULES
+        numbers = [2] if schedule in ("zbv", "dualpipev") else list(range(2, most + 1)) if several else [1]
+        if num_blocks > FEW_UNITS and len(numbers) > 1:  # stages of unlike size only where every one counts
+            numbers = [number for number in numbers if number == 2 or num_blocks % (number * shape.pp) == 0]
+        for virtual in _open(request.virtual, numbers):
+            if virtual <= max(1, most):
+                yield schedule, virtual
+
+
+def states(problem: Problem, shape: Shape) -> Iterator[tuple[ZeroStage, int | None, OffloadKind]]:
+    """ZeRO, its groups, and what is offloaded."""
+    request = problem.request
+    alone = shape.dp * shape.cp == 1
+    offloads: list[OffloadKind] = list(problem.offloads)
+    stages: tuple[ZeroStage, ...] = (0,) if alone else (0, 1, 2, 3)
+    for zero in _open(request.zero, stages):
+        groups = [None] if zero == 0 or alone else [None, *(part for part in divisors(shape.dp) if 1 < part < shape.dp)]
+        for hybrid in _open(request.hybrid, groups):
+            if hybrid is not None and (zero == 0 or shape.dp % hybrid):
+                continue
+            for offload in offloads:
+                yield zero, hybrid, offload
+
+
+def _open(fixed: object, choices: object) -> list:  # type: ignore[type-arg]
+    """What was fixed, or every choice."""
+    return [fixed] if fixed is not None else list(choices)  # type: ignore[call-overload]

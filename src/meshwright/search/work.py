@@ -1,0 +1,208 @@
+"""The work of one microbatch by unit: seconds, bytes kept and state, as the cost room counts them.
+
+One table for every way to divide a microbatch (tp, cp, ep, sequence parallel, its samples, compile, casting). Sums over a row of
+units give what a stage of them takes, so that bounds and cuts need no estimate of their own:
+
+    seconds of a stage, forward or backward   launches + kernels on a CPU, the larger of both on a GPU, + inner collectives
+    kept                                      bytes between forward and backward of a microbatch, by recompute mode
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.core.graph import Graph
+from meshwright.core.plan import Plan, Recompute, RecomputeMode
+from meshwright.cost.communication import sent_bytes
+from meshwright.cost.compute import Work
+from meshwright.cost.division import Division, divide
+from meshwright.cost.holdings import Holdings
+from meshwright.cost.memory import MemoryCost
+from meshwright.cost.passes import StagePasses, passes_by_stage
+from meshwright.cost.stages import StageCosts
+from meshwright.cost.state import split_dims, stage_parameters
+from meshwright.search.problem import Problem
+
+Row = NDArray[np.float64]
+Places = NDArray[np.int64]
+"""Where rows of units begin or end, many at once."""
+MODES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class UnitTable:
+    """Prefix sums over units: entry i is what the first i units have together."""
+
+    is_cpu: bool
+    forward_launch: Row
+    forward_kernel: Row
+    backward_launch: Row
+    backward_kernel: Row
+    inner_forward: Row
+    weights: Row
+    recompute_launch: dict[str, Row]
+    recompute_kernel: dict[str, Row]
+    inner_backward: dict[str, Row]
+    kept: dict[str, Row]
+    peaks: Row
+    """Of each unit, not summed up: bytes above what is kept while it runs, under the mode that needs least."""
+    sent_bytes: float
+    """The least that any two units hand each other."""
+    elements: Row
+    """Of parameters as tp cuts them, each tensor at its first name; experts' apart."""
+    expert_elements: Row
+
+    @cached_property
+    def seconds_per_saved_byte(self) -> float:
+        """The cheapest recompute of any unit."""
+        found = []
+        for mode in ("selective", "full"):
+            for unit in range(self.num_units):
+                saved = float(self.kept_by(unit, unit + 1, "none") - self.kept_by(unit, unit + 1, mode))
+                longer = float(self.backward(unit, unit + 1, mode) - self.backward(unit, unit + 1))
+                found += [longer / saved] if saved > 0 else []
+        return min(found, default=0.0)
+
+    @property
+    def num_units(self) -> int:
+        return len(self.elements) - 1
+
+    def forward(self, begin: Places | int, end: Places | int) -> Row:
+        own = self._seconds(self.forward_launch, self.forward_kernel, begin, end)
+        return own + self.inner_forward[end] - self.inner_forward[begin]
+
+    def backward(self, begin: Places | int, end: Places | int, mode: str = "none") -> Row:
+        """With what it does again under the mode, in all of the units."""
+        own = self._seconds(self.backward_launch, self.backward_kernel, begin, end)
+        again = self._seconds(self.recompute_launch[mode], self.recompute_kernel[mode], begin, end)
+        inner = self.inner_backward[mode]
+        return own + again + inner[end] - inner[begin]
+
+    def kept_by(self, begin: Places | int, end: Places | int, mode: str) -> Row:
+        return self.kept[mode][end] - self.kept[mode][begin]
+
+    def _seconds(self, launch: Row, kernel: Row, begin: Places | int, end: Places | int) -> Row:
+        launches, kernels = launch[end] - launch[begin], kernel[end] - kernel[begin]
+        return np.asarray(launches + kernels if self.is_cpu else np.maximum(launches, kernels))
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The units under one division of the model, whatever the microbatch."""
+
+    divisions: dict[str, Division]
+    passes: tuple[StagePasses, ...]
+    elements: tuple[list[float], list[float]]
+
+
+def divide_units(graph: Graph, plan: Plan) -> Divided:
+    """plan: one stage a unit."""
+    return Divided(divide(graph, plan), passes_by_stage(graph, plan), _elements(graph, plan))
+
+
+def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided) -> UnitTable:
+    """plan: one stage a unit, nothing recomputed; its mesh, microbatch and sharding count."""
+    divisions, passes = divided.divisions, divided.passes
+    columns: dict[str, dict[str, list[float]]] = {}
+    plain = _Columns(problem, graph, plan, divisions, passes)
+    for mode in MODES:
+        seen = plain if mode == "none" else _Columns(problem, graph, _under(plan, mode, graph), divisions, passes)
+        columns[mode] = seen.by_mode()
+    shared = plain.shared()
+    sent = [sent_bytes(one, plan, divisions, problem.recipe) for one in passes[:-1]]
+    dense, expert = divided.elements
+    return UnitTable(
+        is_cpu=problem.cluster.device.kind == "cpu",
+        peaks=np.min([columns[mode].pop("peak") for mode in MODES], axis=0),
+        sent_bytes=min(sent, default=0.0),
+        elements=_sums(dense),
+        expert_elements=_sums(expert),
+        **{name: _sums(values) for name, values in shared.items()},  # type: ignore[arg-type]
+        **{name: {mode: _sums(columns[mode][name]) for mode in MODES} for name in columns["none"]},  # type: ignore[arg-type]
+    )
+
+
+def _under(plan: Plan, mode: str, graph: Graph) -> Plan:
+    """All repeated blocks recomputed."""
+    again: RecomputeMode = "selective" if mode == "selective" else "full"
+    return msgspec.structs.replace(plan, recompute=(Recompute(mode=again, blocks=graph.repeated_blocks),))
+
+
+def _sums(values: list[float]) -> Row:
+    return np.concatenate(([0.0], np.cumsum(values)))
+
+
+class _Columns:
+    """What every unit has, under the recompute of one plan. Units with the same work are looked at once."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        graph: Graph,
+        plan: Plan,
+        divisions: dict[str, Division],
+        passes: tuple[StagePasses, ...],
+    ) -> None:
+        self.graph, self.plan, self.passes = graph, plan, passes
+        self.costs = StageCosts(graph, plan, problem.cluster, problem.recipe, divisions)
+        self.memory = MemoryCost(plan, problem.recipe, divisions, passes, _no_holdings)
+        self.forms = [self.costs.form(number, one) for number, one in enumerate(passes)]
+
+    def by_mode(self) -> dict[str, list[float]]:
+        found: dict[object, tuple[Work, float]] = {}
+        for form, one in zip(self.forms, self.passes, strict=True):
+            if form not in found:
+                found[form] = (self.costs.redone(one), self.costs.inner_backward(one))
+        rows = [found[form] for form in self.forms]
+        return {
+            "recompute_launch": [work.launch for work, _ in rows],
+            "recompute_kernel": [work.kernel for work, _ in rows],
+            "inner_backward": [inner for _, inner in rows],
+            "kept": [self.memory.own_kept(number) for number in range(len(self.passes))],
+            "peak": [self.memory.room_of(number) for number in range(len(self.passes))],
+        }
+
+    def shared(self) -> dict[str, list[float]]:
+        found: dict[object, tuple[Work, Work, float, float]] = {}
+        for form, one in zip(self.forms, self.passes, strict=True):
+            if form not in found:
+                costs = self.costs
+                found[form] = (
+                    costs.work(one.forward),
+                    costs.work(one.backward),
+                    costs.inner_forward(one),
+                    costs.weights(one.backward),
+                )
+        rows = [found[form] for form in self.forms]
+        return {
+            "forward_launch": [work.launch for work, _, _, _ in rows],
+            "forward_kernel": [work.kernel for work, _, _, _ in rows],
+            "backward_launch": [work.launch for _, work, _, _ in rows],
+            "backward_kernel": [work.kernel for _, work, _, _ in rows],
+            "inner_forward": [inner for _, _, inner, _ in rows],
+            "weights": [seconds for _, _, _, seconds in rows],
+        }
+
+
+def _elements(graph: Graph, plan: Plan) -> tuple[list[float], list[float]]:
+    """Of the trained parameters of every unit, each tensor at its first name: those of experts apart."""
+    dense, expert = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
+    seen: set[str] = set()
+    first_name = {p.name: p.tied_to or p.name for p in graph.parameters}
+    splits = split_dims(graph, plan)
+    for number in range(len(plan.stages)):
+        for parameter in stage_parameters(graph, plan, number, splits):
+            name = first_name[parameter.name]
+            if parameter.trainable and name not in seen:
+                (expert if parameter.expert else dense)[number] += parameter.num_elements
+            seen.add(name)
+    return dense, expert
+
+
+def _no_holdings(coordinate: int) -> Holdings:
+    raise NotImplementedError("a table of units asks for what microbatches keep, not for the state of ranks")
