@@ -80,11 +80,13 @@ def number_of_plans(num_blocks: int, num_devices: int, batch: int) -> int:
             return sum(ways_to_recompute(counts) for counts in compositions(num_blocks, stages))
 
         if pp == 1:
-            choices = (plain + zero_3) * cut(1)
+            choices = 2 * (plain + zero_3) * cut(1)  # compiled or not
         else:
             interleaved = sum(cut(v * pp) for v in range(2, num_blocks // pp + 1))
-            choices = (plain + zero_3) * (2 * cut(pp) + interleaved)  # gpipe, 1f1b
-            choices += plain * (cut(pp) + (cut(2 * pp) if 2 * pp <= num_blocks else 0))  # zb, zbv: not with ZeRO 3
+            choices = 2 * (plain + zero_3) * (2 * cut(pp) + interleaved)  # gpipe, 1f1b
+            choices += plain * (
+                cut(pp) + (cut(2 * pp) if 2 * pp <= num_blocks else 0)
+            )  # zb, zbv: no ZeRO 3, not compiled
         total += choices * len(divisors(batch // dp))
     return total
 

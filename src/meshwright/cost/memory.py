@@ -53,8 +53,7 @@ class MemoryCost:
         self.plan, self.recipe = plan, recipe
         self.divisions, self.stages, self.holdings = divisions, stages, holdings
         self.footprints = Footprints(plan, recipe)
-        self.kept = [self._stage_kept(number) for number in range(len(stages))]
-        """Bytes a microbatch holds on each stage between its forward and its backward."""
+        self._kept = [self._stage_kept(number) for number in range(len(stages))]
 
     def worst(self, order: Order, device: Device) -> Moment:
         """The fullest moment of the fullest coordinate."""
@@ -107,7 +106,7 @@ class MemoryCost:
 
     def _held(self, row: tuple[Action, ...]) -> Iterator[tuple[int, float, float]]:
         """For each stage of a coordinate: the most that other microbatches hold when a forward, or a backward, begins."""
-        kept = {action.stage: self.kept[action.stage] for action in row}
+        kept = {action.stage: self._kept[action.stage] for action in row}
         most: dict[tuple[int, str], float] = {}
         held = 0.0
         for action in row:

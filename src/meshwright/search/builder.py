@@ -33,6 +33,7 @@ class Point:
     schedule: ScheduleKind = "1f1b"
     virtual: int = 1
     offload: str = "none"
+    compile: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -68,7 +69,7 @@ class Builder:
             num_microbatches=count_microbatches(problem.global_batch, point.mesh.dp, point.microbatch),
             global_batch=problem.global_batch,
             precision=request.precision or problem.graph.precision,
-            compile=bool(request.compile),
+            compile=point.compile,
             sync_batch_norm=bool(request.sync_batch_norm),
         )
 

@@ -10,6 +10,7 @@ A plan is a point, a cut and the rules of recompute. A point is one of          
     × microbatch  all divisors of a dp rank's samples
     × schedule    1f1b where pp = 1; else gpipe, 1f1b, zb, zbv, and interleaved for all v with n ≥ v · pp -> _schedules
     × offload     none; and optimizer and parameters, where the cluster has a link to the host
+    × compile     no; and yes, on a GPU
 
 n repeated blocks are cut into s = pp · v stages in all C(n-1, s-1) ways of giving each stage at least one -> cuts
 and recomputed in one of these ways, each set of blocks once:                                             -> recomputes
@@ -18,8 +19,8 @@ and recomputed in one of these ways, each set of blocks once:                   
     the first c of each stage in full for all c = 0 … its number, where n ≤ SMALL_MODEL_BLOCKS
 
 What the request fixes has that value alone. Left out is what a plan or the cost model refuses (a PlanError), what the runtime
-refused, and what `core/limits.not_yet` lists. dualpipev and compiled blocks are considered where the request asks for
-them. No bound leaves anything out; a space of more than `most_plans` is refused.
+refused, and what `core/limits.not_yet` lists. dualpipev is considered where the request asks for it.
+No bound leaves anything out; a space of more than `most_plans` is refused.
 """
 
 from __future__ import annotations
@@ -92,9 +93,10 @@ def points(problem: Problem) -> Iterator[Point]:
             [size for size in divisors(share) if problem.request.microbatch in (None, size)],
             _schedules(problem.request, mesh, len(builder.repeated)),
             _offloads(problem),
+            _compiles(problem),
         )
-        for sequence_parallel, (zero, hybrid), microbatch, (schedule, virtual), offload in settings:
-            point = Point(mesh, microbatch, sequence_parallel, zero, hybrid, schedule, virtual, offload)
+        for sequence_parallel, (zero, hybrid), microbatch, (schedule, virtual), offload, compiled in settings:
+            point = Point(mesh, microbatch, sequence_parallel, zero, hybrid, schedule, virtual, offload, compiled)
             if not builder.refusal(point):
                 yield point
 
@@ -158,6 +160,12 @@ def _offloads(problem: Problem) -> list[str]:
     if problem.request.offload is not None:
         return [problem.request.offload]
     return ["none", "optimizer", "parameters"] if problem.cluster.host_link else ["none"]
+
+
+def _compiles(problem: Problem) -> list[bool]:
+    if problem.request.compile is not None:
+        return [problem.request.compile]
+    return [False, True] if problem.cluster.device.kind == "cuda" else [False]
 
 
 # ---------------------------------------------------------------- cuts and recompute

@@ -68,6 +68,7 @@ class Frame:
             hybrid=self.hybrid if rung.zero else None,
             schedule=self.plain.schedule,
             offload=self.plain.offload,
+            compile=self.plain.compile,
         )
 
 
@@ -173,7 +174,14 @@ def _frame(problem: Problem, builder: Builder, mesh: Mesh) -> Frame | None:
     wishes = (True, False) if request.sequence_parallel is None else (request.sequence_parallel,)
     schedule = request.schedule or "1f1b"
     for sequence_parallel in wishes:
-        point = Point(mesh, sizes[0], sequence_parallel, schedule=schedule, offload=request.offload or "none")
+        point = Point(
+            mesh,
+            sizes[0],
+            sequence_parallel,
+            schedule=schedule,
+            offload=request.offload or "none",
+            compile=bool(request.compile),
+        )
         if not builder.refusal(point):
             return Frame(point, sizes, tuple(_rungs(problem, mesh)), request.hybrid)
     return None

@@ -140,7 +140,7 @@ class _UnitCosts:
         state = holdings.base.parameters + holdings.base.optimizer_state + holdings.gradients(blocks)
         state += holdings.gathered("") + round(sum(self._copies(one) for one in self.passes[number].forward))
         received = self._sent_bytes(number - 1) if number else 0.0
-        kept = self.memory.kept[number] - received
+        kept = self.memory.own_kept(number)
         row = self.order[number][:1] + self.order[number][-1:]  # one microbatch by itself
         order = (*self.order[:number], row, *self.order[number + 1 :])
         peak = self.memory.peak(number, order, self.problem.cluster.device).memory.total
