@@ -145,16 +145,21 @@ def free_replication(profile: Profile, num_workers: int) -> tuple[float, tuple[t
 def replication_loss(problem: Problem) -> float:
     """How much longer the slowest stage takes because all stages have the same replication: 0.1 is a tenth.
 
-    On the widest tp whose frames there are, with the smallest microbatch and nothing saved; the best uniform replication
-    against the best free one.
+    The best uniform replication over all tp against the best free one, with the smallest microbatch and nothing saved.
     """
     builder = Builder(problem)
-    found = frames(problem, builder)
-    widest = max(frame.mesh.tp for frame in found)
-    alike = [frame for frame in found if frame.mesh.tp == widest and frame.mesh.ep == 1]
-    uniform = min(uniform_replication(_plain_profile(builder, f), f.mesh.dp, f.mesh.pp)[0] for f in alike)
-    longest = max(alike, key=lambda frame: frame.mesh.pp)
-    free, _ = free_replication(_plain_profile(builder, longest), longest.mesh.pp * longest.mesh.dp)
+    by_tp: dict[int, list[Frame]] = {}
+    for frame in frames(problem, builder):
+        if frame.mesh.ep == (problem.request.ep or 1):
+            by_tp.setdefault(frame.mesh.tp, []).append(frame)
+    uniform = free = inf
+    for alike in by_tp.values():
+        for frame in alike:
+            seconds, _ = uniform_replication(_plain_profile(builder, frame), frame.mesh.dp, frame.mesh.pp)
+            uniform = min(uniform, seconds)
+        longest = max(alike, key=lambda frame: frame.mesh.pp)
+        seconds, _ = free_replication(_plain_profile(builder, longest), longest.mesh.pp * longest.mesh.dp)
+        free = min(free, seconds)
     return uniform / free - 1
 
 
