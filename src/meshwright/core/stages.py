@@ -1,6 +1,6 @@
 """Cutting a model into stages: consecutive blocks, the repeated ones as evenly as they go.
 
-    n repeated blocks on s = pp · virtual stages:  n mod s stages hold ⌈n/s⌉, the others ⌊n/s⌋                  -> _counts
+    n repeated blocks on s = pp · virtual stages:  n mod s stages hold ⌈n/s⌉, the others ⌊n/s⌋                  -> even_counts
 
 The stages at the ends also hold the embedding and the head, so they are the first to hold fewer: the last, the first, the
 last but one, the second, … Blocks that do not repeat go with the repeated block before them, those before the first with
@@ -9,7 +9,7 @@ the first stage. An encoder and a decoder are one row of repeated blocks. The bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Block, Graph
@@ -20,17 +20,22 @@ from meshwright.core.plan import MULTI_STAGE_SCHEDULES, ScheduleKind, Stage, pla
 
 def even_stages(graph: Graph, pp: int, virtual: int, schedule: ScheduleKind) -> tuple[Stage, ...]:
     """All named blocks on pp · virtual stages, laid in a loop or a V as the schedule asks."""
-    blocks = [block for block in graph.blocks if block.name]
-    num_repeated = sum(block.repeated for block in blocks)
+    num_repeated = len(graph.repeated_blocks)
     num_stages = pp * virtual
     if num_stages > 1 and num_repeated < num_stages:
         raise PlanError(
             f"pp={pp} with virtual={virtual} needs {num_stages} stages, but '{graph.model}' has {num_repeated} repeated "
             f"blocks: set pp · virtual to {max(num_repeated, 1)} or less, or give the stages in a plan file"
         )
+    return cut_stages(graph, even_counts(num_repeated, num_stages), pp, schedule)
+
+
+def cut_stages(graph: Graph, counts: Sequence[int], pp: int, schedule: ScheduleKind) -> tuple[Stage, ...]:
+    """All named blocks on as many stages as there are counts: that many repeated blocks on each."""
+    blocks = [block for block in graph.blocks if block.name]
     return tuple(
         Stage(coordinate=coordinate_of(number, pp, placement_of(schedule)), blocks=compact_names(names))
-        for number, names in enumerate(_cut(blocks, _counts(num_repeated, num_stages)))
+        for number, names in enumerate(_cut(blocks, counts))
     )
 
 
@@ -39,7 +44,7 @@ def plain_virtual(schedule: ScheduleKind) -> int:
     return 2 if schedule in MULTI_STAGE_SCHEDULES else 1
 
 
-def _counts(num_repeated: int, num_stages: int) -> list[int]:
+def even_counts(num_repeated: int, num_stages: int) -> list[int]:
     """Repeated blocks of each stage."""
     fewer, num_larger = divmod(num_repeated, num_stages)
     from_the_ends = sorted(range(num_stages), key=lambda stage: (min(stage, num_stages - 1 - stage), -stage))
@@ -49,7 +54,7 @@ def _counts(num_repeated: int, num_stages: int) -> list[int]:
     return counts
 
 
-def _cut(blocks: list[Block], counts: list[int]) -> Iterator[list[str]]:
+def _cut(blocks: list[Block], counts: Sequence[int]) -> Iterator[list[str]]:
     """The names of each stage; one ends where the next one's first repeated block comes."""
     remaining = iter(counts)
     names: list[str] = []

@@ -21,11 +21,21 @@ from meshwright.core.request import PlanRequest
 from meshwright.core.result import RunnerUp, SearchResult, describe
 from meshwright.core.units import format_bytes
 from meshwright.search.choice import Costed, chosen, error_band, ordered, varied
+from meshwright.search.exhaustive import exhaustive
 from meshwright.search.joint import joint
+from meshwright.search.placement import placement
+from meshwright.search.policy import policy
 from meshwright.search.problem import Method, Outcome, Problem
+from meshwright.search.profile import profile
 from meshwright.search.reasons import reason_lost
 
-METHODS: dict[str, Method] = {"joint": joint}
+METHODS: dict[str, Method] = {
+    "joint": joint,
+    "exhaustive": exhaustive,
+    "placement": placement,
+    "profile": profile,
+    "policy": policy,
+}
 
 
 def search(
