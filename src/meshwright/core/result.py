@@ -25,6 +25,8 @@ class SearchResult(Value, kw_only=True):
     """Best first; those that do not fit come last."""
     num_candidates: int
     search_seconds: float
+    optimality_gap: float | None = None
+    """How much faster than the plan a plan that was not costed could be, as a share of its step; None where not known."""
 
     def __str__(self) -> str:
         estimate = self.estimate

@@ -24,6 +24,7 @@ from meshwright.core.units import format_bytes
 from meshwright.search.joint import joint
 from meshwright.search.problem import Method, Outcome, Problem
 from meshwright.search.reasons import reason_lost
+from meshwright.search.ways_out import infeasible
 
 EQUAL_SHARE = 1e-9
 """Estimates closer than this are taken as equal: rounding must not decide."""
@@ -56,14 +57,14 @@ def search(
         graph, cluster, request or PlanRequest(), recipe or Recipe(), budget_bytes, world, other_casting, legal
     )
     outcome = METHODS[method](problem)
-    return _result(outcome, cluster, time.perf_counter() - started)
+    return _result(outcome, problem, time.perf_counter() - started)
 
 
-def _result(outcome: Outcome, cluster: Cluster, seconds: float) -> SearchResult:
+def _result(outcome: Outcome, problem: Problem, seconds: float) -> SearchResult:
     fitting = sorted((pair for pair in outcome.costed if pair[1].fits), key=_preference)
     missing = sorted((pair for pair in outcome.costed if not pair[1].fits), key=lambda pair: pair[1].peak_bytes)
     if not fitting:
-        raise _infeasible(missing, cluster)
+        raise _infeasible(missing, problem)
     best, best_estimate = fitting[0]
     return SearchResult(
         plan=best,
@@ -89,8 +90,9 @@ def _preference(pair: tuple[Plan, Estimate]) -> tuple[int, int, int, int, float]
     return (speed, plan.num_microbatches, plan.zero, len(plan.recompute), found.step_seconds)
 
 
-def _infeasible(missing: list[tuple[Plan, Estimate]], cluster: Cluster) -> InfeasibleError:
+def _infeasible(missing: list[tuple[Plan, Estimate]], problem: Problem) -> InfeasibleError:
     plan, found = missing[0]
+    cluster = problem.cluster
     needed = found.needed_bytes
     parts = msgspec.structs.asdict(found.memory_bytes)
     largest = sorted(parts, key=lambda name: -parts[name])[:2]
@@ -99,5 +101,6 @@ def _infeasible(missing: list[tuple[Plan, Estimate]], cluster: Cluster) -> Infea
         f"none of {len(missing)} candidates fits {format_bytes(found.budget_bytes)} per device on {cluster.num_devices} × "
         f"{cluster.device.name}. The nearest miss ({describe(plan)}) needs {format_bytes(needed)}, "
         f"{format_bytes(needed - found.budget_bytes)} too much, most of it {words}. "
-        "Use more devices, a smaller global batch, bf16, or a larger --memory"
+        "Use more devices, a smaller global batch, bf16, or a larger --memory",
+        infeasible(problem, plan, found, len(missing)),
     )
