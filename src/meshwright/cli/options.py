@@ -105,7 +105,9 @@ def _parameters() -> list[inspect.Parameter]:
         _parameter(name, bool | None, f"{_flag(name)}/--no{_flag(name)[1:]}", words)
         for name, words in _SWITCHES.items()
     ]
-    no_offload = _parameter("no_offload", bool, "--no-offload", "Keep everything on the devices: --offload none.", False)
+    no_offload = _parameter(
+        "no_offload", bool, "--no-offload", "Keep everything on the devices: --offload none.", False
+    )
     return [plan_file, *numbers, *texts, no_offload, *switches]
 
 

@@ -19,7 +19,8 @@ SearchOption = Annotated[str, typer.Option("--search", help="Which method search
 PreferFastestFlag = Annotated[
     bool,
     typer.Option(
-        "--prefer-fastest", help="Take the fastest plan even where a simpler one is as fast within the estimate's error."
+        "--prefer-fastest",
+        help="Take the fastest plan even where a simpler one is as fast within the estimate's error.",
     ),
 ]
 
@@ -44,7 +45,8 @@ def plan(
         str | None, typer.Option("--from-deepspeed", metavar="FILE.json", help="Start from a DeepSpeed configuration.")
     ] = None,
     from_accelerate: Annotated[
-        str | None, typer.Option("--from-accelerate", metavar="FILE.yaml", help="Start from an Accelerate configuration.")
+        str | None,
+        typer.Option("--from-accelerate", metavar="FILE.yaml", help="Start from an Accelerate configuration."),
     ] = None,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Save the plan, .json or .toml.")] = None,
     as_json: JsonFlag = False,

@@ -29,7 +29,7 @@ def compare_files(
 
     plans = Plan.load(files[0]), Plan.load(files[1])
     differences = plan_differences(*plans)
-    console.print(differences_table(differences, files))
+    console.print(differences_table(differences, files) if differences else "the plans are the same")
     said: dict[str, Any] = {"differences": differences}
     if cluster is None:
         if differences:

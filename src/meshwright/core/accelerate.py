@@ -1,14 +1,14 @@
 """An Accelerate configuration as a plan.
 
-    distributed_type     NO: one rank; MULTI_GPU, MULTI_CPU: replicas; FSDP, DEEPSPEED, MEGATRON_LM: as their sections say
-    num_processes        ranks; num_machines: hosts
-    mixed_precision      precision
-    fsdp_config          FULL_SHARD, or reshard_after_forward: ZeRO 3; SHARD_GRAD_OP: ZeRO 2; NO_SHARD: replicas;
-                         HYBRID_…: sharding groups of one host; activation checkpointing: full recompute; offload
-    deepspeed_config     a DeepSpeed file, or the same few keys (core/deepspeed.py)
-    megatron_lm_config   tp, pp, microbatches, sequence parallel, selective recompute, distributed optimizer: ZeRO 1
-    parallelism_config   dp_replicate × dp_shard: dp, in sharding groups of dp_shard; tp; cp or sp: cp
-    dynamo_config        inductor: compiled blocks
+distributed_type     NO: one rank; MULTI_GPU, MULTI_CPU: replicas; FSDP, DEEPSPEED, MEGATRON_LM: as their sections say
+num_processes        ranks; num_machines: hosts
+mixed_precision      precision
+fsdp_config          FULL_SHARD, or reshard_after_forward: ZeRO 3; SHARD_GRAD_OP: ZeRO 2; NO_SHARD: replicas;
+                     HYBRID_…: sharding groups of one host; activation checkpointing: full recompute; offload
+deepspeed_config     a DeepSpeed file, or the same few keys (core/deepspeed.py)
+megatron_lm_config   tp, pp, microbatches, sequence parallel, selective recompute, distributed optimizer: ZeRO 1
+parallelism_config   dp_replicate × dp_shard: dp, in sharding groups of dp_shard; tp; cp or sp: cp
+dynamo_config        inductor: compiled blocks
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import yaml
 from meshwright.core.codec import decode_json, load
 from meshwright.core.deepspeed import read_deepspeed
 from meshwright.core.errors import InputError
-from meshwright.core.foreign import USED, Foreign, Keys, Known, lacking, unneeded
+from meshwright.core.foreign import Foreign, Keys
+from meshwright.core.foreign_keys import ACCELERATE, PARALLELISM
 from meshwright.core.graph import Precision
 from meshwright.core.plan import Offload, ZeroStage
 from meshwright.core.recipe import Recipe
@@ -33,86 +34,6 @@ ELSEWHERE = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 ZERO_OF: dict[str, ZeroStage] = {
     "FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2,
-}  # fmt: skip
-
-_STARTING = "how processes are started does not change a plan"
-_LOADING = "how checkpoints are read and written does not change a plan"
-_WRAPPING = "Meshwright shards block by block, as found in the model, and gathers ahead by itself"
-
-_PARALLELISM = "dp_replicate_size dp_shard_size tp_size cp_size sp_size".split()
-_KNOWN: Known = {
-    "distributed_type": USED,
-    "num_processes": USED,
-    "num_machines": USED,
-    "mixed_precision": USED,
-    "dynamo_backend": USED,
-    "dynamo_config": {
-        "dynamo_backend": USED,
-        **dict(
-            unneeded("dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph dynamo_use_regional_compilation", "blocks are compiled one by one")
-        ),
-    },
-    "fsdp_config": {
-        "fsdp_version": USED,
-        "fsdp_sharding_strategy": USED,
-        "fsdp_reshard_after_forward": USED,
-        "fsdp_activation_checkpointing": USED,
-        "fsdp_offload_params": USED,
-        **dict(
-            unneeded(
-                "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_backward_prefetch "
-                "fsdp_backward_prefetch_policy fsdp_forward_prefetch fsdp_use_orig_params fsdp_ignored_modules",
-                _WRAPPING,
-            )
-        ),
-        **dict(
-            unneeded("fsdp_cpu_ram_efficient_loading fsdp_sync_module_states fsdp_state_dict_type fsdp_mixed_precision_policy", _LOADING)
-        ),
-    },
-    "deepspeed_config": {
-        "deepspeed_config_file": USED,
-        "zero_stage": USED,
-        "gradient_accumulation_steps": USED,
-        "gradient_clipping": USED,
-        "offload_optimizer_device": USED,
-        "offload_param_device": USED,
-        **dict(
-            unneeded(
-                "offload_optimizer_nvme_path offload_param_nvme_path deepspeed_multinode_launcher deepspeed_hostfile "
-                "deepspeed_exclusion_filter deepspeed_inclusion_filter zero3_init_flag",
-                _STARTING,
-            )
-        ),
-        **dict(unneeded("zero3_save_16bit_model", _LOADING)),
-        **dict(unneeded("deepspeed_moe_layer_cls_names", "experts are found in the model")),
-    },
-    "megatron_lm_config": {
-        f"megatron_lm_{name}": USED
-        for name in (
-            "tp_degree", "pp_degree", "num_micro_batches", "sequence_parallelism", "recompute_activations", "gradient_clipping",
-            "use_distributed_optimizer",
-        )
-    },  # fmt: skip
-    "parallelism_config": {
-        **{prefix + name: USED for name in _PARALLELISM for prefix in ("", "parallelism_config_")},
-        **dict(
-            unneeded(
-                "cp_comm_strategy parallelism_config_cp_comm_strategy parallelism_config_cp_backend parallelism_config_sp_backend "
-                "parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
-                "context parallelism exchanges heads here",
-            )
-        ),
-    },
-    "tp_config": {"tp_size": USED},
-    **dict(
-        unneeded(
-            "compute_environment machine_rank main_process_ip main_process_port main_training_function rdzv_backend same_network "
-            "gpu_ids enable_cpu_affinity mpirun_config use_cpu debug downcast_bf16 command_file commands ipex_config use_mps_device",
-            _STARTING,
-        )
-    ),
-    **dict(unneeded("tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env", "there is no TPU in a plan")),
-    **dict(lacking("fp8_config", "a plan has no 8-bit precision: costed in 16 bits")),
 }  # fmt: skip
 
 
@@ -134,7 +55,7 @@ def load_accelerate(path: str) -> Foreign:
     return read_accelerate(raw, path)
 
 
-class _Strict(yaml.SafeLoader):
+class _Strict(yaml.SafeLoader):  # type: ignore[misc]
     """Plain YAML in which a key may not be given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -147,12 +68,16 @@ class _Strict(yaml.SafeLoader):
 
 
 def read_accelerate(raw: object, where: str) -> Foreign:
-    keys = Keys(raw, _KNOWN, where)
+    keys = Keys(raw, ACCELERATE, where)
+    if keys.values.get("distributed_type") is False:  # YAML reads a bare NO so
+        keys.values["distributed_type"] = "NO"
     kind = keys.word("distributed_type", (*TYPES, *ELSEWHERE))
     if kind is None:
         raise InputError(f"{where}: distributed_type is missing: give one of {', '.join(TYPES)}")
     if kind in ELSEWHERE:
-        raise InputError(f"{where}: distributed_type {kind} is for hardware a plan does not know: use one of {', '.join(TYPES)}")
+        raise InputError(
+            f"{where}: distributed_type {kind} is for hardware a plan does not know: use one of {', '.join(TYPES)}"
+        )
     found = _SECTIONS[kind](keys)
     ranks = 1 if kind == "NO" else _num_ranks(keys)
     return msgspec.structs.replace(
@@ -201,14 +126,16 @@ def _eight_bits(keys: Keys) -> tuple[str, ...]:
 def _parallelism(keys: Keys, zero: int) -> dict[str, Any]:
     sizes = {
         name: keys.number(f"parallelism_config.parallelism_config_{name}") or keys.number(f"parallelism_config.{name}")
-        for name in _PARALLELISM
+        for name in PARALLELISM
     }
     tensor = keys.number("tp_config.tp_size")
     found: dict[str, Any] = {}
     if sizes["tp_size"] or tensor:
         found["tp"] = sizes["tp_size"] or tensor
     if (sizes["cp_size"] or 1) > 1 and (sizes["sp_size"] or 1) > 1:
-        raise InputError(f"{keys.where}: parallelism_config cuts the sequence by both cp_size and sp_size: keep one of them")
+        raise InputError(
+            f"{keys.where}: parallelism_config cuts the sequence by both cp_size and sp_size: keep one of them"
+        )
     if sizes["cp_size"] or sizes["sp_size"]:
         found["cp"] = max(sizes["cp_size"] or 1, sizes["sp_size"] or 1)
     replicas, shards = sizes["dp_replicate_size"], sizes["dp_shard_size"]
@@ -217,7 +144,9 @@ def _parallelism(keys: Keys, zero: int) -> dict[str, Any]:
         if (shards or 1) == 1:
             found |= {"zero": 0, "hybrid": None}
         elif zero == 0:
-            raise InputError(f"{keys.where}: parallelism_config.dp_shard_size is {shards}, but nothing shards: use FSDP")
+            raise InputError(
+                f"{keys.where}: parallelism_config.dp_shard_size is {shards}, but nothing shards: use FSDP"
+            )
         else:
             found["hybrid"] = shards if (replicas or 1) > 1 else None
     return found

@@ -99,7 +99,9 @@ class Keys:
         if value in (None, AUTO):
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{self.where}: {name} is {_shown(value)}: give a whole number of {least} or more, or 'auto'")
+            raise InputError(
+                f"{self.where}: {name} is {_shown(value)}: give a whole number of {least} or more, or 'auto'"
+            )
         return value
 
     def share(self, name: str) -> float | None:
@@ -191,8 +193,10 @@ def batch_of(foreign: Foreign, request: PlanRequest, dp: int) -> tuple[int, int]
 def _dp(request: PlanRequest, world: int, where: str) -> int:
     others = (request.tp or 1) * (request.pp or 1) * (request.cp or 1)
     if world % others or (request.dp is not None and request.dp * others != world):
-        degrees = " · ".join(f"{axis} {value}" for axis in ("dp", "cp", "tp", "pp") if (value := getattr(request, axis)))
-        raise InputError(f"{where}: {degrees} do not make {world} ranks: change a degree, or the number of ranks")
+        degrees = " · ".join(
+            f"{axis} {value}" for axis in ("dp", "cp", "tp", "pp") if (value := getattr(request, axis))
+        )
+        raise InputError(f"{where}: degrees {degrees} do not make {world} ranks: change a degree, or the number of ranks")
     return world // others
 
 

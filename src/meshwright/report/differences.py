@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from meshwright.core.codec import Value
 from meshwright.core.estimate import Estimate
@@ -70,11 +71,11 @@ def estimate_changes(first: Estimate, second: Estimate) -> tuple[Change, ...]:
 
 
 def differences_table(differences: tuple[Difference, ...], names: tuple[str, str]) -> Table:
-    table = Table(title="what differs" if differences else "the plans are the same", title_justify="left")
+    table = Table(title="what differs", title_justify="left")
     for name in ("", *names):
         table.add_column(name, overflow="fold")
     for difference in differences:
-        table.add_row(difference.part, difference.first, difference.second)
+        table.add_row(*map(Text, (difference.part, difference.first, difference.second)))
     return table
 
 
@@ -201,4 +202,6 @@ def _shardings(plan: Plan) -> dict[str, str]:
 
 
 def _dims(tensor: TensorSharding) -> str:
-    return f"[{', '.join(axis or '·' for axis in tensor.dims)}]" + (f" in {tensor.runs} runs" if tensor.runs > 1 else "")
+    return f"[{', '.join(axis or '·' for axis in tensor.dims)}]" + (
+        f" in {tensor.runs} runs" if tensor.runs > 1 else ""
+    )

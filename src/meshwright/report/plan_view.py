@@ -69,7 +69,7 @@ def runners_up_table(result: SearchResult, shown: int = SHOWN_RUNNERS_UP) -> Tab
     table.add_column(no_wrap=True, overflow="ellipsis", max_width=42)
     table.add_column(no_wrap=True, overflow="ellipsis")
     for number, other in enumerate(result.runners_up[:shown], start=2):
-        table.add_row(f"{number}", difference_words(other.plan, result.plan), other.reason)
+        table.add_row(f"{number}", Text(difference_words(other.plan, result.plan)), Text(other.reason))
     return table
 
 
@@ -85,7 +85,9 @@ def _runners_up(result: SearchResult) -> Iterator[RenderableType]:
 def _title(plan: Plan, cluster: Cluster, graph: Graph | None) -> str:
     size = f", {format_count(graph.num_parameters)} parameters" if graph else ""
     hosts = f"{cluster.num_hosts} × " if cluster.num_hosts > 1 else ""
-    return f"{plan.model or 'model'}{size}, on {hosts}{cluster.devices_per_host} × {cluster.device.name} ({cluster.name})"
+    return (
+        f"{plan.model or 'model'}{size}, on {hosts}{cluster.devices_per_host} × {cluster.device.name} ({cluster.name})"
+    )
 
 
 def _reservations(plan: Plan, cluster: Cluster) -> Iterator[str]:

@@ -119,7 +119,9 @@ def batch_words(plan: Plan) -> str:
     each = " on each data-parallel rank" if plan.mesh.dp > 1 else ""
     noun = "microbatch" if plan.num_microbatches == 1 else "microbatches"
     samples = "sample" if plan.microbatch == 1 else "samples"
-    return f"{plan.num_microbatches:,} {noun} of {plan.microbatch:,} {samples}{each}: global batch {plan.global_batch:,}"
+    return (
+        f"{plan.num_microbatches:,} {noun} of {plan.microbatch:,} {samples}{each}: global batch {plan.global_batch:,}"
+    )
 
 
 def recompute_words(plan: Plan, graph: Graph | None = None) -> str:

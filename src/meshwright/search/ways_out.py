@@ -7,7 +7,7 @@ Each change is costed as a plan, never guessed:
     ZeRO         the lowest higher stage that fits, or one sharding group in place of several                      -> _shardings
     offload      optimizer state, then parameters too, where the hosts have the memory                             -> _offloads
     budget       all the device has, where less was given                                                          -> _budgets
-    hosts        the fewest more, dp raised, with the plan's ZeRO stage or with stage 3                            -> _hosts
+    hosts        the fewest more, dp raised, with the plan's ZeRO stage, stage 1 or stage 3                         -> _hosts
 
 Where no single change fits, all that need no more devices are made together, without and with offload           -> _together
 They are ordered by what they cost: devices × seconds per step. What cannot run yet comes after what can.
@@ -209,7 +209,9 @@ def _hosts(problem: Problem, plan: Plan) -> Iterator[_Change]:
     share = plan.global_batch // plan.mesh.dp
     factors = [factor for factor in range(2, min(share, MOST_TIMES_MORE) + 1) if share % factor == 0]
     yield from _first_that_fits(
-        _on_more(problem, plan, factor, zero) for factor in factors for zero in sorted({plan.zero, 3})
+        _on_more(problem, plan, factor, zero)
+        for factor in factors
+        for zero in sorted({plan.zero, max(plan.zero, 1), 3})
     )
 
 
@@ -251,7 +253,7 @@ def _together(problem: Problem, plan: Plan) -> Iterator[_Change]:
     touched = ("recompute", "microbatch", "zero")
     for what in ("none", "optimizer", "parameters"):
         named = [*words, *([] if what == "none" else [f"offload {what}"])]
-        offload = Offload(what=what)  # type: ignore[arg-type]
+        offload = Offload(what=what)
         yield from _first_that_fits([_costed(" and ".join(named), problem, plan, touched, offload=offload, **saving)])
 
 
