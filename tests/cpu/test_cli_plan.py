@@ -124,7 +124,9 @@ def test_what_a_difference_costs(here: Here, two_plans: tuple[Path, Path], clust
 def test_a_plan_without_a_model_is_compared_with_one(here: Here, two_plans: tuple[Path, Path], cluster: Path) -> None:
     import msgspec
 
-    nameless = msgspec.structs.replace(Plan.load(two_plans[0]), model="", graph="").save(two_plans[0].with_name("c.json"))
+    nameless = msgspec.structs.replace(Plan.load(two_plans[0]), model="", graph="").save(
+        two_plans[0].with_name("c.json")
+    )
     said = here("plan", "--diff", nameless, two_plans[1], "--cluster", cluster)
     assert said.code == 2
     assert "does not say which model it is for" in said.err
@@ -164,7 +166,7 @@ def test_from_accelerate(here: Here, tmp_path: Path) -> None:
         (["plan", "--diff", "a.json", "b.json", "--from-deepspeed", "c.json"], "ask one at a time"),
         (["plan", "--diff", "a.json", "b.json"], "a.json: no such file"),
         (["plan", MODEL, "--no-offload", "--offload", "optimizer"], "--no-offload and --offload optimizer contradict"),
-        (["plan", MODEL, "--cluster", "a100-80g-selene", "--search", "jiont"], "no search is called 'jiont': did you mean 'joint'?"),
+        (["plan", MODEL, "--cluster", "a100-80g-selene", "--search", "jiont"], "no search is called 'jiont': did you mean 'joint'"),
         (["plan", MODEL, "--from-accelerate", CONFIGS / "accelerate-fsdp.yaml", "--cluster", "a100-80g-selene", "--hosts", 1],
          "starts 16 processes, but 'a100-80g-selene' with 1 hosts has 8 devices: add --hosts"),
         (["sweep", MODEL, "--hosts", "1,2", "--global-batch", "8,16"], "are both lists: sweep one"),

@@ -29,7 +29,14 @@ from meshwright.report.differences import (
 )
 from meshwright.report.infeasible import infeasible_view, way_words
 from meshwright.report.plan_view import bar, plan_view
-from meshwright.report.plan_words import batch_words, place_words, plan_in_words, recompute_words, stage_words, state_words
+from meshwright.report.plan_words import (
+    batch_words,
+    place_words,
+    plan_in_words,
+    recompute_words,
+    stage_words,
+    state_words,
+)
 from meshwright.report.words import MEMORY_WORDS, TIME_WORDS
 
 GRAPH = chain_graph(48)
@@ -136,7 +143,10 @@ def test_state(request_fields: dict[str, Any], words: str) -> None:
     [
         ((), "nothing is recomputed"),
         ((Recompute(mode="full", blocks=("blocks.0-47",)),), "full recompute of all blocks"),
-        ((Recompute(mode="full", blocks=("blocks.0-46/2",)),), "full recompute of blocks.0-46/2; 24 blocks keep everything"),
+        (
+            (Recompute(mode="full", blocks=("blocks.0-46/2",)),),
+            "full recompute of blocks.0-46/2; 24 blocks keep everything",
+        ),
         (
             (Recompute(mode="selective", blocks=("blocks.0-23",)), Recompute(mode="full", blocks=("blocks.24-47",))),
             "selective recompute of blocks.0-23; full recompute of blocks.24-47",
@@ -150,7 +160,12 @@ def test_recompute(rules: tuple[Recompute, ...], words: str) -> None:
 def test_batch_and_offload_and_numbers() -> None:
     assert batch_words(flat_plan(GRAPH)) == "1 microbatch of 1 sample: global batch 1"
     plan = flat_plan(
-        GRAPH, 2, microbatch=2, num_microbatches=1024, compile=True, offload=Offload(what="optimizer", share=0.5, delayed=True)
+        GRAPH,
+        2,
+        microbatch=2,
+        num_microbatches=1024,
+        compile=True,
+        offload=Offload(what="optimizer", share=0.5, delayed=True),
     )
     assert batch_words(plan) == "1,024 microbatches of 2 samples on each data-parallel rank: global batch 4,096"
     words = plan_in_words(plan, named_machine(8))
@@ -180,17 +195,22 @@ def test_every_plan_has_words(plan: Plan) -> None:
 def full_result(num_runners_up: int = 9, gap: float | None = 0.013) -> tuple[SearchResult, Cluster]:
     """A result in which every part of time and memory is there."""
     cluster = named_machine(8, 8)
-    plan = plan_for(GRAPH, tp=8, pp=4, dp=2, microbatch=1, global_batch=32, zero=1, recompute="every:2", offload="optimizer")
+    plan = plan_for(
+        GRAPH, tp=8, pp=4, dp=2, microbatch=1, global_batch=32, zero=1, recompute="every:2", offload="optimizer"
+    )
     found = estimate(chain_graph(48), flat_plan(GRAPH), machine(8))
     time = TimeParts(**{name: 0.1 + number for number, name in enumerate(TimeParts.__struct_fields__)})
     memory = MemoryParts(**{name: 2**30 + number for number, name in enumerate(MemoryParts.__struct_fields__)})
     found = msgspec.structs.replace(
         found, time_seconds=time, step_seconds=time.total, memory_bytes=memory, peak_bytes=memory.total, host_bytes=2**33,
-        reserved_bytes=memory.total + 2**28, context_bytes=2**30, budget_bytes=2**34, fits=True, worst_moment="backward of blocks.3",
+        reserved_bytes=memory.total + 2**28, context_bytes=2**30, budget_bytes=2**34, fits=True,
+        worst_moment="backward of blocks.3",
     )  # fmt: skip
     other = plan_for(GRAPH, tp=4, pp=8, dp=2, microbatch=1, global_batch=32, zero=1)
     lost = [
-        RunnerUp(plan=other, step_seconds=50.0, peak_bytes=1, reason=f"+11 % bubble at 16 microbatches, number {number}")
+        RunnerUp(
+            plan=other, step_seconds=50.0, peak_bytes=1, reason=f"+11 % bubble at 16 microbatches, number {number}"
+        )
         for number in range(num_runners_up)
     ]
     result = SearchResult(
@@ -215,7 +235,9 @@ def test_all_of_it_fits_one_screen() -> None:
     assert "cannot run offload of optimizer yet" in text
 
 
-@pytest.mark.parametrize(("gap", "words"), [(None, "1,234 candidates in 3.20 s\n"), (0.0, "; no plan is faster by these")])
+@pytest.mark.parametrize(
+    ("gap", "words"), [(None, "1,234 candidates in 3.20 s\n"), (0.0, "; no plan is faster by these")]
+)
 def test_how_good_the_search_was(gap: float | None, words: str) -> None:
     result, cluster = full_result(gap=gap)
     assert words in shown(plan_view(result, cluster)).replace(" \n", "\n")
@@ -230,7 +252,9 @@ def test_idle_devices_are_named() -> None:
     assert "runners-up" not in text
 
 
-@pytest.mark.parametrize(("share", "drawn"), [(0.0, ""), (0.5, "█████"), (1.0, "█" * 10), (2.0, "█" * 10), (0.0125, "▏")])
+@pytest.mark.parametrize(
+    ("share", "drawn"), [(0.0, ""), (0.5, "█████"), (1.0, "█" * 10), (2.0, "█" * 10), (0.0125, "▏")]
+)
 def test_bars(share: float, drawn: str) -> None:
     assert bar(share) == drawn
 
@@ -303,8 +327,12 @@ def test_a_way_out_in_words() -> None:
         words="selective recompute of blocks.0-23", plan=plan, estimate=found, num_hosts=1, saved_bytes=round(9.4 * 2**30),
         slower_share=0.06,
     )  # fmt: skip
-    assert way_words(way, machine(8)).startswith("selective recompute of blocks.0-23 saves 9.40 GiB per device for +6% time (")
-    more = msgspec.structs.replace(way, words="2 more hosts, with dp 3", num_hosts=3, slower_share=-0.5, leave_out=("--dp",))
+    assert way_words(way, machine(8)).startswith(
+        "selective recompute of blocks.0-23 saves 9.40 GiB per device for +6% time ("
+    )
+    more = msgspec.structs.replace(
+        way, words="2 more hosts, with dp 3", num_hosts=3, slower_share=-0.5, leave_out=("--dp",)
+    )
     assert "for 50% less time" in way_words(more, machine(8))
     assert ", --hosts 3; " in way_words(more, machine(8))
     assert way_words(more, machine(8)).endswith("; leave out --dp")

@@ -20,7 +20,9 @@ GRAPH = chain_graph()
 
 
 def point(hosts: int, tokens_per_second: float | None, batch: int = 8) -> SweepPoint:
-    sizes = SweepPoint(num_hosts=hosts, num_devices=8 * hosts, global_batch=batch, reason="" if tokens_per_second else "no <room>")
+    sizes = SweepPoint(
+        num_hosts=hosts, num_devices=8 * hosts, global_batch=batch, reason="" if tokens_per_second else "no <room>"
+    )
     if tokens_per_second is None:
         return sizes
     plan = flat_plan(GRAPH)
@@ -118,7 +120,14 @@ def test_the_page_is_one_well_formed_file() -> None:
 
 @pytest.mark.parametrize(
     ("text", "numbers"),
-    [("1,2,4", [1, 2, 4]), ("1..8", [1, 2, 4, 8]), ("1..6", [1, 2, 4, 6]), ("3", [3]), ("2..2", [2]), ("1, 4..16", [1, 4, 8, 16])],
+    [
+        ("1,2,4", [1, 2, 4]),
+        ("1..8", [1, 2, 4, 8]),
+        ("1..6", [1, 2, 4, 6]),
+        ("3", [3]),
+        ("2..2", [2]),
+        ("1, 4..16", [1, 4, 8, 16]),
+    ],
 )
 def test_lists_and_ranges(text: str, numbers: list[int]) -> None:
     from meshwright.cli.sweep import parse_list

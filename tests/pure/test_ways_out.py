@@ -72,16 +72,18 @@ def test_recompute_adds_to_what_is_there() -> None:
     _, ways = asked(plan, between(needed(again, PLAIN), needed(plan, PLAIN)))
     way = of_kind(ways, "full recompute of")
     assert way.plan.recomputed("full") > {"blocks.6", "blocks.7"}
-    assert way.plan.recomputed("full") | way.plan.recomputed("selective") == plan.recomputed("full") | plan.recomputed("selective")
+    assert way.plan.recomputed("full") | way.plan.recomputed("selective") == plan.recomputed("full") | plan.recomputed(
+        "selective"
+    )
 
 
 def test_the_largest_microbatch_that_fits() -> None:
-    plan = flat_plan(GRAPH, microbatch=12)
-    sizes = {size: flat_plan(GRAPH, microbatch=size, num_microbatches=12 // size) for size in (4, 6)}
-    problem, ways = asked(plan, between(needed(sizes[4], PLAIN), needed(sizes[6], PLAIN)))
+    plan = flat_plan(GRAPH, microbatch=96)
+    sizes = {size: flat_plan(GRAPH, microbatch=size, num_microbatches=96 // size) for size in (32, 48)}
+    problem, ways = asked(plan, between(needed(sizes[32], PLAIN), needed(sizes[48], PLAIN)))
     way = of_kind(ways, "microbatches of")
-    assert (way.plan.microbatch, way.plan.num_microbatches) == (4, 3)
-    assert not problem.cost(sizes[6]).fits
+    assert (way.plan.microbatch, way.plan.num_microbatches) == (32, 3)
+    assert not problem.cost(sizes[48]).fits
 
 
 def test_the_lowest_zero_stage_that_fits() -> None:
@@ -184,7 +186,7 @@ def test_every_way_out_is_what_the_cost_model_says(dp: int, zero: int, microbatc
 
 
 def test_what_binds() -> None:
-    plan = flat_plan(GRAPH, microbatch=32)
+    plan = flat_plan(GRAPH, microbatch=64)
     miss: Estimate = Problem(GRAPH, machine(4), budget_bytes=1024).cost(plan)
     words = binding_constraint(miss)
     assert words.startswith("memory of rank 0")
@@ -193,7 +195,12 @@ def test_what_binds() -> None:
 
 def test_a_search_that_fails_carries_the_ways_out() -> None:
     with pytest.raises(InfeasibleError) as raised:
-        search(GRAPH, machine(4), PlanRequest(global_batch=8, zero=0, recompute="none", microbatch=1), budget_bytes=200 * 1024)
+        search(
+            GRAPH,
+            machine(4),
+            PlanRequest(global_batch=8, zero=0, recompute="none", microbatch=1),
+            budget_bytes=200 * 1024,
+        )
     found = raised.value.found
     assert found is not None
     assert not found.estimate.fits

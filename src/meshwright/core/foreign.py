@@ -174,17 +174,21 @@ def batch_of(foreign: Foreign, request: PlanRequest, dp: int) -> tuple[int, int]
             f"{where} leaves the batch size to the script: give it with --global-batch (samples a step over all ranks), and "
             "--microbatch (samples a rank takes at once) where they are not taken all at once"
         )
-    if batch is None:
-        assert size is not None
-        batch = size * (count or 1) * dp
     if size is None:
-        size = batch // (dp * (count or 1)) or 1
-        count = count or 1
-    product = size * (count or batch // (size * dp) or 1) * dp
-    if product != batch:
-        counted = f" × {count} accumulation steps" if count else ""
+        assert batch is not None
+        ranks = dp * (count or 1)
+        if batch % ranks:
+            steps = f"{count} accumulation steps × " if count else ""
+            raise InputError(
+                f"{where}: a batch of {batch} does not divide over {steps}dp {dp}: make it a multiple of {ranks}, or change the "
+                "number of ranks"
+            )
+        return batch, batch // ranks
+    batch = size * (count or 1) * dp if batch is None else batch
+    if batch % (size * dp) or (count is not None and size * count * dp != batch):
+        steps = f" × {count} accumulation steps" if count else ""
         raise InputError(
-            f"{where}: {size} samples a rank{counted} × dp {dp} do not make a batch of {batch}: make the batch a multiple of "
+            f"{where}: microbatches of {size}{steps} × dp {dp} do not make a batch of {batch}: make the batch a multiple of "
             f"{size * (count or 1) * dp}, or change the number of ranks"
         )
     return batch, size
@@ -196,7 +200,9 @@ def _dp(request: PlanRequest, world: int, where: str) -> int:
         degrees = " · ".join(
             f"{axis} {value}" for axis in ("dp", "cp", "tp", "pp") if (value := getattr(request, axis))
         )
-        raise InputError(f"{where}: degrees {degrees} do not make {world} ranks: change a degree, or the number of ranks")
+        raise InputError(
+            f"{where}: degrees {degrees} do not make {world} ranks: change a degree, or the number of ranks"
+        )
     return world // others
 
 

@@ -76,10 +76,11 @@ def sweep_view(sweep: Sweep) -> Group:
 
 
 def sweep_table(sweep: Sweep) -> Table:
+    figures = "hours" if sweep.price is None else "hours and money"
     table = Table(
         title=f"{sweep.model} on {sweep.cluster}",
         title_justify="left",
-        caption="memory: of the worst device; peak: model-flops utilisation; hours and money: for 1e9 tokens",
+        caption=f"memory: of the worst device; peak: model-flops utilisation; {figures}: for 1e9 tokens",
         caption_justify="left",
     )
     names = ["hosts", "devices", "batch", "step", "tokens/s", "memory", "peak", "hours"]
