@@ -165,6 +165,7 @@ def test_from_accelerate(here: Here, tmp_path: Path) -> None:
         (["plan"], "no MODEL was given"),
         (["plan", "--diff", "a.json", "b.json", "--from-deepspeed", "c.json"], "ask one at a time"),
         (["plan", "--diff", "a.json", "b.json"], "a.json: no such file"),
+        (["plan", "--diff", "a.json", "b.json", "--tp", 2], "--diff compares two files as they are: leave plan flags"),
         (["plan", MODEL, "--no-offload", "--offload", "optimizer"], "--no-offload and --offload optimizer contradict"),
         (["plan", MODEL, "--cluster", "a100-80g-selene", "--search", "jiont"], "no search is called 'jiont': did you mean 'joint'"),
         (["plan", MODEL, "--from-accelerate", CONFIGS / "accelerate-fsdp.yaml", "--cluster", "a100-80g-selene", "--hosts", 1],

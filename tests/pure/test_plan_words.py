@@ -333,7 +333,7 @@ def test_a_way_out_in_words() -> None:
     more = msgspec.structs.replace(
         way, words="2 more hosts, with dp 3", num_hosts=3, slower_share=-0.5, leave_out=("--dp",)
     )
-    assert "for 50% less time" in way_words(more, machine(8))
+    assert "saves 9.40 GiB per device, with 50% less time (" in way_words(more, machine(8))
     assert ", --hosts 3; " in way_words(more, machine(8))
     assert way_words(more, machine(8)).endswith("; leave out --dp")
     later = msgspec.structs.replace(way, not_yet=("offload of optimizer",))

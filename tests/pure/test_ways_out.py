@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import chain_graph, flat_plan, machine, named_machine, plan_for
 from strategies import quick
+from transformer import transformer_graph
 
 from meshwright.core.errors import InfeasibleError
 from meshwright.core.estimate import Estimate
 from meshwright.core.infeasible import WayOut
+from meshwright.core.legal import LegalSharding
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan, Recompute
 from meshwright.core.request import PlanRequest
@@ -164,6 +166,20 @@ def test_changes_that_only_together_are_enough() -> None:
     (way,) = ways_out(problem, plan, problem.cost(plan))
     assert way.words == "full recompute and microbatches of 1 and ZeRO 3"
     assert way.estimate.fits
+    assert way.estimate == problem.cost(every)
+
+
+def test_sequence_parallel_is_offered_where_the_runtime_allows_it() -> None:
+    """Its block keeps shards of the stream; a refusal of the runtime is believed."""
+    graph = transformer_graph(precision="fp16")
+    plain, sharded = (plan_for(graph, tp=2, microbatch=8, sequence_parallel=sp) for sp in (False, True))
+    cluster = named_machine(2)
+    budget = between(needed(sharded, Problem(graph, cluster)), needed(plain, Problem(graph, cluster)))
+    for refusal in ("", "an odd number of tokens"):
+        legal = (LegalSharding(tp=2, sequence_parallel=True, sharding=sharded.sharding, refusal=refusal),)
+        problem = Problem(graph, cluster, budget_bytes=budget, legal=legal)
+        ways = ways_out(problem, plain, problem.cost(plain))
+        assert any(way.words == "sequence parallel" for way in ways) == (not refusal)
 
 
 @quick

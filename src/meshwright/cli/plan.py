@@ -78,7 +78,10 @@ def plan(
     console = make_console(as_json)
     if diff is not None:
         from meshwright.cli.plan_diff import compare_files
+        from meshwright.core.request import PlanRequest
 
+        if flags.request != PlanRequest() or output is not None or devices is not None:
+            raise InputError("--diff compares two files as they are: leave plan flags, --devices and -o out")
         compare_files(console, diff, model, cluster, hosts or 1, memory, as_json)
         return
     if model is None:

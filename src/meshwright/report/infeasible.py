@@ -41,9 +41,10 @@ def ways_table(ways: tuple[WayOut, ...], cluster: Cluster) -> Table:
 
 def way_words(way: WayOut, cluster: Cluster) -> str:
     """`selective recompute of blocks.0-23 saves 9.40 GiB for +6 % time`."""
-    time = f"+{way.slower_share:.0%} time" if way.slower_share >= 0 else f"{-way.slower_share:.0%} less time"
-    saved = f" saves {format_bytes(way.saved_bytes)} per device for" if way.saved_bytes > 0 else ":"
-    words = f"{way.words}{saved} {time} ({format_seconds(way.estimate.step_seconds)} per step"
+    share = way.slower_share
+    time = f" for +{share:.0%} time" if share >= 0 else f", with {-share:.0%} less time"
+    saved = f" saves {format_bytes(way.saved_bytes)} per device" if way.saved_bytes > 0 else ""
+    words = f"{way.words}{saved}{time} ({format_seconds(way.estimate.step_seconds)} per step"
     if way.num_hosts != cluster.num_hosts:
         words += f", --hosts {way.num_hosts}"
     words += f"; {format_bytes(way.estimate.needed_bytes)} of {format_bytes(way.estimate.budget_bytes)})"

@@ -2,14 +2,15 @@
 
 Each change is costed as a plan, never guessed:
 
-    recompute    the fewest blocks, from the first or from the last, whose recompute makes it fit                  -> _recomputes
-    microbatch   the largest divisor of the microbatch that fits                                                   -> _microbatches
-    ZeRO         the lowest higher stage that fits, or one sharding group in place of several                      -> _shardings
-    offload      optimizer state, then parameters too, where the hosts have the memory                             -> _offloads
-    budget       all the device has, where less was given                                                          -> _budgets
-    hosts        the fewest more, dp raised, with the plan's ZeRO stage, stage 1 or stage 3                         -> _hosts
+    recompute    the fewest blocks, from the first or from the last, whose recompute makes it fit          -> _recomputes
+    microbatch   the largest divisor of the microbatch that fits                                           -> _microbatches
+    sequence     parallel, where tp can, by what the runtime answered                                      -> _sequence_parallel
+    ZeRO         the lowest higher stage that fits, or one sharding group in place of several              -> _shardings
+    offload      optimizer state, then parameters too, where the hosts have the memory                     -> _offloads
+    budget       all the device has, where less was given                                                  -> _budgets
+    hosts        the fewest more, dp raised, with the plan's ZeRO stage, stage 1 or stage 3                 -> _hosts
 
-Where no single change fits, all that need no more devices are made together, without and with offload           -> _together
+Where no single change fits, two or more that need no more devices are made together, then with offload     -> _together
 They are ordered by what they cost: devices × seconds per step. What cannot run yet comes after what can.
 """
 
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
 
 import msgspec
 
@@ -78,7 +81,7 @@ def binding_constraint(estimate: Estimate) -> str:
 
 def ways_out(problem: Problem, plan: Plan, estimate: Estimate) -> tuple[WayOut, ...]:
     """Changes of a plan that does not fit, the cheapest first; where none is enough, the one that comes nearest."""
-    makers = (_recomputes, _microbatches, _shardings, _offloads, _budgets, _hosts)
+    makers = (_recomputes, _microbatches, _shardings, _sequence_parallel, _offloads, _budgets, _hosts)
     tried = [change for make in makers for change in make(problem, plan)]
     fitting = [change for change in tried if change.fits]
     if not fitting:
@@ -238,23 +241,42 @@ def _on_more(problem: Problem, plan: Plan, factor: int, zero: int) -> _Change | 
     )
 
 
+def _sequence_parallel(problem: Problem, plan: Plan) -> Iterator[_Change]:
+    if saving := _savings(problem, plan).get("sequence parallel"):
+        yield from _first_that_fits([_costed("sequence parallel", problem, plan, tuple(saving), **saving)])
+
+
 def _together(problem: Problem, plan: Plan) -> Iterator[_Change]:
-    """Full recompute, the smallest microbatch and ZeRO 3, then with offload too."""
+    """Every two or more savings; where that is not enough, all of them with offload."""
+    savings = _savings(problem, plan)
+    groups = [group for size in range(2, len(savings) + 1) for group in combinations(savings, size)]
+    tried = [_all_of(problem, plan, savings, group) for group in groups]
+    if not any(change is not None and change.fits for change in tried):
+        offloads = {f"offload {what}": {"offload": Offload(what=what)} for what in ("optimizer", "parameters")}
+        tried += [_all_of(problem, plan, savings | offloads, (*savings, name)) for name in offloads]
+    return (change for change in tried if change is not None)
+
+
+def _savings(problem: Problem, plan: Plan) -> dict[str, dict[str, Any]]:
+    """What saves most memory of each kind on the same devices: words → fields of the plan. Less what is there already."""
     blocks = [name for name in plan.blocks if name in set(problem.graph.repeated_blocks)]
-    rules, _ = _with_recompute(plan, "full", blocks)
-    saving = {
-        "recompute": rules,
-        "microbatch": 1,
-        "num_microbatches": plan.microbatch * plan.num_microbatches,
-        "zero": 3 if plan.mesh.dp * plan.mesh.cp > 1 else plan.zero,
-    }
-    words = ["full recompute"] if blocks else []
-    words += ["microbatches of 1"] + (["ZeRO 3"] if saving["zero"] == 3 else [])
-    touched = ("recompute", "microbatch", "zero")
-    for what in ("none", "optimizer", "parameters"):
-        named = [*words, *([] if what == "none" else [f"offload {what}"])]
-        offload = Offload(what=what)
-        yield from _first_that_fits([_costed(" and ".join(named), problem, plan, touched, offload=offload, **saving)])
+    rules, added = _with_recompute(plan, "full", blocks)
+    found: dict[str, dict[str, Any]] = {}
+    if added:
+        found["full recompute"] = {"recompute": rules}
+    if plan.microbatch > 1:
+        found["microbatches of 1"] = {"microbatch": 1, "num_microbatches": plan.microbatch * plan.num_microbatches}
+    if plan.zero < 3 and plan.mesh.dp * plan.mesh.cp > 1:
+        found["ZeRO 3"] = {"zero": 3}
+    answer = next((answer for answer in problem.legal if answer.key == (plan.mesh.tp, plan.mesh.cp, True)), None)
+    if plan.mesh.tp > 1 and not plan.sequence_parallel and not (answer and answer.refusal):
+        found["sequence parallel"] = {"sequence_parallel": True, **({"sharding": answer.sharding} if answer else {})}
+    return found
+
+
+def _all_of(problem: Problem, plan: Plan, savings: dict[str, dict[str, Any]], names: Sequence[str]) -> _Change | None:
+    changes = {field: value for name in names for field, value in savings[name].items()}
+    return _costed(" and ".join(names), problem, plan, tuple(changes), **changes)
 
 
 def _costed(words: str, problem: Problem, plan: Plan, touched: tuple[str, ...], **changes: object) -> _Change | None:
