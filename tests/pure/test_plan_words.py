@@ -214,7 +214,14 @@ def full_result(num_runners_up: int = 9, gap: float | None = 0.013) -> tuple[Sea
         for number in range(num_runners_up)
     ]
     result = SearchResult(
-        plan=plan, estimate=found, runners_up=tuple(lost), num_candidates=1234, search_seconds=3.2, optimality_gap=gap
+        plan=plan,
+        estimate=found,
+        runners_up=tuple(lost),
+        num_candidates=1234,
+        search_seconds=3.2,
+        gap=gap,
+        num_costed=56,
+        remark="pp 8 is 1% faster, and more complicated: --prefer-fastest takes it",
     )
     return result, cluster
 
@@ -231,12 +238,13 @@ def test_all_of_it_fits_one_screen() -> None:
         assert "tp 4 · pp 8" in line
     assert "number 5" not in text
     assert "(4 more with --json)" in text
-    assert "1,234 candidates in 3.20 s; no plan is more than 1.3% faster by these estimates" in text
+    assert "1,234 candidates, 56 costed in 3.20 s by search joint; no plan is more than 1.3% faster by these" in text
     assert "cannot run offload of optimizer yet" in text
+    assert "--prefer-fastest takes it" in text
 
 
 @pytest.mark.parametrize(
-    ("gap", "words"), [(None, "1,234 candidates in 3.20 s\n"), (0.0, "; no plan is faster by these")]
+    ("gap", "words"), [(None, "in 3.20 s by search joint\n"), (0.0, "; no plan is faster by these")]
 )
 def test_how_good_the_search_was(gap: float | None, words: str) -> None:
     result, cluster = full_result(gap=gap)

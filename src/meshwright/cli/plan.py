@@ -147,7 +147,10 @@ def as_object(result: SearchResult, cluster: Cluster, graph: Graph) -> dict[str,
         "estimate": result.estimate,
         "search_seconds": result.search_seconds,
         "num_candidates": result.num_candidates,
-        "optimality_gap": result.optimality_gap,
+        "num_costed": result.num_costed,
+        "gap": result.gap,
+        "remark": result.remark,
+        "method": result.method,
         "runners_up": [
             {"plan": other.plan, "step_seconds": other.step_seconds, "reason": other.reason}
             for other in result.runners_up

@@ -15,6 +15,7 @@ class RunnerUp(Value, kw_only=True):
     step_seconds: float
     peak_bytes: int
     reason: str
+    fits: bool = True
 
 
 class SearchResult(Value, kw_only=True):
@@ -25,8 +26,13 @@ class SearchResult(Value, kw_only=True):
     """Best first; those that do not fit come last."""
     num_candidates: int
     search_seconds: float
-    optimality_gap: float | None = None
-    """How much faster than the plan a plan that was not costed could be, as a share of its step; None where not known."""
+    method: str = "joint"
+    num_costed: int = 0
+    """Of the candidates, those that no bound left out."""
+    gap: float | None = None
+    """No plan is faster by more than this share, by what was proven; 0 is the best there is, None: nothing is known."""
+    remark: str = ""
+    """Why it is not the fastest plan that was found, where it is not."""
 
     def __str__(self) -> str:
         estimate = self.estimate

@@ -38,6 +38,7 @@ def plan_view(result: SearchResult, cluster: Cluster, graph: Graph | None = None
         chosen_view(result.plan, result.estimate, cluster, graph),
         Text(),
         *_runners_up(result),
+        *([Text(result.remark, style="yellow")] if result.remark else []),
         Text(_search_words(result), style="dim"),
     )
 
@@ -149,9 +150,9 @@ def _side_by_side(left: list[Row], right: list[Row]) -> Table:
 
 
 def _search_words(result: SearchResult) -> str:
-    count, seconds = f"{result.num_candidates:,}", format_seconds(result.search_seconds)
-    gap = result.optimality_gap
-    if gap is None:
-        return f"{count} candidates in {seconds}"
-    proof = "no plan is faster" if gap == 0 else f"no plan is more than {gap:.1%} faster"
-    return f"{count} candidates in {seconds}; {proof} by these estimates"
+    costed = f", {result.num_costed:,} costed" if 0 < result.num_costed < result.num_candidates else ""
+    words = f"{result.num_candidates:,} candidates{costed} in {format_seconds(result.search_seconds)} by search {result.method}"
+    if result.gap is None:
+        return words
+    proof = "no plan is faster" if result.gap == 0 else f"no plan is more than {result.gap:.1%} faster"
+    return f"{words}; {proof} by these estimates"
