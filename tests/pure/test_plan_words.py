@@ -251,6 +251,15 @@ def test_how_good_the_search_was(gap: float | None, words: str) -> None:
     assert words in shown(plan_view(result, cluster)).replace(" \n", "\n")
 
 
+def test_a_reason_is_shown_whole_before_the_plan_it_is_about() -> None:
+    result, cluster = full_result(1)
+    for length in (20, 60):
+        other = msgspec.structs.replace(result.runners_up[0], reason="r" * length)
+        text = shown(plan_view(msgspec.structs.replace(result, runners_up=(other,)), cluster, GRAPH))
+        assert "r" * length in text
+        assert ("no recompute · no offload" in text) == (length == 20)
+
+
 def test_idle_devices_are_named() -> None:
     plan = flat_plan(GRAPH, 4, microbatch=2)
     found = estimate(GRAPH, plan, machine(8))

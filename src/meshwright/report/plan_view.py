@@ -25,6 +25,8 @@ from meshwright.report.plan_words import plan_in_words
 from meshwright.report.words import MEMORY_WORDS, TIME_WORDS
 
 SHOWN_RUNNERS_UP = 5
+SCREEN_WIDTH = 100
+LEAST_PLAN_WIDTH = 30
 BAR_WIDTH = 10
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -65,11 +67,14 @@ def bar(share: float, width: int = BAR_WIDTH) -> str:
 
 def runners_up_table(result: SearchResult, shown: int = SHOWN_RUNNERS_UP) -> Table:
     """What each does otherwise, and the one reason it lost; one line each."""
+    others = result.runners_up[:shown]
+    longest = max((len(other.reason) for other in others), default=0)
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right")
-    table.add_column(no_wrap=True, overflow="ellipsis", max_width=42)
+    room = max(LEAST_PLAN_WIDTH, SCREEN_WIDTH - longest - 6)  # the reason is shown whole where it can be
+    table.add_column(no_wrap=True, overflow="ellipsis", max_width=room)
     table.add_column(no_wrap=True, overflow="ellipsis")
-    for number, other in enumerate(result.runners_up[:shown], start=2):
+    for number, other in enumerate(others, start=2):
         table.add_row(f"{number}", Text(difference_words(other.plan, result.plan)), Text(other.reason))
     return table
 
