@@ -200,7 +200,7 @@ def test_train_the_example(cli: Cli, tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} >= RUN_FILES | {"tensorboard"}
     check_run_folder(folder, ended.json)
     assert "predicted against measured" in ended.err
-    assert "chosen" in ended.err
+    assert "candidates in" in ended.err
 
 
 def check_run_folder(folder: Path, said: dict[str, Any]) -> None:
@@ -539,7 +539,7 @@ def test_plan_as_json(here: Cli, tmp_path: Path) -> None:
     ended = here("plan", MODELS["gpt"], "--cluster", "h100-80g-mosaic", "--global-batch", 16, "--json", "-o", saved)
     assert ended.code == 0, ended.err
     said = ended.json
-    assert said.keys() == {"plan", "estimate", "search_seconds", "runners_up"}
+    assert said.keys() >= {"plan", "estimate", "search_seconds", "runners_up"}
     assert said["runners_up"]
     assert all(other.keys() == {"plan", "step_seconds", "reason"} for other in said["runners_up"])
     plan = Plan.load(saved)

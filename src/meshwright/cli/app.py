@@ -12,6 +12,7 @@ from meshwright.cli.plan import plan
 from meshwright.cli.probe import probe
 from meshwright.cli.report import report
 from meshwright.cli.score import score
+from meshwright.cli.sweep import sweep
 from meshwright.cli.train import train
 
 app = typer.Typer(
@@ -26,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for verb in (probe, models, capture, estimate, plan, train, parity, report, score):
+for verb in (probe, models, capture, estimate, plan, sweep, train, parity, report, score):
     app.command()(verb)
 
 

@@ -72,7 +72,7 @@ def plan_flags(verb: Callable[..., Any]) -> Callable[..., Any]:
     own = [
         p.replace(annotation=kinds[name]) for name, p in inspect.signature(verb).parameters.items() if name != "flags"
     ]
-    added = _parameters()
+    added = [p for p in _parameters() if p.name not in kinds]
 
     @wraps(verb)
     def run(**given: Any) -> Any:
@@ -81,7 +81,10 @@ def plan_flags(verb: Callable[..., Any]) -> Callable[..., Any]:
         from meshwright.core.request import PlanRequest
 
         file = given.pop("plan_file")
-        fixed = {p.name: value for p in added[1:] if (value := given.pop(p.name)) is not None}
+        no_offload = given.pop("no_offload")
+        fixed = {p.name: value for p in added if p.name in given and (value := given.pop(p.name)) is not None}
+        if no_offload and fixed.setdefault("offload", "none") != "none":
+            raise InputError(f"--no-offload and --offload {fixed['offload']} contradict each other: leave one out")
         request = decode(fixed, PlanRequest, "plan flags")
         if file is not None and fixed:
             raise InputError("--plan gives a whole plan: leave the other plan flags out, or edit the file")
@@ -102,13 +105,16 @@ def _parameters() -> list[inspect.Parameter]:
         _parameter(name, bool | None, f"{_flag(name)}/--no{_flag(name)[1:]}", words)
         for name, words in _SWITCHES.items()
     ]
-    return [plan_file, *numbers, *texts, *switches]
+    no_offload = _parameter(
+        "no_offload", bool, "--no-offload", "Keep everything on the devices: --offload none.", False
+    )
+    return [plan_file, *numbers, *texts, no_offload, *switches]
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _parameter(name: str, kind: Any, flag: str, words: str) -> inspect.Parameter:
+def _parameter(name: str, kind: Any, flag: str, words: str, default: Any = None) -> inspect.Parameter:
     option = typer.Option(flag, help=words, rich_help_panel="Plan flags", show_default=False)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])

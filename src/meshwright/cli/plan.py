@@ -1,66 +1,158 @@
-"""`meshwright plan`: choose a plan."""
+"""`meshwright plan`: choose a plan, compare two, or improve on a configuration of another library."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import (
-    ClusterOption,
-    HostsOption,
-    JsonFlag,
-    MemoryOption,
-    NprocOption,
-    PlanFlags,
-    plan_flags,
-)
+from meshwright.cli.options import JsonFlag, MemoryOption, NprocOption, PlanFlags, plan_flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.core.cluster import Cluster
+    from meshwright.core.graph import Graph
+    from meshwright.core.result import SearchResult
+
+SearchOption = Annotated[str, typer.Option("--search", help="Which method searches.")]
+PreferFastestFlag = Annotated[
+    bool,
+    typer.Option(
+        "--prefer-fastest",
+        help="Take the fastest plan even where a simpler one is as fast within the estimate's error.",
+    ),
+]
 
 
 @plan_flags
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL")],
     flags: PlanFlags,
-    cluster: ClusterOption = "local",
-    hosts: HostsOption = 1,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False)] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local', the default.")
+    ] = None,
+    hosts: Annotated[int | None, typer.Option("--hosts", help="Number of hosts, for a named cluster.")] = None,
+    devices: Annotated[int | None, typer.Option("--devices", min=1, help="Use exactly so many devices.")] = None,
     nproc: NprocOption = None,
     memory: MemoryOption = None,
+    search: SearchOption = "joint",
+    prefer_fastest: PreferFastestFlag = False,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option("--diff", metavar="A B", help="Compare two plan files; search nothing.")
+    ] = None,
+    from_deepspeed: Annotated[
+        str | None, typer.Option("--from-deepspeed", metavar="FILE.json", help="Start from a DeepSpeed configuration.")
+    ] = None,
+    from_accelerate: Annotated[
+        str | None,
+        typer.Option("--from-accelerate", metavar="FILE.yaml", help="Start from an Accelerate configuration."),
+    ] = None,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Save the plan, .json or .toml.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Search the best plan for a model on a cluster. A plan flag fixes that part; the rest is searched."""
-    from meshwright.cli.graphs import both_castings
-    from meshwright.cli.output import make_console, print_json
-    from meshwright.cli.wiring import budget_of, find_cluster, plain_precision
+    """Search the best plan for a model on a cluster. A plan flag fixes that part; the rest is searched.
+
+    \b
+    The best plan, on one screen, and as a file:
+      meshwright plan gpt:layers=24,hidden=2048,heads=16,seq=1024,vocab=50304 \\
+          --cluster a100-80g-selene --hosts 2 --global-batch 256 -o plan.json
+    What if?  Fix any part and search the rest:
+      meshwright plan MODEL --cluster a100-80g-selene --tp 4 --no-offload --memory 40GiB
+    What differs between two plans, and what it costs:
+      meshwright plan --diff a.json b.json
+      meshwright plan --diff a.json b.json --cluster a100-80g-selene --hosts 2
+    What would be better than the configuration I have?
+      meshwright plan MODEL --cluster a100-80g-selene --from-deepspeed ds_config.json
+      meshwright plan MODEL --cluster a100-80g-selene --from-accelerate config.yaml --global-batch 64
+    """
+    from meshwright.cli.output import make_console
     from meshwright.core.errors import InputError
-    from meshwright.report.tables import candidates_table, estimate_table
-    from meshwright.search.search import search
 
     if flags.file is not None:
         raise InputError(
             "--plan gives a whole plan, and this verb searches one: use `meshwright estimate` to cost a plan"
         )
+    if sum(given is not None for given in (diff, from_deepspeed, from_accelerate)) > 1:
+        raise InputError("--diff, --from-deepspeed and --from-accelerate are different questions: ask one at a time")
     console = make_console(as_json)
+    if diff is not None:
+        from meshwright.cli.plan_diff import compare_files
+        from meshwright.core.request import PlanRequest
+
+        if flags.request != PlanRequest() or output is not None or devices is not None:
+            raise InputError("--diff compares two files as they are: leave plan flags, --devices and -o out")
+        compare_files(console, diff, model, cluster, hosts or 1, memory, as_json)
+        return
+    if model is None:
+        raise InputError("no MODEL was given: name one, such as gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304")
+    settings: dict[str, Any] = {"memory": memory, "method": search, "prefer_fastest": prefer_fastest, "world": devices}
+    name = cluster or "local"
+    if from_deepspeed is not None or from_accelerate is not None:
+        from meshwright.cli.plan_foreign import improve_on
+        from meshwright.core.accelerate import load_accelerate
+        from meshwright.core.deepspeed import load_deepspeed
+
+        foreign = load_deepspeed(from_deepspeed) if from_deepspeed else load_accelerate(str(from_accelerate))
+        improve_on(console, foreign, model, name, hosts, nproc, flags.request, settings, output, as_json)
+        return
+    _search(console, model, name, hosts or 1, nproc, flags, settings, output, as_json)
+
+
+def _search(
+    console: Console,
+    model: str,
+    cluster: str,
+    hosts: int,
+    nproc: int | None,
+    flags: PlanFlags,
+    settings: dict[str, Any],
+    output: str | None,
+    as_json: bool,
+) -> None:
+    from meshwright.cli.searching import prepare, say_infeasible
+    from meshwright.cli.wiring import find_cluster, plain_precision
+    from meshwright.core.errors import InfeasibleError
+
     found = find_cluster(console, cluster, hosts, nproc)
-    graph, other = both_castings(model, flags.request.precision or plain_precision(found))
-    result = search(graph, found, flags.request, budget_bytes=budget_of(memory), other_casting=other)
-    console.print(candidates_table(result))
-    console.print(estimate_table(result.plan, result.estimate))
-    if result.plan.world < found.num_devices:
-        console.print(
-            f"uses {result.plan.world} of {found.num_devices} devices: more would be slower, or do not divide the batch"
-        )
+    searching = prepare(model, flags.request.precision or plain_precision(found), **settings)
+    try:
+        result = searching.on(found, flags.request)
+    except InfeasibleError as error:
+        say_infeasible(error, console, found, as_json)
+        raise
+    show(console, result, found, searching.graph, output, as_json)
+
+
+def show(
+    console: Console, result: SearchResult, cluster: Cluster, graph: Graph, output: str | None, as_json: bool
+) -> None:
+    from meshwright.cli.output import print_json
+    from meshwright.report.plan_view import plan_view
+
+    console.print(plan_view(result, cluster, graph))
     if output is not None:
-        console.print(f"saved as {result.plan.save(output)}")
+        console.print(f"saved as {result.plan.save(output)}", highlight=False)
     if as_json:
-        print_json(
-            {
-                "plan": result.plan,
-                "estimate": result.estimate,
-                "search_seconds": result.search_seconds,
-                "runners_up": [
-                    {"plan": other.plan, "step_seconds": other.step_seconds, "reason": other.reason}
-                    for other in result.runners_up
-                ],
-            }
-        )
+        print_json(as_object(result, cluster, graph))
+
+
+def as_object(result: SearchResult, cluster: Cluster, graph: Graph) -> dict[str, Any]:
+    """A search as one JSON object."""
+    from meshwright.report.plan_words import plan_in_words
+
+    return {
+        "plan": result.plan,
+        "words": plan_in_words(result.plan, cluster, graph),
+        "estimate": result.estimate,
+        "search_seconds": result.search_seconds,
+        "num_candidates": result.num_candidates,
+        "num_costed": result.num_costed,
+        "gap": result.gap,
+        "remark": result.remark,
+        "method": result.method,
+        "runners_up": [
+            {"plan": other.plan, "step_seconds": other.step_seconds, "reason": other.reason}
+            for other in result.runners_up
+        ],
+    }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meshwright.cli.decision import Decision
+    from meshwright.core.cluster import Cluster
     from meshwright.train.settings import Settings
 
 INTERRUPTED = 130
@@ -143,7 +144,7 @@ def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json:
     world = world_of_run(settings)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
     decision = decide(settings, both_castings(settings.model, precision_of_run(settings)), cluster, world)
-    folder = _prepare(settings, decision, resume, console)
+    folder = _prepare(settings, decision, cluster, resume, console)
     payload = {"folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
     try:
         summary = launch("meshwright.cli.train_rank:train_rank", payload, decision.plan.world)
@@ -185,7 +186,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
 
             found = cluster or find_cluster(console, settings.cluster, settings.hosts)
             decision = decide(settings, both_castings(settings.model, precision_of_run(settings)), found, world)
-            return str(_prepare(settings, decision, resume, console)), decision
+            return str(_prepare(settings, decision, found, resume, console)), decision
 
         folder, decision = first_rank_decides(plan_it, rank)
         payload = {"folder": folder, "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
@@ -222,15 +223,15 @@ def _already_done(settings: Settings, console: Console, as_json: bool) -> bool:
     return True
 
 
-def _prepare(settings: Settings, decision: Decision, resume: bool, console: Console) -> Any:
+def _prepare(settings: Settings, decision: Decision, cluster: Cluster, resume: bool, console: Console) -> Any:
     """Show the plan and lay out the run folder."""
     from meshwright.core.result import describe
-    from meshwright.report.tables import candidates_table
+    from meshwright.report.plan_view import plan_view
     from meshwright.train.checkpoint import check_same_model
     from meshwright.train.folder import RunFolder
 
     if decision.result is not None:
-        console.print(candidates_table(decision.result))
+        console.print(plan_view(decision.result, cluster))
     else:
         console.print(f"plan: {describe(decision.plan)}", highlight=False)
     folder = RunFolder(settings.folder)

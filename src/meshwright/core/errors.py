@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.core.infeasible import Infeasible
 
 
 class MeshwrightError(Exception):
@@ -40,6 +44,11 @@ class GuessWarning(UserWarning):
 
 class InfeasibleError(MeshwrightError):
     """No candidate fits the budget. The message names the nearest miss and what does not fit, and by how much."""
+
+    def __init__(self, message: str, found: Infeasible | None = None) -> None:
+        super().__init__(message)
+        self.found = found
+        """The nearest miss and the ways out, where a search looked for them."""
 
 
 class RunError(MeshwrightError):

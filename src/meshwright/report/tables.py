@@ -1,4 +1,4 @@
-"""Tables for the terminal: the candidates of a search, and what was predicted against what was measured."""
+"""Tables for the terminal: a model, a cluster, one estimate, and what was predicted against what was measured."""
 
 from __future__ import annotations
 
@@ -14,53 +14,13 @@ from meshwright.core.cluster import FLOP_KINDS, Cluster
 from meshwright.core.estimate import Estimate, TimeParts
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
-from meshwright.core.result import SearchResult, describe
+from meshwright.core.result import describe
 from meshwright.core.trace import Trace
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.activations import Activations, activations_by_block, total_activations
+from meshwright.report.words import MEMORY_WORDS
 
 TABLE_WIDTH = 100
-SHOWN_RUNNERS_UP = 5
-MEMORY_WORDS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer state",
-    "activations": "activations",
-    "inputs": "inputs",
-    "gathered_parameters": "gathered parameters",
-    "communication_buffers": "communication buffers",
-    "temporaries": "temporaries",
-}
-
-
-def candidates_table(result: SearchResult, shown: int = SHOWN_RUNNERS_UP) -> Table:
-    """The choice first, then the runners-up with the reason each lost."""
-    table = Table(
-        title=f"{result.num_candidates} candidates in {format_seconds(result.search_seconds)}", title_justify="left"
-    )
-    for name in ("", "plan", "step", "memory per device", "why not"):
-        table.add_column(name, justify="right" if name in ("step", "memory per device") else "left")
-    estimate = result.estimate
-    table.add_row(
-        "1",
-        describe(result.plan),
-        format_seconds(estimate.step_seconds),
-        format_bytes(estimate.peak_bytes),
-        "chosen",
-        style="bold",
-    )
-    for number, other in enumerate(result.runners_up[:shown], start=2):
-        table.add_row(
-            str(number),
-            describe(other.plan),
-            format_seconds(other.step_seconds),
-            format_bytes(other.peak_bytes),
-            other.reason,
-        )
-    left = len(result.runners_up) - shown
-    if left > 0:
-        table.add_row("…", f"{left} more", "", "", "")
-    return table
 
 
 def estimate_table(plan: Plan, estimate: Estimate) -> Table:

@@ -28,6 +28,7 @@ from meshwright.search.policy import policy
 from meshwright.search.problem import Method, Outcome, Problem
 from meshwright.search.profile import profile
 from meshwright.search.reasons import reason_lost
+from meshwright.search.ways_out import infeasible
 
 METHODS: dict[str, Method] = {
     "joint": joint,
@@ -80,7 +81,7 @@ def _result(outcome: Outcome, problem: Problem, method: str) -> SearchResult:
     fitting = ordered([pair for pair in outcome.costed if pair[1].fits])
     missing = sorted((pair for pair in outcome.costed if not pair[1].fits), key=lambda pair: pair[1].peak_bytes)
     if not fitting:
-        raise _infeasible(missing, problem.cluster)
+        raise _infeasible(missing, problem)
     band = 0.0 if problem.prefer_fastest else error_band(problem.cluster)
     plan, best = chosen(fitting, band)
     others = [pair for pair in varied(fitting) if pair[0] is not plan]
@@ -125,8 +126,9 @@ def _remark(fastest: Costed, taken: Costed, band: float) -> str:
     )
 
 
-def _infeasible(missing: list[tuple[Plan, Estimate]], cluster: Cluster) -> InfeasibleError:
+def _infeasible(missing: list[tuple[Plan, Estimate]], problem: Problem) -> InfeasibleError:
     plan, found = missing[0]
+    cluster = problem.cluster
     needed = found.needed_bytes
     parts = msgspec.structs.asdict(found.memory_bytes)
     largest = sorted(parts, key=lambda name: -parts[name])[:2]
@@ -135,5 +137,6 @@ def _infeasible(missing: list[tuple[Plan, Estimate]], cluster: Cluster) -> Infea
         f"none of {len(missing)} candidates fits {format_bytes(found.budget_bytes)} per device on {cluster.num_devices} × "
         f"{cluster.device.name}. The nearest miss ({describe(plan)}) needs {format_bytes(needed)}, "
         f"{format_bytes(needed - found.budget_bytes)} too much, most of it {words}. "
-        "Use more devices, a smaller global batch, bf16, or a larger --memory"
+        "Use more devices, a smaller global batch, bf16, or a larger --memory",
+        infeasible(problem, plan, found, len(missing)),
     )

@@ -1,0 +1,179 @@
+"""`meshwright sweep`: the best plan at each of several cluster sizes or batch sizes, in time, memory and money."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.options import ClusterOption, JsonFlag, MemoryOption, PlanFlags, plan_flags
+from meshwright.cli.plan import PreferFastestFlag, SearchOption
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.cli.searching import Searching
+    from meshwright.core.cluster import Cluster
+    from meshwright.core.request import PlanRequest
+    from meshwright.report.sweep import Sweep, SweepPoint
+
+FORMATS = (".html", ".csv", ".json")
+
+
+@plan_flags
+def sweep(
+    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    flags: PlanFlags,
+    cluster: ClusterOption = "local",
+    hosts: Annotated[
+        str, typer.Option("--hosts", metavar="LIST", help="Numbers of hosts: 1,2,4, or 1..8 for 1, 2, 4, 8.")
+    ] = "1",
+    global_batch: Annotated[
+        str | None,
+        typer.Option(
+            "--global-batch", metavar="LIST", help="Samples per step: 64,128, or 64..512 for 64, 128, 256, 512."
+        ),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", min=0, help="Money per device-hour, in any currency.")
+    ] = None,
+    memory: MemoryOption = None,
+    search: SearchOption = "joint",
+    prefer_fastest: PreferFastestFlag = False,
+    output: Annotated[str | None, typer.Option("-o", "--output", help="Save as .html, .csv or .json.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Search the best plan at each of several cluster sizes or batch sizes, to choose what to rent.
+
+    \b
+    How many hosts?  A range doubles from its first number to its last:
+      meshwright sweep MODEL --cluster a100-80g-selene --hosts 1..16 --global-batch 512 --price 2.0
+    Which batch?
+      meshwright sweep MODEL --cluster a100-80g-selene --hosts 2 --global-batch 128,256,512
+    A page to show to others:
+      meshwright sweep MODEL --cluster a100-80g-selene --hosts 1,2,3,4 --price 2.0 -o sweep.html
+    """
+    from pathlib import Path
+
+    from meshwright.cli.output import make_console, print_json
+    from meshwright.cli.searching import prepare
+    from meshwright.cli.wiring import find_cluster, plain_precision
+    from meshwright.core.errors import InputError
+    from meshwright.report.sweep import sweep_view
+
+    if flags.file is not None:
+        raise InputError("--plan gives a whole plan, and this verb searches one at each point: leave it out")
+    if output is not None and Path(output).suffix not in FORMATS:
+        raise InputError(f"{output}: a sweep is saved as {', '.join(FORMATS)}")
+    sizes = parse_list(hosts, "--hosts")
+    batches = parse_list(global_batch, "--global-batch") if global_batch else [None]
+    if len(sizes) > 1 and len(batches) > 1:
+        raise InputError("--hosts and --global-batch are both lists: sweep one, and give one number for the other")
+    console = make_console(as_json)
+    first = find_cluster(console, cluster, sizes[0])
+    if cluster == "local" and sizes != [1]:
+        raise InputError("'local' is this machine alone: sweep --global-batch, or name a cluster for --hosts")
+    precision = flags.request.precision or plain_precision(first)
+    searching = prepare(model, precision, memory=memory, method=search, prefer_fastest=prefer_fastest)
+    points = [
+        (first if size == first.num_hosts else find_cluster(console, cluster, size), batch)
+        for size in sizes
+        for batch in batches
+    ]
+    found = _sweep(console, searching, points, flags.request, price)
+    console.print(sweep_view(found))
+    if output is not None:
+        save(found, output)
+        console.print(f"saved as {output}", highlight=False)
+    if as_json:
+        print_json(as_object(found))
+
+
+def parse_list(text: str, flag: str) -> list[int]:
+    """`1,2,4` as it stands; `1..8` doubles: 1, 2, 4, 8; the last number is always among them."""
+    from meshwright.core.errors import InputError
+
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dots, last = part.strip().partition("..")
+        if not first.isdecimal() or (dots and not last.isdecimal()) or int(first) < 1:
+            raise InputError(f"{flag} {text}: '{part}' is not a number or a range: write it like 1,2,4 or 1..8")
+        numbers += _doubling(int(first), int(last)) if dots else [int(first)]
+    if sorted(set(numbers)) != numbers:
+        raise InputError(f"{flag} {text}: give each number once, the smaller first")
+    return numbers
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    numbers = [first]
+    while numbers[-1] * 2 < last:
+        numbers.append(numbers[-1] * 2)
+    return numbers if last == first else [*numbers, last]
+
+
+def _sweep(
+    console: Console,
+    searching: Searching,
+    points: list[tuple[Cluster, int | None]],
+    request: PlanRequest,
+    price: float | None,
+) -> Sweep:
+    from meshwright.report.sweep import Sweep
+
+    found: list[SweepPoint] = []
+    with console.status("searching …") as status:
+        for number, (cluster, batch) in enumerate(points, start=1):
+            status.update(f"searching {number} of {len(points)}: {cluster.num_devices} devices")
+            found.append(_point(searching, cluster, batch, request))
+    return Sweep(model=searching.graph.model, cluster=points[0][0].name, points=tuple(found), price=price)
+
+
+def _point(searching: Searching, cluster: Cluster, batch: int | None, request: PlanRequest) -> SweepPoint:
+    """The best plan at one point, or why there is none."""
+    import msgspec
+
+    from meshwright.core.errors import InfeasibleError, PlanError
+    from meshwright.report.sweep import SweepPoint
+    from meshwright.search.problem import SAMPLES_PER_DEVICE
+
+    batch = batch or SAMPLES_PER_DEVICE * cluster.num_devices
+    point = SweepPoint(num_hosts=cluster.num_hosts, num_devices=cluster.num_devices, global_batch=batch)
+    try:
+        result = searching.on(cluster, msgspec.structs.replace(request, global_batch=batch))
+    except InfeasibleError as error:
+        return msgspec.structs.replace(point, reason=error.found.binding if error.found else str(error))
+    except PlanError as error:
+        return msgspec.structs.replace(point, reason=str(error))
+    return msgspec.structs.replace(
+        point, plan=result.plan, estimate=result.estimate, search_seconds=result.search_seconds
+    )
+
+
+def save(found: Sweep, output: str) -> None:
+    from pathlib import Path
+
+    from meshwright.core.codec import write_whole
+    from meshwright.report.sweep import as_csv, as_rows
+    from meshwright.report.sweep_page import sweep_page
+
+    target = Path(output)
+    if target.suffix == ".json":
+        found.save(target)
+    else:
+        write_whole(target, sweep_page(found) if target.suffix == ".html" else as_csv(as_rows(found)))
+
+
+def as_object(found: Sweep) -> dict[str, Any]:
+    """A sweep as one JSON object."""
+    from meshwright.report.sweep import as_rows
+
+    plans = [{"plan": point.plan, "search_seconds": point.search_seconds} for point in found.points]
+    rows = [{**row, "words": row["plan"], **plan} for row, plan in zip(as_rows(found), plans, strict=True)]
+    return {
+        "model": found.model,
+        "cluster": found.cluster,
+        "price": found.price,
+        "points": rows,
+        "fastest": found.points.index(found.fastest) if found.fastest else None,
+        "cheapest": found.points.index(found.cheapest) if found.cheapest else None,
+    }
