@@ -25,6 +25,7 @@ class Decision:
 
 def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Cluster, world: int | None) -> Decision:
     """The plan of a run: read, searched, or plain. `graphs`: the model as replicas run it, and as sharded plans do."""
+    from meshwright.cli.searching import Searching
     from meshwright.cli.shardings import with_legal_sharding
     from meshwright.core.errors import InfeasibleError, PlanError
     from meshwright.core.limits import check_runs
@@ -32,21 +33,13 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
     from meshwright.core.request import plain_plan
     from meshwright.core.units import format_bytes
     from meshwright.cost.estimate import estimate
-    from meshwright.search.search import search
     from meshwright.train.optimizers import recipe_of
 
     graph, other_casting = graphs
     recipe = recipe_of(settings)
     if settings.plan_file is None and settings.planner == "search":
-        result = search(
-            graph,
-            cluster,
-            settings.plan,
-            recipe=recipe,
-            budget_bytes=settings.memory_bytes,
-            world=world,
-            other_casting=other_casting,
-        )
+        searching = Searching(graph, other_casting, settings.memory_bytes, world, recipe=recipe)
+        result = searching.on(cluster, settings.plan)
         return Decision(result.plan, result.estimate, result)
     plan = (
         Plan.load(settings.plan_file)

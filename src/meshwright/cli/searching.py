@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import InfeasibleError
     from meshwright.core.graph import Graph, Precision
+    from meshwright.core.legal import LegalSharding
     from meshwright.core.recipe import Recipe
     from meshwright.core.request import PlanRequest
     from meshwright.core.result import SearchResult
@@ -29,19 +30,24 @@ class Searching:
     recipe: Recipe | None = None
 
     def on(self, cluster: Cluster, request: PlanRequest) -> SearchResult:
+        from meshwright.cli.shardings import search_legal
         from meshwright.search.search import search
 
-        return search(
-            self.graph,
-            cluster,
-            request,
-            recipe=self.recipe,
-            budget_bytes=self.budget_bytes,
-            world=self.world,
-            other_casting=self.other_casting,
-            method=self.method,
-            prefer_fastest=self.prefer_fastest,
-        )
+        def find(legal: tuple[LegalSharding, ...]) -> SearchResult:
+            return search(
+                self.graph,
+                cluster,
+                request,
+                recipe=self.recipe,
+                budget_bytes=self.budget_bytes,
+                world=self.world,
+                other_casting=self.other_casting,
+                legal=legal,
+                method=self.method,
+                prefer_fastest=self.prefer_fastest,
+            )
+
+        return search_legal(find, self.graph.model)
 
 
 def say_infeasible(error: InfeasibleError, console: Console, cluster: Cluster, as_json: bool) -> None:

@@ -146,9 +146,8 @@ class MemoryCost:
         return self._stage_kept(number) - self._received(number)
 
     def room_of(self, number: int) -> float:
-        """What the passes of a stage need above what is kept when they begin, at least for a moment."""
-        passes = self.stages[number]
-        return max((self._footprint(segment).peak for segment in (*passes.forward, *passes.backward)), default=0.0)
+        """What the backward passes of a stage need for a moment, above all that is kept when they begin."""
+        return max((self._footprint(segment).peak for segment in self.stages[number].backward[:1]), default=0.0)
 
     def _forward(self, number: int) -> Iterator[tuple[Segment, str]]:
         """The forward passes of a stage, each with the last named block up to it."""

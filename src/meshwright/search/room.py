@@ -3,9 +3,10 @@
 A rank holds of every element of its parameters, by ZeRO stage, N ranks to a sharding group (the least; buffers left out):
 
     0   parameter + gradient + state
-    1   (parameter + state) / N + gathered + gradient, / N where there is one microbatch
+    1   (parameter + state) / N + gathered + gradient
     2   (parameter + state + gradient) / N + gathered
     3   (parameter + state + gradient) / N
+        gradients where an earlier microbatch left some, or replicas keep buckets               -> _has_gradients
     and for the unit that runs its peak, its whole gradient (2, 3) and its gathered parameters, twice (3)   -> working_bytes
 
 All p coordinates together have p · budget bytes. With S bytes of state and at least h microbatches in flight on each, they can
@@ -80,10 +81,15 @@ def _element_bytes(point: Point, items: Items, recipe: Recipe, degree: int) -> f
     if point.offload == "parameters":
         return 0.0
     state = 0.0 if point.offload == "optimizer" else items.state / degree
-    reduced = point.zero >= 2 or (point.zero == 1 and point.shape.num_microbatches == 1)
-    gradient = items.gradient / (degree if reduced else 1)
+    gradient = items.gradient / (degree if point.zero >= 2 else 1) if _has_gradients(point) else 0.0
     packs = point.zero in (1, 2) and not recipe.master_item_bytes
     return items.parameter / degree + state + gradient + (items.gathered if packs else 0)
+
+
+def _has_gradients(point: Point) -> bool:
+    """Whether gradients are there when activations are fullest: those of the microbatches before, or replicas' buckets."""
+    shape = point.shape
+    return shape.num_microbatches > 1 or (point.zero == 0 and shape.dp * shape.cp > 1)
 
 
 def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
