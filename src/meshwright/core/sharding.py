@@ -39,7 +39,8 @@ def block_sharding(
 ) -> BlockSharding | None:
     """What a plan writes for blocks of a kind whose weights are split in these ways; None where none is."""
     names = compact_names(blocks)
-    tensors = (_tensor(parameter, ways, kind, parameters) for parameter in parameters.values())
+    by_channel = _with_channels(ways, kind, parameters) if ways else set()
+    tensors = (_tensor(parameter, ways, kind, parameters, by_channel) for parameter in parameters.values())
     split = tuple(tensor for tensor in tensors if any(tensor.dims))
     return BlockSharding(for_blocks=names, tensors=split) if names and split else None
 
@@ -143,28 +144,30 @@ def num_inputs(op: Op) -> float:
     return shapes[0][1 if op.kind == "convolution" else -1].fixed if shapes else 0.0
 
 
-def _tensor(parameter: Parameter, ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> TensorSharding:
+def _tensor(
+    parameter: Parameter, ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter], by_channel: set[str]
+) -> TensorSharding:
     name = parameter.own_name
     dims = [""] * len(parameter.shape)
     if name in ways:
         dims[split_dim(ways[name], outputs_are_first(name, kind, parameters))] = "tp"
-    elif (len(dims) == 1 and _is_bias_of_column(name, ways, kind)) or _goes_with_channels(name, ways, kind, parameters):
+    elif name in by_channel or (len(dims) == 1 and _is_bias_of_column(name, ways, kind)):
         dims[0] = "tp"
     return TensorSharding(tensor=name, dims=tuple(dims))
 
 
-def _goes_with_channels(name: str, ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> bool:
+def _with_channels(ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> set[str]:
     """What batch norm and depthwise filters keep for channels that are split."""
-    if not ways:
-        return False
-    labels = labels_of(kind, ways)
-    return any(
-        name in op.inputs
-        and any(labels.of(source) == "split" for source in op.inputs if isinstance(source, int))
-        and ("batch_norm" in op.name or (len(parameters[name].shape) > 1 and is_depthwise(op, parameters[name])))
-        for op in kind.ops
-        if op.phase == "forward"
-    )
+    labels, copies = labels_of(kind, ways), weight_copies(kind)
+    found: set[str] = set()
+    for op in kind.ops:
+        if op.phase == "forward" and any(
+            labels.of(source) == "split" for source in op.inputs if isinstance(source, int)
+        ):
+            own = [parameters[name] for s in op.inputs if (name := str(copies.get(s, s))) in parameters]
+            is_norm = "batch_norm" in op.name
+            found |= {p.own_name for p in own if is_norm or (len(p.shape) > 1 and is_depthwise(op, p))}
+    return found
 
 
 def _is_bias_of_column(name: str, ways: dict[str, Way], kind: Kind) -> bool:

@@ -1,11 +1,11 @@
 """Seconds and bytes behind the integer program of search/shard_program.py, each asked of the cost room.
 
-    kernel      an op whole, split, or split with a whole result (a sum over the parts): a Division in which all of the
-                kind's ops are so                                                                    -> op_seconds
-    calls       a collective that one op asks for: the op alone in a kind, with and without it       -> summed_seconds …
-    state       what a rank pays for each element of a parameter, spread over the microbatches of a step: its update, under
-                sequence parallel the sum of its gradient over tp where it is whole, and the price of its bytes
-                                                                                                     -> state_seconds
+kernel      an op whole, split, or split with a whole result (a sum over the parts): a Division in which all of the
+            kind's ops are so                                                                    -> op_seconds
+calls       a collective that one op asks for: the op alone in a kind, with and without it       -> summed_seconds …
+state       what a rank pays for each element of a parameter, spread over the microbatches of a step: its update, under
+            sequence parallel the sum of its gradient over tp where it is whole, and the price of its bytes
+                                                                                                 -> state_seconds
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ class ShardCosts:
     """Costs of the ops of one graph under one set of degrees."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, *, bytes_price: float = 0.0, num_microbatches: int = 1
+        self,
+        graph: Graph,
+        plan: Plan,
+        cluster: Cluster,
+        recipe: Recipe,
+        *,
+        bytes_price: float = 0.0,
+        num_microbatches: int = 1,
     ) -> None:
         """plan: its degrees and microbatch count, its sharding does not. bytes_price: seconds a byte held by a rank is worth."""
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
@@ -53,9 +60,7 @@ class ShardCosts:
         """Of a group of fused ops."""
         division = self.division(kind, "split" if split else "whole", split=split)
         fused = division.fused
-        return self.kernels.fused_seconds(
-            division, fused.members[group], fused.bytes_at(group, self.plan.microbatch)
-        )
+        return self.kernels.fused_seconds(division, fused.members[group], fused.bytes_at(group, self.plan.microbatch))
 
     def is_fused(self, block: str) -> bool:
         return is_fused(block, self.plan, self.recipe)
@@ -154,4 +159,3 @@ class ShardCosts:
 def _outer_inputs(op: Op) -> tuple[str, ...]:
     """Other ops named as if they were in another block."""
     return tuple(source if isinstance(source, str) else f"@#{source}" for source in op.inputs)
-

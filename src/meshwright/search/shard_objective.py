@@ -7,6 +7,7 @@ from collections import Counter
 from math import inf
 
 from meshwright.core.graph import Graph, Kind, Op, Phase
+from meshwright.core.labels import Way
 from meshwright.cost.block_calls import is_whole_lookup
 from meshwright.search.program import CONSTANT, Terms, minus, plus
 from meshwright.search.shard_costs import PHASES, ShardCosts
@@ -32,12 +33,30 @@ class Objective:
             self._pay_calls(number, unit)
             self._pay_state(number, unit)
         self._pay_columns()
-        self.unit = FINE * (sum(self.kernels[phase].get(CONSTANT, 0.0) + self.launches[phase] for phase in PHASES) or 1.0)
+        self.unit = FINE * (
+            sum(self.kernels[phase].get(CONSTANT, 0.0) + self.launches[phase] for phase in PHASES) or 1.0
+        )
         for phase in PHASES:
             self._pay_phase(phase)
-        for own in model.x:
+        self._pay_for_splitting()
+
+    @property
+    def _least_gain(self) -> float:
+        return PLAIN_SHARE / FINE * self.unit
+
+    def _pay_for_splitting(self) -> None:
+        for own in self.model.x:
             for chosen in own.values():
-                self.program.pay(chosen, PLAIN_SHARE / FINE * self.unit)
+                self.program.pay(chosen, self._least_gain)
+
+    def solve(self) -> tuple[tuple[dict[str, Way], ...], float] | None:
+        """The ways of every unit's weights and the seconds they take; None where no sharding is legal."""
+        solved = self.program.solve(self.unit)
+        if solved is None:
+            return None
+        values, seconds = solved
+        ways = tuple(self.model.chosen(number, values) for number in range(len(self.model.units)))
+        return ways, seconds - self._least_gain * sum(map(len, ways))
 
     # ------------------------------------------------------------ compute
 

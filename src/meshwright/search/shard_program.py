@@ -72,9 +72,7 @@ class ShardProgram:
     # ------------------------------------------------------------ variables
 
     def _choices(self, unit: Unit) -> dict[tuple[str, Way], Terms]:
-        found = {
-            (name, way): self.program.variable(whole=True) for name, ways in unit.ways.items() for way in ways
-        }
+        found = {(name, way): self.program.variable(whole=True) for name, ways in unit.ways.items() for way in ways}
         self._one_way(unit, found)
         return found
 

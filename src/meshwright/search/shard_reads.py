@@ -97,7 +97,9 @@ class Reads:
                 by_channel = "pool" in op.name and self._has_channels(op)
                 return number in self._losses or by_channel or (in_attention and "softmax" in op.name)
             case "reduction":
-                kept = op.result_shape[CHANNEL_DIM : CHANNEL_DIM + 1] == op.input_shapes[0][CHANNEL_DIM : CHANNEL_DIM + 1]
+                kept = (
+                    op.result_shape[CHANNEL_DIM : CHANNEL_DIM + 1] == op.input_shapes[0][CHANNEL_DIM : CHANNEL_DIM + 1]
+                )
                 return kept and self._has_channels(op)
             case _:
                 return False

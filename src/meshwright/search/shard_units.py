@@ -82,7 +82,12 @@ def _alike(graph: Graph, kind: Kind) -> Iterator[tuple[tuple[str, ...], bool]]:
 
 
 def _unit(
-    blocks: tuple[str, ...], repeated: bool, kind: Kind, parameters: dict[str, Parameter], tp: int, whole: Collection[str]
+    blocks: tuple[str, ...],
+    repeated: bool,
+    kind: Kind,
+    parameters: dict[str, Parameter],
+    tp: int,
+    whole: Collection[str],
 ) -> Unit:
     copies = weight_copies(kind)
     weights: dict[int, str] = {}
@@ -130,7 +135,6 @@ def _refused(answer: LegalSharding | None) -> dict[str, frozenset[str]]:
         for rule in (answer.sharding if answer else ())
         for name in expand_names(rule.for_blocks)
     }
-
 
 
 class Passes:

@@ -82,13 +82,11 @@ def find_sharding(
         graph, plan, cluster, recipe or Recipe(), bytes_price=bytes_price, num_microbatches=num_microbatches
     )
     units = units_of(graph, tp, answer)
-    model = ShardProgram(units, graph, sequence_parallel=sequence_parallel)
-    objective = Objective(model, graph, costs)
-    solved = model.program.solve(objective.unit)
+    solved = Objective(ShardProgram(units, graph, sequence_parallel=sequence_parallel), graph, costs).solve()
     if solved is None:
         return None
-    values, seconds = solved
-    rules = (_rule(unit, model.chosen(number, values), answer) for number, unit in enumerate(units))
+    ways, seconds = solved
+    rules = (_rule(unit, own, answer) for unit, own in zip(units, ways, strict=True))
     return FoundSharding(tuple(rule for rule in rules if rule is not None), seconds)
 
 
