@@ -2,7 +2,7 @@
 
     minimise  c x   subject to   low ≤ A x ≤ high,   0 ≤ x ≤ most,   some x whole numbers
 
-A sum of variables with factors is a *terms*: {variable: factor}, a constant under CONSTANT. Limits count nodes of the solver's tree,
+A sum of variables with factors is a *terms*: {variable: factor}, a constant under CONSTANT. Limits count nodes of the tree,
 never seconds, and nothing is random: the same program gives the same answer on every machine.
 """
 
