@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -268,13 +269,16 @@ def _written(writer: BlockWriter, parts: list[str], wide: int) -> Kind:
 
 
 def is_legal(kind: Kind, chosen: dict[str, Way]) -> bool:
-    """Told from the labels, op by op: nothing may be gathered."""
+    """Told from the labels, op by op: nothing may be gathered, and what is added up is read once."""
     labels = labels_of(kind, chosen)
     forward = [(number, op) for number, op in enumerate(kind.ops) if op.phase == "forward"]
-    for _, op in forward:
+    num_readers = Counter(source for _, op in forward for source in op.inputs)
+    for number, op in forward:
         names = [source for source in op.inputs if isinstance(source, str) and source.endswith("weight")]
         read = {labels.of(source) for source in op.inputs if isinstance(source, int) or source == "@input"}
         if op.kind == "matmul" and read != {"split" if chosen.get(names[0]) == "row" else "whole"}:
+            return False
+        if op.kind == "matmul" and chosen.get(names[0]) == "row" and num_readers[number] != 1:
             return False
         if op.kind == "normalisation" and read != {"whole"}:
             return False

@@ -61,7 +61,8 @@ def labels_of(kind: Kind, ways: dict[str, Way], outside: dict[Source, Label] | N
         elif op.phase == "forward":
             if way == "column":
                 label = "split"
-                read_by_columns.setdefault(activation_of(op, kind, copies), number)
+                if reads_stream(op):
+                    read_by_columns.setdefault(activation_of(op, kind, copies), number)
             elif way == "heads":
                 label = "split"
             elif way in ("row", "table"):
@@ -95,6 +96,11 @@ def weight_copies(kind: Kind) -> dict[Source, str]:
 def way_of(op: Op, ways: dict[str, Way], copies: dict[Source, str]) -> Way | None:
     names = (copies.get(source, source) for source in op.inputs)
     return next((ways[name] for name in names if isinstance(name, str) and name in ways), None)
+
+
+def reads_stream(op: Op) -> bool:
+    """Whether a gradient flows back through what a weight is applied to: none does into the batch."""
+    return "@batch" not in op.inputs
 
 
 def activation_of(op: Op, kind: Kind, copies: dict[Source, str]) -> Source:

@@ -27,6 +27,7 @@ and g follow from it as core/labels.py says they do, which these constraints rep
 and what makes them legal, as the runtime runs them without a collective that is not in the objective:
 
     a weight reads whole tensors, by row split ones                                                -> _apply_weight
+    a partial sum has one reader: the runtime adds it up where it is read                          -> _sum_once
     an op that cannot work on parts reads whole tensors; those a gradient flows into lie alike     -> _follow
     what leaves a block for others than those it is decided with is whole                          -> _hand_on_whole
     tied weights are cut along the same dim                                                        -> _tie
@@ -39,7 +40,8 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 
 from meshwright.core.graph import Graph, Op, Source
-from meshwright.core.labels import Way, activation_of, is_outer
+from meshwright.core.labels import Way, activation_of, is_outer, reads_stream
+from meshwright.cost.block_calls import is_whole_lookup
 from meshwright.search.program import CONSTANT, Program, Terms, minus, plus
 from meshwright.search.shard_reads import Reads
 from meshwright.search.shard_units import Passes, Place, Unit
@@ -62,7 +64,9 @@ class ShardProgram:
         self.columns: dict[tuple[int, Source], list[tuple[Op, Terms]]] = {}
         for place in self._in_order():
             self._add(place)
-        self._hand_on_whole()
+        readers = self._readers()
+        self._hand_on_whole(readers)
+        self._sum_once(readers)
         self._tie()
 
     def chosen(self, unit: int, values: list[float]) -> dict[str, Way]:
@@ -146,7 +150,7 @@ class ShardProgram:
         self.labels[place] = self.way(number, name, "column", "heads")
         self.work[place] = self.way(number, name)
         column = self.way(number, name, "column")
-        if column:
+        if column and reads_stream(op):
             read = activation_of(op, self.units[number].kind, self.units[number].copies)
             self.columns.setdefault((number, read), []).append((op, column))
 
@@ -210,9 +214,8 @@ class ShardProgram:
         }
         return sorted(found)
 
-    def _hand_on_whole(self) -> None:
+    def _hand_on_whole(self, readers: dict[Place | None, list[Place]]) -> None:
         """A result leaves its block where nothing here reads it on, or where it outlives its pass and repeated blocks follow."""
-        readers = self._readers()
         for place, label in self.labels.items():
             op = self.units[place[0]].kind.ops[place[1]]
             if not label or op.phase != "forward" or not op.result_shape or place[1] in self.units[place[0]].copies:
@@ -222,13 +225,22 @@ class ShardProgram:
             if not others or (self.passes.precedes_repeated(place) and any(other != here for other in others)):
                 self.program.equal(label, {})
 
+    def _sum_once(self, readers: dict[Place | None, list[Place]]) -> None:
+        """By row; under sequence parallel only tokens of the batch are looked up in parts."""
+        for number, unit in enumerate(self.units):
+            for place, name in unit.weights.items():
+                if len(readers.get((number, place), ())) != 1:
+                    self.program.equal(self.way(number, name, "row"), {})
+                if self.sequence_parallel and is_whole_lookup(unit.kind.ops[place]):
+                    self.program.equal(self.way(number, name, "table"), {})
+
     def _readers(self) -> dict[Place | None, list[Place]]:
-        """Forward ops through which a gradient flows back into what they read."""
+        """Forward ops through which a gradient flows back into what they read; one that reads it twice, once."""
         found: dict[Place | None, list[Place]] = {}
         for number, unit in enumerate(self.units):
             for place, op in enumerate(unit.kind.ops):
                 if op.phase == "forward" and self._reads[number].is_moving(place):
-                    for source in op.inputs:
+                    for source in dict.fromkeys(op.inputs):
                         found.setdefault(self._place(number, source), []).append((number, place))
         return found
 

@@ -61,13 +61,14 @@ class Reads:
 
     def partners(self, number: int) -> list[Source]:
         """What an op combines: tensors a gradient flows into must lie alike, since cutting a whole one costs a gather of its
-        gradient. What is broadcast from outside a block (a mask, positions) has no such gradient."""
+        gradient. Into masks, positions and biases, from outside a block into its attention or broadcast, none flows, or into the
+        part of them that is there."""
         op = self.unit.kind.ops[number]
         most = _elements(op.result_shape)
         broadcast = {
             source
             for source, shape in zip(op.inputs, op.input_shapes, strict=False)
-            if source == "@input" and _elements(shape) < most
+            if source == "@input" and (op.region == "attention" or _elements(shape) < most)
         }
         sources = dict.fromkeys(self.unit.activations(op))
         return [source for source in sources if self._flows(source) and source not in broadcast]
