@@ -1,4 +1,4 @@
-"""Shardings that the integer program finds run as they are: legal on fake tensors, equal to one process, collectives as predicted."""
+"""Shardings that the integer program finds run as they are: legal, equal to one process, with the collectives predicted."""
 
 from __future__ import annotations
 

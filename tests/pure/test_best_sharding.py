@@ -278,7 +278,7 @@ def is_legal(kind: Kind, chosen: dict[str, Way]) -> bool:
         read = {labels.of(source) for source in op.inputs if isinstance(source, int) or source == "@input"}
         if op.kind == "matmul" and read != {"split" if chosen.get(names[0]) == "row" else "whole"}:
             return False
-        if op.kind == "matmul" and chosen.get(names[0]) == "row" and num_readers[number] != 1:
+        if op.kind == "matmul" and chosen.get(names[0]) == "row" and num_readers[number] > 1:
             return False
         if op.kind == "normalisation" and read != {"whole"}:
             return False

@@ -27,7 +27,7 @@ and g follow from it as core/labels.py says they do, which these constraints rep
 and what makes them legal, as the runtime runs them without a collective that is not in the objective:
 
     a weight reads whole tensors, by row split ones                                                -> _apply_weight
-    a partial sum has one reader: the runtime adds it up where it is read                          -> _sum_once
+    a partial sum has one reader in its block, where the runtime adds it up, or leaves the block   -> _sum_once
     an op that cannot work on parts reads whole tensors; those a gradient flows into lie alike     -> _follow
     what leaves a block for others than those it is decided with is whole                          -> _hand_on_whole
     tied weights are cut along the same dim                                                        -> _tie
@@ -226,10 +226,11 @@ class ShardProgram:
                 self.program.equal(label, {})
 
     def _sum_once(self, readers: dict[Place | None, list[Place]]) -> None:
-        """By row; under sequence parallel only tokens of the batch are looked up in parts."""
+        """In its block by one op, or where it leaves the block; under sequence parallel only the batch is looked up in parts."""
         for number, unit in enumerate(self.units):
             for place, name in unit.weights.items():
-                if len(readers.get((number, place), ())) != 1:
+                own = [reader == number for reader, _ in readers.get((number, place), ())]
+                if len(own) > 1 and any(own):
                     self.program.equal(self.way(number, name, "row"), {})
                 if self.sequence_parallel and is_whole_lookup(unit.kind.ops[place]):
                     self.program.equal(self.way(number, name, "table"), {})
