@@ -1,8 +1,9 @@
 """Borders around blocks: what the Splitter needs to know when a block begins.
 
-What a block hands on is no partial sum: it is added up once, for all that read it. Inside a border every parameter has its name and, where it is cut, its layout; the Splitter is active, also when backward runs a
+Inside a border every parameter has its name and, where it is cut, its layout; the Splitter is active, also when backward runs a
 recomputed block again. `fully_shard` hands a block other tensor objects than it was called with, without the notes on them:
 where it is used, notes are taken off before its hooks and put back behind them.
+What a block hands on is no partial sum: it is added up once, for all that read it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.runtime._torch import tree_flatten, tree_leaves, tree_unflatten
+from meshwright.runtime._torch import DisableTorchFunction, tree_flatten, tree_leaves, tree_unflatten
 from meshwright.runtime.split.layout import Addend, Layout, lay, layout_of
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 from meshwright.runtime.split.weights import layouts_of_parameters
@@ -66,7 +67,9 @@ class Border:
         leaves, shape = tree_flatten(output)
         if not self.name or not any(map(_is_addend, leaves)):
             return output
-        return tree_unflatten([self.split.summed(leaf) if _is_addend(leaf) else leaf for leaf in leaves], shape)
+        with DisableTorchFunction():  # as inside a rule
+            whole = [self.split.summed(leaf) if _is_addend(leaf) else leaf for leaf in leaves]
+        return tree_unflatten(whole, shape)
 
     def _name_parameters(self) -> None:
         for name, holder, own_name in self.named:
