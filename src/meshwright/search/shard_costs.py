@@ -106,7 +106,7 @@ class ShardCosts:
         if not ops:
             return 0.0
         alone = tuple(msgspec.structs.replace(op, inputs=_outer_inputs(op)) for op in ops)
-        rest: tuple[Label, ...] = ("whole",) * (len(ops) - 1)
+        rest: list[Label] = ["whole"] * (len(ops) - 1)
         results = (*rest, label)
         outside = dict.fromkeys(alone[-1].inputs, label)
         labels = Labels(results, tuple(one == "split" for one in results), *reduced, outside)

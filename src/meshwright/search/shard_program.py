@@ -118,7 +118,7 @@ class ShardProgram:
             for place, op in enumerate(unit.kind.ops):
                 before = (self._place(number, source) for source in op.inputs)
                 sorter.add((number, place), *(found for found in before if found is not None))
-        return sorter.static_order()
+        yield from sorter.static_order()
 
     # ------------------------------------------------------------ constraints
 

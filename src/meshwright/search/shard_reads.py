@@ -44,7 +44,8 @@ class Reads:
     def follow(self, number: int) -> None:
         """Learn whether a gradient flows through an op's result, and whether it has channels."""
         op = self.unit.kind.ops[number]
-        self._moving[number] = op.name not in NO_GRADIENT and any(self._flows(source) for source in op.inputs)
+        streams = (source for source in op.inputs if source != "@input" or op.region != "attention")
+        self._moving[number] = op.name not in NO_GRADIENT and any(self._flows(source) for source in streams)
         sources = [source for source in op.inputs if isinstance(source, int) and source in self._channels]
         keeps = any(len(self.unit.kind.ops[source].result_shape) == len(op.result_shape) for source in sources)
         if op.kind == "convolution" or keeps:
@@ -61,8 +62,8 @@ class Reads:
 
     def partners(self, number: int) -> list[Source]:
         """What an op combines: tensors a gradient flows into must lie alike, since cutting a whole one costs a gather of its
-        gradient. Into masks, positions and biases, from outside a block into its attention or broadcast, none flows, or into the
-        part of them that is there."""
+        gradient. What comes into an attention from outside its block, or is broadcast, is a mask, positions or a bias, which
+        has none, or lies by heads as the attention does."""
         op = self.unit.kind.ops[number]
         most = _elements(op.result_shape)
         broadcast = {
