@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import bandwidths, chain_graph, graphs, machine, machines
+from machines import chain_graph, machines
 from strategies import quick
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import InfeasibleError, PlanError
+from meshwright.core.errors import InfeasibleError
 from meshwright.core.graph import Graph
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult

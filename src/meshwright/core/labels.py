@@ -61,7 +61,8 @@ def labels_of(kind: Kind, ways: dict[str, Way], outside: dict[Source, Label] | N
         elif op.phase == "forward":
             if way == "column":
                 label = "split"
-                read_by_columns.setdefault(_activation(op, kind, copies), number)
+                if reads_stream(op):
+                    read_by_columns.setdefault(activation_of(op, kind, copies), number)
             elif way == "heads":
                 label = "split"
             elif way in ("row", "table"):
@@ -97,7 +98,12 @@ def way_of(op: Op, ways: dict[str, Way], copies: dict[Source, str]) -> Way | Non
     return next((ways[name] for name in names if isinstance(name, str) and name in ways), None)
 
 
-def _activation(op: Op, kind: Kind, copies: dict[Source, str]) -> Source:
+def reads_stream(op: Op) -> bool:
+    """Whether a gradient flows back through what a weight is applied to: none does into the batch."""
+    return "@batch" not in op.inputs
+
+
+def activation_of(op: Op, kind: Kind, copies: dict[Source, str]) -> Source:
     """The tensor a weight is applied to, before it was copied into another dtype for that weight alone."""
     made: list[Source] = [source for source in op.inputs if isinstance(source, int) and source not in copies]
     source = made[0] if made else "@input"

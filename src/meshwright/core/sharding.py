@@ -8,7 +8,7 @@ table of tokens and the head that makes logits are split by the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import Graph, Kind, Op, Parameter, Source
@@ -22,15 +22,27 @@ VOCABULARY_ROWS = 1024
 
 def plain_sharding(graph: Graph) -> tuple[BlockSharding, ...]:
     """The tensors split over tp, for every kind of block, as the plan writes them: by the names of the kind's blocks."""
-    found = []
     rows = _most_rows(graph)
-    for kind, parameters in _kinds(graph):
-        ways = plain_ways(kind, parameters, rows)
-        tensors = tuple(_tensor(parameter, ways, kind, parameters) for parameter in parameters.values())
-        blocks = compact_names(block.name for block in graph.blocks if block.kind == kind.name and block.name)
-        if blocks and any(any(tensor.dims) for tensor in tensors):
-            found.append(BlockSharding(for_blocks=blocks, tensors=tuple(t for t in tensors if any(t.dims))))
-    return tuple(found)
+    found = (
+        block_sharding(_named_blocks(graph, kind), kind, parameters, plain_ways(kind, parameters, rows))
+        for kind, parameters in _kinds(graph)
+    )
+    return tuple(rule for rule in found if rule is not None)
+
+
+def _named_blocks(graph: Graph, kind: Kind) -> list[str]:
+    return [block.name for block in graph.blocks if block.kind == kind.name and block.name]
+
+
+def block_sharding(
+    blocks: Iterable[str], kind: Kind, parameters: dict[str, Parameter], ways: dict[str, Way]
+) -> BlockSharding | None:
+    """What a plan writes for blocks of a kind whose weights are split in these ways; None where none is."""
+    names = compact_names(blocks)
+    by_channel = _with_channels(ways, kind, parameters) if ways else set()
+    tensors = (_tensor(parameter, ways, kind, parameters, by_channel) for parameter in parameters.values())
+    split = tuple(tensor for tensor in tensors if any(tensor.dims))
+    return BlockSharding(for_blocks=names, tensors=split) if names and split else None
 
 
 def _kinds(graph: Graph) -> Iterator[tuple[Kind, dict[str, Parameter]]]:
@@ -50,7 +62,7 @@ def _most_rows(graph: Graph) -> int:
         parameters[weight].shape[0]
         for kind, parameters in _kinds(graph)
         for op in kind.ops
-        if op.name == "embedding" and (weight := _weight(op, parameters, {})) is not None
+        if op.name == "embedding" and (weight := weight_of(op, parameters, {})) is not None
     )
     return max(tables, default=0)
 
@@ -66,7 +78,7 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
         if op.phase != "forward":
             break
         came_from = {name for source in op.inputs if isinstance(source, int) for name in origins.get(source, ())}
-        weight = _weight(op, parameters, copies)
+        weight = weight_of(op, parameters, copies)
         origins[number] = came_from
         if weight is None:
             met = [biases[source] for source in op.inputs if source in biases]
@@ -75,15 +87,15 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
             elif met and not came_from:
                 biases[number] = met[0]
             continue
-        if _is_depthwise(op, parameters[weight]):
+        if is_depthwise(op, parameters[weight]):
             continue  # each channel by itself: as what it reads
-        rows = _num_outputs(op)
+        rows = num_outputs(op)
         if op.name == "embedding":
             if parameters[weight].shape[0] >= max(table_rows, VOCABULARY_ROWS):
                 ways[weight] = "table"
             elif "@batch" not in op.inputs:
                 biases[number] = weight
-        elif came_from and rows <= _num_inputs(op):
+        elif came_from and rows <= num_inputs(op):
             ways[weight] = "row"
             used |= came_from
             origins[number] = set()
@@ -93,8 +105,8 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
     return {name: way for name, way in ways.items() if way != "column" or name in used or _is_head(name, parameters)}
 
 
-def _is_depthwise(op: Op, weight: Parameter) -> bool:
-    return op.kind == "convolution" and weight.shape[1] == 1 and _num_inputs(op) == weight.shape[0] > 1
+def is_depthwise(op: Op, weight: Parameter) -> bool:
+    return op.kind == "convolution" and weight.shape[1] == 1 and num_inputs(op) == weight.shape[0] > 1
 
 
 def _is_head(name: str, parameters: dict[str, Parameter]) -> bool:
@@ -104,7 +116,7 @@ def _is_head(name: str, parameters: dict[str, Parameter]) -> bool:
     return alone and len(shape) == 2 and max(shape) >= VOCABULARY_ROWS and max(shape) >= 2 * min(shape)
 
 
-def _weight(op: Op, parameters: dict[str, Parameter], copies: dict[Source, str]) -> str | None:
+def weight_of(op: Op, parameters: dict[str, Parameter], copies: dict[Source, str]) -> str | None:
     """The matrix, filter or table an op applies."""
     if op.kind not in ("matmul", "convolution") and op.name != "embedding":
         return None
@@ -122,38 +134,40 @@ def _weight(op: Op, parameters: dict[str, Parameter], copies: dict[Source, str])
     )
 
 
-def _num_outputs(op: Op) -> float:
+def num_outputs(op: Op) -> float:
     return op.result_shape[1 if op.kind == "convolution" else -1].fixed if op.result_shape else 0.0
 
 
-def _num_inputs(op: Op) -> float:
+def num_inputs(op: Op) -> float:
     """Features of the tensor the weight is applied to: the input that has tokens."""
     shapes = [shape for shape in op.input_shapes if any(dim.per_sample for dim in shape)]
     return shapes[0][1 if op.kind == "convolution" else -1].fixed if shapes else 0.0
 
 
-def _tensor(parameter: Parameter, ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> TensorSharding:
+def _tensor(
+    parameter: Parameter, ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter], by_channel: set[str]
+) -> TensorSharding:
     name = parameter.own_name
     dims = [""] * len(parameter.shape)
     if name in ways:
-        dims[_split_dim(ways[name], outputs_are_first(name, kind, parameters))] = "tp"
-    elif (len(dims) == 1 and _is_bias_of_column(name, ways, kind)) or _goes_with_channels(name, ways, kind, parameters):
+        dims[split_dim(ways[name], outputs_are_first(name, kind, parameters))] = "tp"
+    elif name in by_channel or (len(dims) == 1 and _is_bias_of_column(name, ways, kind)):
         dims[0] = "tp"
     return TensorSharding(tensor=name, dims=tuple(dims))
 
 
-def _goes_with_channels(name: str, ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> bool:
+def _with_channels(ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> set[str]:
     """What batch norm and depthwise filters keep for channels that are split."""
-    if not ways:
-        return False
-    labels = labels_of(kind, ways)
-    return any(
-        name in op.inputs
-        and any(labels.of(source) == "split" for source in op.inputs if isinstance(source, int))
-        and ("batch_norm" in op.name or (len(parameters[name].shape) > 1 and _is_depthwise(op, parameters[name])))
-        for op in kind.ops
-        if op.phase == "forward"
-    )
+    labels, copies = labels_of(kind, ways), weight_copies(kind)
+    found: set[str] = set()
+    for op in kind.ops:
+        if op.phase == "forward" and any(
+            labels.of(source) == "split" for source in op.inputs if isinstance(source, int)
+        ):
+            own = [parameters[name] for s in op.inputs if (name := str(copies.get(s, s))) in parameters]
+            is_norm = "batch_norm" in op.name
+            found |= {p.own_name for p in own if is_norm or (len(p.shape) > 1 and is_depthwise(op, p))}
+    return found
 
 
 def _is_bias_of_column(name: str, ways: dict[str, Way], kind: Kind) -> bool:
@@ -165,7 +179,7 @@ def _is_bias_of_column(name: str, ways: dict[str, Way], kind: Kind) -> bool:
     )
 
 
-def _split_dim(way: Way, outputs_first: bool) -> int:
+def split_dim(way: Way, outputs_first: bool) -> int:
     """Which dim of a weight lies over tp. Linear keeps [outputs, inputs]; a few models keep [inputs, outputs]."""
     if way == "table":
         return 0
@@ -175,11 +189,14 @@ def _split_dim(way: Way, outputs_first: bool) -> int:
 
 
 def outputs_are_first(name: str, kind: Kind, parameters: dict[str, Parameter]) -> bool:
-    """Told by the result's width where a weight is not square; a square one is like the others of its kind."""
+    """Told by the result's width where a weight is not square; a square one is like the others of its kind. Filters have
+    their outputs first."""
+    if len(parameters[name].shape) > 2:
+        return True
     votes = {}
     copies = weight_copies(kind)
     for op in kind.ops:
-        weight = _weight(op, parameters, copies) if op.phase == "forward" and op.kind == "matmul" else None
+        weight = weight_of(op, parameters, copies) if op.phase == "forward" and op.kind == "matmul" else None
         if weight is not None and op.result_shape and len(set(parameters[weight].shape)) > 1:
             votes[weight] = parameters[weight].shape[0] == op.result_shape[-1].fixed
     return votes.get(name, next(iter(votes.values()), True))
@@ -214,7 +231,7 @@ def ways_by_block(plan: Plan, graph: Graph) -> dict[str, dict[str, Way]]:
 
 
 def _read_ways(rule: BlockSharding, kind: Kind, parameters: dict[str, Parameter]) -> dict[str, Way]:
-    tables = {_weight(op, parameters, {}) for op in kind.ops if op.name == "embedding"}
+    tables = {weight_of(op, parameters, {}) for op in kind.ops if op.name == "embedding"}
     ways: dict[str, Way] = {}
     for tensor in rule.tensors:
         parameter = parameters.get(tensor.tensor)

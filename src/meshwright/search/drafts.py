@@ -9,12 +9,12 @@ from itertools import accumulate
 from meshwright.core.errors import PlanError
 from meshwright.core.limits import not_yet
 from meshwright.core.plan import BlockSharding, Mesh, Offload, Plan, Stage
-from meshwright.core.sharding import plain_sharding
 from meshwright.cost.division import check_divides
 from meshwright.cost.state import Items, items_of
 from meshwright.search.bounds import Bounds
 from meshwright.search.problem import Problem
 from meshwright.search.room import Room, room_of
+from meshwright.search.sharding import best_sharding
 from meshwright.search.space import Point, Shape, divisors
 from meshwright.search.units import Cut, stages_of, units_of
 from meshwright.search.work import Divided, UnitTable, divide_units, make_table
@@ -130,7 +130,18 @@ class Drafts:
         return found
 
     def _proposal(self, shape: Shape) -> tuple[BlockSharding, ...]:
-        return plain_sharding(self.problem.graph) if shape.tp > 1 else ()
+        """What the integer program picks for one sample: more of them change no tensor's place, only what all takes."""
+        if shape.tp == 1:
+            return ()
+        return best_sharding(
+            self.problem.graph,
+            self.problem.cluster,
+            tp=shape.tp,
+            cp=shape.cp,
+            sequence_parallel=shape.sequence_parallel,
+            microbatch=1,
+            recipe=self.problem.recipe,
+        )
 
     # ------------------------------------------------------------ plans
 

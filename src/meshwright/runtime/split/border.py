@@ -3,6 +3,7 @@
 Inside a border every parameter has its name and, where it is cut, its layout; the Splitter is active, also when backward runs a
 recomputed block again. `fully_shard` hands a block other tensor objects than it was called with, without the notes on them:
 where it is used, notes are taken off before its hooks and put back behind them.
+What a block hands on is no partial sum: it is added up once, for all that read it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.runtime._torch import tree_leaves
-from meshwright.runtime.split.layout import Layout, lay, layout_of
+from meshwright.runtime._torch import DisableTorchFunction, tree_flatten, tree_leaves, tree_unflatten
+from meshwright.runtime.split.layout import Addend, Layout, lay, layout_of
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 from meshwright.runtime.split.weights import layouts_of_parameters
 
@@ -53,13 +54,22 @@ class Border:
         self._name_parameters()
         outer, self.split.shared = self.split.shared, {}
         try:
-            return forward(*args, **kwargs)
+            return self._summed(forward(*args, **kwargs))
         except NotSplit as error:
             if error.block is None:
                 error.block = self.name
             raise
         finally:
             self.split.shared = outer
+
+    def _summed(self, output: Any) -> Any:
+        """Without addends: those who read what a block hands on would each add them up."""
+        leaves, shape = tree_flatten(output)
+        if not self.name or not any(map(_is_addend, leaves)):
+            return output
+        with DisableTorchFunction():  # as inside a rule
+            whole = [self.split.summed(leaf) if _is_addend(leaf) else leaf for leaf in leaves]
+        return tree_unflatten(whole, shape)
 
     def _name_parameters(self) -> None:
         for name, holder, own_name in self.named:
@@ -81,6 +91,10 @@ class Border:
     def _put_on(self, block: nn.Module, args: Any, output: Any) -> None:
         _put_back(output, self.left)
         self.left = None
+
+
+def _is_addend(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and any(isinstance(share, Addend) for share in (layout_of(leaf) or {}).values())
 
 
 def _notes(values: Any) -> Notes:
