@@ -17,7 +17,7 @@ from meshwright.core.errors import ScheduleError
 from meshwright.core.plan import ScheduleKind
 from meshwright.core.schedule import Action, Order
 from meshwright.core.schedules import make_order
-from meshwright.cost.play import play, timeline
+from meshwright.cost.play import play, play_schedule, timeline
 from meshwright.cost.timing import StageSeconds, Transfers
 
 Sizes = tuple[ScheduleKind, int, int, int]
@@ -326,3 +326,34 @@ def test_the_largest_runs_play_at_once(sizes: Sizes) -> None:
     begun = process_time()
     play(make_order(*sizes), equal_stages(p * v, 1.0, 1.0, 1.0, transfer=0.1))
     assert process_time() - begun < 1.0  # 0.15 s on an idle core
+
+
+@quick
+@given(
+    st.sampled_from(["1f1b", "zb", "zbv", "interleaved", "gpipe"]),
+    st.integers(2, 4),
+    st.integers(1, 12),
+    st.data(),
+)
+def test_a_long_schedule_takes_as_long_as_all_of_it_played(kind: str, pp: int, rounds: int, data: st.DataObject) -> None:
+    """Played shortly and extended, or as a whole: the same step, busy, exposed and idle seconds."""
+    virtual = 2 if kind in ("zbv", "interleaved") else 1
+    seconds = st.floats(0.01, 1.0)
+    stages = []
+    for _ in range(pp * virtual):
+        forward, inputs, weights, transfer = (data.draw(seconds) for _ in range(4))
+        stages.append(
+            StageSeconds(
+                forward=forward,
+                backward=inputs + weights,
+                backward_inputs=inputs,
+                backward_weights=weights,
+                transfer=transfer / 10,
+            )
+        )
+    count = 8 * pp * virtual + rounds * pp
+    short = play_schedule(kind, pp, count, virtual, stages)  # type: ignore[arg-type]
+    whole = play(make_order(kind, pp, count, virtual), stages)  # type: ignore[arg-type]
+    assert short.step_seconds == pytest.approx(whole.step_seconds, rel=1e-7)
+    for name in ("busy_seconds", "exposed_seconds", "idle_seconds"):
+        assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=1e-6, abs=1e-7 * whole.step_seconds), name

@@ -130,14 +130,20 @@ def _labels(graph: Graph, kinds: dict[str, Kind], ways: dict[str, dict[str, Way]
 
 
 def check_divides(graph: Graph, plan: Plan) -> None:
-    """Heads that do not divide over tp and cp, experts over ep, and sequences over cp, are refused."""
-    tp, cp = plan.mesh.tp, plan.mesh.cp
-    for counts in _experts(graph).values():
-        check_experts(counts, plan.mesh)
+    """Degrees that do not divide the model, and tp that splits nothing, are refused."""
+    check_degrees(graph, plan)
+    tp = plan.mesh.tp
     if tp > 1 and not plan.sharding:
         raise PlanError(
             f"the plan has tp={tp} but splits no tensor: add `sharding`, or make the plan with --tp {tp}, which does"
         )
+
+
+def check_degrees(graph: Graph, plan: Plan) -> None:
+    """Heads that do not divide over tp and cp, experts over ep, and sequences over cp, are refused."""
+    tp, cp = plan.mesh.tp, plan.mesh.cp
+    for counts in _experts(graph).values():
+        check_experts(counts, plan.mesh)
     if plan.sequence_parallel and tp == 1:
         raise PlanError("sequence parallel lays tokens over tp, but tp=1: leave it out, or raise tp")
     tokens = _tokens_per_sample(graph)

@@ -45,11 +45,14 @@ def estimate(
 class Estimator:
     """The parts of one estimate, each made once."""
 
-    def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe) -> None:
+    def __init__(
+        self, graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, like: Estimator | None = None
+    ) -> None:
+        """like: of a plan that differs in its recompute only; what both share is taken from it."""
         check_costable(graph, plan, cluster)
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
-        self.divisions: dict[str, Division] = divide(graph, plan)
-        self.passes: tuple[StagePasses, ...] = passes_by_stage(graph, plan)
+        self.divisions: dict[str, Division] = like.divisions if like else divide(graph, plan)
+        self.passes: tuple[StagePasses, ...] = like.passes if like else passes_by_stage(graph, plan)
         self.memory_order: Order = make_order(
             plan.schedule,
             plan.mesh.pp,
@@ -57,7 +60,7 @@ class Estimator:
             plan.virtual,
         )
         """With as many microbatches as fill the pipeline: more do not take more memory."""
-        self._holdings: dict[int, Holdings] = {}
+        self._holdings: dict[int, Holdings] = like._holdings if like else {}
         self.costs = StageCosts(graph, plan, cluster, recipe, self.divisions)
         self.stages: list[StageCost] = [self.costs.of(number, passes) for number, passes in enumerate(self.passes)]
 

@@ -94,7 +94,7 @@ def play_schedule(
     """The step of a schedule. A long one is played three times shortly: where the third grows as the second did, the rest
     of the step does too; else it is played as a whole."""
     step = num_coordinates if kind == "interleaved" else 1
-    first = 2 * FULL_ROUNDS * num_coordinates * virtual
+    first = 2 * num_coordinates * virtual
     first += (num_microbatches - first) % step
 
     def played(count: int) -> Play:

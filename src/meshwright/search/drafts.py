@@ -9,7 +9,7 @@ from itertools import accumulate
 from meshwright.core.errors import PlanError
 from meshwright.core.limits import not_yet
 from meshwright.core.plan import BlockSharding, Mesh, Offload, Plan, Stage
-from meshwright.cost.division import check_divides
+from meshwright.cost.division import check_degrees, check_divides
 from meshwright.cost.state import Items, items_of
 from meshwright.search.bounds import Bounds
 from meshwright.search.problem import Problem
@@ -121,8 +121,9 @@ class Drafts:
         if answer is not None and answer.refusal:
             self.refusals.append(answer.refusal)
             return None
-        found = answer.sharding if answer is not None else self._proposal(shape)
         try:
+            check_degrees(self.problem.graph, self._unit_plan(shape, (), sharded=False))
+            found = answer.sharding if answer is not None else self._proposal(shape)
             check_divides(self.problem.graph, self._unit_plan(shape, found, sharded=False))
         except PlanError as error:
             self.refusals.append(str(error))

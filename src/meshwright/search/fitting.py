@@ -80,6 +80,7 @@ class _Coordinates:
     def __init__(self, problem: Problem, point: Point, cut: Cut, plan: Plan, table: UnitTable) -> None:
         self.problem, self.point, self.plan, self.table = problem, point, plan, table
         self.budget = problem.budget
+        self._first: Estimator | None = None
         shape = point.shape
         self.held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
         self.rows: list[list[tuple[int, int]]] = [[] for _ in range(shape.pp)]
@@ -94,7 +95,9 @@ class _Coordinates:
     def estimator(self, chosen: list[Again]) -> Estimator:
         problem = self.problem
         plan = msgspec.structs.replace(self.plan, recompute=self._rules(chosen))
-        return Estimator(problem.graph_of(plan), plan, problem.cluster, problem.recipe)
+        found = Estimator(problem.graph_of(plan), plan, problem.cluster, problem.recipe, self._first)
+        self._first = self._first or found
+        return found
 
     def _rules(self, chosen: list[Again]) -> tuple[Recompute, ...]:
         full, selective = set[str](), set[str]()

@@ -50,7 +50,7 @@ MOST_OPENED = 3000
 """Nodes of all levels, likewise."""
 MOST_DIVED = 12
 """Cuts that are costed to begin with."""
-MOST_SIMPLER = 12
+MOST_SIMPLER = 5
 """Cuts that are costed to find a simpler plan that is as fast, for every mechanism that is left out."""
 MOST_NEAREST = 8
 """Cuts that are costed to find the nearest miss, where nothing fits."""
