@@ -31,6 +31,7 @@ CELLS = [
     ("Mixtral", row(4, ep=2, zero=3)),
     ("T5", row(4, pp=2, zero=1)),
     ("BERT", row(4, tp=2, cp=2)),
+    ("Llama", row(4, tp=2, cp=2)),
     ("gpt", row(4, tp=2, sequence_parallel=True, cp=2)),
     ("Mixtral", row(4, tp=2, ep=2)),
     ("ViT", row(4, tp=2, pp=2)),

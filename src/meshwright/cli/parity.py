@@ -98,6 +98,7 @@ def _shrunk_plan(model: str, request: PlanRequest, num_ranks: int) -> Plan:
     from meshwright.capture.capture import capture_source
     from meshwright.cli.shardings import try_sharding
     from meshwright.core.request import PlanRequest, plain_mesh, plain_plan, share_of_batch
+    from meshwright.cost.division import check_divides
     from meshwright.models.source import resolve
 
     dp = plain_mesh(request, num_ranks).dp
@@ -106,7 +107,9 @@ def _shrunk_plan(model: str, request: PlanRequest, num_ranks: int) -> Plan:
     microbatch = request.microbatch or (share // 2 if share % 2 == 0 else share)
     wish = PlanRequest(global_batch=global_batch, microbatch=microbatch, precision="fp64")
     small = resolve(model).small()
-    plan = plain_plan(request.updated(wish), capture_source(small, "fp64"), num_ranks, "parity")
+    graph = capture_source(small, "fp64")
+    plan = plain_plan(request.updated(wish), graph, num_ranks, "parity")
+    check_divides(graph, plan)
     return try_sharding(msgspec.structs.replace(plan, model=model), small)
 
 

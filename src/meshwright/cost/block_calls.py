@@ -7,7 +7,8 @@
              gradient                                                                     -> _loss_calls
     lookups  of what is no token of the batch (positions): the ranks do them whole, and under sequence parallel take
              their tokens of it; backward gathers the gradient over tp                    -> _lookup_calls
-    cp       attention: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same
+    cp       attention: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same; heads
+             of keys that are too few for the ranks go several times (core/attention.py) -> _context_calls
     ep       all-to-all of the tokens to their experts and back, forward and backward; before them, of how many come to
              each expert                                                                  -> _expert_calls
 
@@ -37,6 +38,8 @@ EXPERT_COUNT_BYTES = 8
 """How many rows come to one expert, as int64."""
 LOSS_CALLS, LOSS_ITEM_BYTES = 3, 4
 """Largest logit, sum and target of each token, in fp32."""
+KEY_AND_VALUE = (1, 2)
+"""Which inputs of an attention they are."""
 KEEP_NOTHING = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack")
 """Ops whose backward needs nothing of what they read."""
 
@@ -184,14 +187,17 @@ def _context_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
     num_matmuls = 0
     for number, op in own:
         exchanged: tuple[Shape, ...] = ()
+        repeated = 1
         if op.kind == "attention":
             exchanged = (*op.input_shapes[:3], op.result_shape)
+            repeated = own.division.repeats.get(op.inputs[1], 1)
         elif op.kind == "matmul" and op.region == "attention":
             exchanged = op.input_shapes[:2] if num_matmuls % 2 == 0 else (op.input_shapes[1], op.result_shape)
             num_matmuls += 1
-        for shape in exchanged:
+        for place, shape in enumerate(exchanged):
             size = _elements(shape, plan) * PRECISION_BYTES[op.dtype] / own.division.tp_degree(number)
-            yield Call("all_to_all", round(size), 1, phase, "cp", group)
+            times = repeated if place in KEY_AND_VALUE else 1
+            yield Call("all_to_all", round(size) * times, 1, phase, "cp", group)
 
 
 # ---------------------------------------------------------------- ep
