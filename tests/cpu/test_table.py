@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import RankPool, this_rank
-from table import MODELS, PAIRS, ROWS, TRIPLES, Row, fill, graph_of, row, source_of
+from table import BESIDES, MODELS, PAIRS, ROWS, TRIPLES, Row, fill, graph_of, row, source_of
 
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest, plain_plan
@@ -46,12 +46,21 @@ CELLS = [
     ("gpt", row(2, pp=2, schedule="zbv")),
 ]
 """Every pair of axes is in some row."""
+BESIDE_CELLS = [
+    ("moe in balance", row(4, tp=2, sequence_parallel=True, cp=2)),
+    ("moe that drops", row(4, tp=2, sequence_parallel=True, cp=2)),
+    ("moe that drops", row(2, cp=2)),
+    ("moe in balance", row(2, cp=2, recompute="full")),
+    ("moe that drops", row(2, tp=2, sequence_parallel=True)),
+    ("moe in balance", row(2, tp=2, sequence_parallel=True, recompute="full")),
+]
+"""What a router counts over tokens that lie over ranks."""
 AXES = ("tp", "sequence_parallel", "cp", "ep", "pp", "zero", "recompute")
 APART = {frozenset({"recompute", "zero"}), frozenset({"sequence_parallel", "ep"}), frozenset({"ep", "pp"})}
 """Pairs that other files run: test_parity.py, test_expert_parallel.py; or that only the whole table has."""
 
 
-@pytest.mark.parametrize(("model", "plan"), CELLS, ids=str)
+@pytest.mark.parametrize(("model", "plan"), [*CELLS, *BESIDE_CELLS], ids=str)
 def test_agrees_with_one_process(pool: Pools, model: str, plan: Row) -> None:
     cell = fill(pool(plan.num_ranks), model, plan, FEW_STEPS)
     assert not cell.refused
@@ -70,6 +79,7 @@ def test_every_pair_of_axes_is_in_some_cell() -> None:
         assert any(pair <= axes_of(plan) for plan in (*PAIRS, *TRIPLES)), pair
         assert pair in APART or any(pair <= axes_of(plan) for _, plan in CELLS), pair
     assert {model for model, _ in CELLS} == set(MODELS)
+    assert {model for model, _ in BESIDE_CELLS} == set(BESIDES)
     assert len({str(plan) for plan in ROWS}) == len(ROWS)
 
 
