@@ -72,7 +72,8 @@ class Row:
         dp += f" hybrid{asked.hybrid}" if asked.hybrid else ""
         cp, ep = (f"{axis}{degree}" if degree else "" for axis, degree in (("cp", asked.cp), ("ep", asked.ep)))
         again = f"recompute {asked.recompute}" if asked.recompute else ""
-        return " · ".join(filter(None, (pp, tp, cp, ep, dp, again)))
+        norms = "synchronised norms" if asked.sync_batch_norm else ""
+        return " · ".join(filter(None, (pp, tp, cp, ep, dp, again, norms)))
 
     @property
     def dp(self) -> int:

@@ -44,6 +44,9 @@ CELLS = [
     ("Llama", row(2, cp=2, recompute="selective")),
     ("moe", row(2, ep=2, recompute="full")),
     ("gpt", row(2, pp=2, schedule="zbv")),
+    ("moe", row(4, ep=2, pp=2)),
+    ("gpt", row(8, pp=2, zero=1, hybrid=2)),
+    ("resnet", row(4, tp=2, sync_batch_norm=True)),
 ]
 """Every pair of axes is in some row."""
 BESIDE_CELLS = [
@@ -56,7 +59,7 @@ BESIDE_CELLS = [
 ]
 """What a router counts over tokens that lie over ranks."""
 AXES = ("tp", "sequence_parallel", "cp", "ep", "pp", "zero", "recompute")
-APART = {frozenset({"recompute", "zero"}), frozenset({"sequence_parallel", "ep"}), frozenset({"ep", "pp"})}
+APART = {frozenset({"recompute", "zero"}), frozenset({"sequence_parallel", "ep"})}
 """Pairs that other files run: test_parity.py, test_expert_parallel.py; or that only the whole table has."""
 
 
