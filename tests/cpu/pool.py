@@ -125,6 +125,7 @@ def _serve(number: int, num_ranks: int, store: str, pipe: Connection) -> None:
     os.environ |= {
         "RANK": str(number), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "KINETO_LOG_LEVEL": "5",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }  # fmt: skip
     import torch
     import torch.distributed as dist

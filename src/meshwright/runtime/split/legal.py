@@ -26,6 +26,7 @@ from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
 from meshwright.models.experts import idle_experts
+from meshwright.models.fakes import no_log_of_fakes, nothing_packed
 from meshwright.models.objective import Batch, call, map_batch
 from meshwright.runtime._torch import (
     DataDependentOutputException,
@@ -50,11 +51,12 @@ def legal_plan(plan: Plan, module: nn.Module, batch: Batch) -> Plan:
     if plan.mesh.tp == 1 and plan.mesh.cp == 1:
         return plan
     followed = _with_idle_experts(module)
-    if plan.mesh.tp > 1 and plan.sharding:
-        trial = _Trial(followed, batch, plan)
-        plan = msgspec.structs.replace(plan, sharding=tuple(trial.legal(rule) for rule in plan.sharding))
-    if plan.mesh.cp > 1 or plan.sequence_parallel:
-        _check_tokens(followed, batch, plan)
+    with no_log_of_fakes(), nothing_packed():
+        if plan.mesh.tp > 1 and plan.sharding:
+            trial = _Trial(followed, batch, plan)
+            plan = msgspec.structs.replace(plan, sharding=tuple(trial.legal(rule) for rule in plan.sharding))
+        if plan.mesh.cp > 1 or plan.sequence_parallel:
+            _check_tokens(followed, batch, plan)
     return plan
 
 
