@@ -10,7 +10,7 @@ def check_runs(plan: Plan) -> None:
     """A plan that cannot run yet is refused before any rank starts."""
     if found := not_yet(plan):
         raise PlanError(
-            f"this version cannot run {', nor '.join(found)} yet: {'; '.join(dict.fromkeys(found.values()))}"
+            f"this version cannot yet run {', nor '.join(found)}: {'; '.join(dict.fromkeys(found.values()))}"
         )
 
 
