@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ PATIENCE_SECONDS = 120.0
 """For one call on all ranks; a hang is a failure, not a wait."""
 GRACE_SECONDS = 10.0
 """For the others, after one rank has raised."""
+
+
+QUIET = {"KINETO_LOG_LEVEL": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class RankPool:
         self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-pool-")
         store = Path(self._folder.name, "store")
         for rank in range(self.num_ranks):
@@ -111,6 +115,20 @@ class RankPool:
         return dict(sorted(answers.items()))
 
 
+def _context() -> Any:
+    """Ranks are forked from a process that has torch loaded and has done nothing with it: to load it takes seconds a rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+    before = dict(os.environ)
+    os.environ |= QUIET  # torch reads them when it is loaded
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name in QUIET.keys() - before.keys():
+            del os.environ[name]
+    return context
+
+
 def _receive(pipe: Connection, process: Any) -> Answer:
     try:
         return pipe.recv()  # type: ignore[no-any-return]
@@ -124,8 +142,7 @@ def _serve(number: int, num_ranks: int, store: str, pipe: Connection) -> None:
     """The life of one rank."""
     os.environ |= {
         "RANK": str(number), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "KINETO_LOG_LEVEL": "5",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
     }  # fmt: skip
     import torch
     import torch.distributed as dist

@@ -40,7 +40,5 @@ def test_what_is_refused_says_what_runs(asked: dict[str, Any], instead: dict[str
 
 def test_several_parts_are_named_together() -> None:
     plan = plan_for(GRAPH, microbatch=1, global_batch=8, compile=True, tp=2, offload="optimizer")
-    with pytest.raises(
-        PlanError, match=r"compile with tp or cp.*, nor offload of optimizer: .*; set offload to none"
-    ):
+    with pytest.raises(PlanError, match=r"compile with tp or cp.*, nor offload of optimizer: .*; set offload to none"):
         check_runs(plan)
