@@ -1,4 +1,4 @@
-"""Ranks that stay: spawned processes in one gloo group, which run one function after another for many tests.
+"""Ranks that stay: processes in one gloo group, which run one function after another for many tests.
 
 The test process sends a module-level function and its arguments through a pipe; every rank calls it and sends back what
 it returned, or its traceback. Groups that a call made are destroyed after it. A rank that raises while others wait for it
@@ -16,14 +16,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 PATIENCE_SECONDS = 120.0
 """For one call on all ranks; a hang is a failure, not a wait."""
 GRACE_SECONDS = 10.0
 """For the others, after one rank has raised."""
+
+
+Start = Literal["forkserver", "spawn"]
+QUIET = {"KINETO_LOG_LEVEL": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,10 @@ class RankError(Exception):
 class RankPool:
     """A fixed number of ranks, started when first used."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, start: Start = "forkserver") -> None:
+        """start: spawned ranks take the environment of now, forked ones that of the first pool."""
         self.num_ranks = num_ranks
+        self.start: Start = start
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -87,7 +94,7 @@ class RankPool:
         self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _forking() if self.start == "forkserver" else multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-pool-")
         store = Path(self._folder.name, "store")
         for rank in range(self.num_ranks):
@@ -111,6 +118,20 @@ class RankPool:
         return dict(sorted(answers.items()))
 
 
+def _forking() -> Any:
+    """Ranks are forked from a process that has torch loaded and has done nothing with it: to load it takes seconds a rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+    before = dict(os.environ)
+    os.environ |= QUIET  # torch reads them when it is loaded
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name in QUIET.keys() - before.keys():
+            del os.environ[name]
+    return context
+
+
 def _receive(pipe: Connection, process: Any) -> Answer:
     try:
         return pipe.recv()  # type: ignore[no-any-return]
@@ -124,7 +145,7 @@ def _serve(number: int, num_ranks: int, store: str, pipe: Connection) -> None:
     """The life of one rank."""
     os.environ |= {
         "RANK": str(number), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "KINETO_LOG_LEVEL": "5",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "0", **QUIET,
     }  # fmt: skip
     import torch
     import torch.distributed as dist

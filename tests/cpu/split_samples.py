@@ -364,6 +364,8 @@ def attention_samples() -> Iterator[Sample]:
     )
     fewer = real(2, 2, 4, 8, seed=5), real(2, 2, 4, 8, seed=6)
     yield Sample("attention-grouped", lambda a, b, c: attend(a, b, c, enable_gqa=True), (q, *fewer))
+    single = real(2, 1, 4, 8, seed=5), real(2, 1, 4, 8, seed=6)
+    yield Sample("attention-one-key-head", lambda a, b, c: attend(a, b, c, enable_gqa=True), (q, *single))
     yield Sample("attention-cross", attend, (q, real(2, 4, 6, 8, seed=5), real(2, 4, 6, 8, seed=6)))
     yield Sample("attention-no-heads", attend, (real(4, 4, 8), real(4, 4, 8, seed=1), real(4, 4, 8, seed=2)))
 

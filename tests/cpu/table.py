@@ -44,7 +44,12 @@ MODELS = {
     "ViT": f"hf:{ASSETS}/vit-tiny.json",
     "Mixtral": f"hf:{ASSETS}/mixtral-tiny.json",
 }
-"""`moe` drops no choice and is without a balancing loss: what both cost on the way along cp and tp is not predicted yet."""
+"""`moe` drops no choice, so that what goes over ep can be predicted."""
+BESIDES = {
+    "moe that drops": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=60,experts=4,top=2,capacity=1,balance=0",
+    "moe in balance": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=60,experts=4,top=1,capacity=0,balance=0.1",
+}
+"""Models that are tried but have no column."""
 NUM_STEPS = 5
 RECORDED_STEPS = 4
 """The recorder looks closely at one of the first steps, when torch has made its buckets anew."""
@@ -67,7 +72,8 @@ class Row:
         dp += f" hybrid{asked.hybrid}" if asked.hybrid else ""
         cp, ep = (f"{axis}{degree}" if degree else "" for axis, degree in (("cp", asked.cp), ("ep", asked.ep)))
         again = f"recompute {asked.recompute}" if asked.recompute else ""
-        return " · ".join(filter(None, (pp, tp, cp, ep, dp, again)))
+        norms = "synchronised norms" if asked.sync_batch_norm else ""
+        return " · ".join(filter(None, (pp, tp, cp, ep, dp, again, norms)))
 
     @property
     def dp(self) -> int:
@@ -167,7 +173,7 @@ class Cell:
 @cache
 def source_of(model: str, precision: Precision) -> ModelSource:
     """For float64, those of transformers are shrunk, which takes what float64 cannot do out of their configs; blocks stay."""
-    found = resolve(MODELS[model])
+    found = resolve({**MODELS, **BESIDES}[model])
     return found.small() if found.name.startswith("hf:") and precision == "fp64" else found
 
 

@@ -180,7 +180,7 @@ def test_no_rank_ever_holds_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def peaks(deferred: bool) -> list[tuple[int, int]]:
-    ranks = RankPool(2)
+    ranks = RankPool(2, "spawn")
     try:
         case = Case("gpt:layers=8,hidden=768,heads=4,seq=16,vocab=64", 3, "none", 1, "fp32")
         return ranks.run(peak_on_rank, case, deferred)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import RankPool, this_rank
-from table import MODELS, PAIRS, ROWS, TRIPLES, Row, fill, graph_of, row, source_of
+from table import BESIDES, MODELS, PAIRS, ROWS, TRIPLES, Row, fill, graph_of, row, source_of
 
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest, plain_plan
@@ -31,6 +31,7 @@ CELLS = [
     ("Mixtral", row(4, ep=2, zero=3)),
     ("T5", row(4, pp=2, zero=1)),
     ("BERT", row(4, tp=2, cp=2)),
+    ("Llama", row(4, tp=2, cp=2)),
     ("gpt", row(4, tp=2, sequence_parallel=True, cp=2)),
     ("Mixtral", row(4, tp=2, ep=2)),
     ("ViT", row(4, tp=2, pp=2)),
@@ -43,14 +44,26 @@ CELLS = [
     ("Llama", row(2, cp=2, recompute="selective")),
     ("moe", row(2, ep=2, recompute="full")),
     ("gpt", row(2, pp=2, schedule="zbv")),
+    ("moe", row(4, ep=2, pp=2)),
+    ("gpt", row(8, pp=2, zero=1, hybrid=2)),
+    ("resnet", row(4, tp=2, sync_batch_norm=True)),
 ]
 """Every pair of axes is in some row."""
+BESIDE_CELLS = [
+    ("moe in balance", row(4, tp=2, sequence_parallel=True, cp=2)),
+    ("moe that drops", row(4, tp=2, sequence_parallel=True, cp=2)),
+    ("moe that drops", row(2, cp=2)),
+    ("moe in balance", row(2, cp=2, recompute="full")),
+    ("moe that drops", row(2, tp=2, sequence_parallel=True)),
+    ("moe in balance", row(2, tp=2, sequence_parallel=True, recompute="full")),
+]
+"""What a router counts over tokens that lie over ranks."""
 AXES = ("tp", "sequence_parallel", "cp", "ep", "pp", "zero", "recompute")
-APART = {frozenset({"recompute", "zero"}), frozenset({"sequence_parallel", "ep"}), frozenset({"ep", "pp"})}
+APART = {frozenset({"recompute", "zero"}), frozenset({"sequence_parallel", "ep"})}
 """Pairs that other files run: test_parity.py, test_expert_parallel.py; or that only the whole table has."""
 
 
-@pytest.mark.parametrize(("model", "plan"), CELLS, ids=str)
+@pytest.mark.parametrize(("model", "plan"), [*CELLS, *BESIDE_CELLS], ids=str)
 def test_agrees_with_one_process(pool: Pools, model: str, plan: Row) -> None:
     cell = fill(pool(plan.num_ranks), model, plan, FEW_STEPS)
     assert not cell.refused
@@ -69,6 +82,7 @@ def test_every_pair_of_axes_is_in_some_cell() -> None:
         assert any(pair <= axes_of(plan) for plan in (*PAIRS, *TRIPLES)), pair
         assert pair in APART or any(pair <= axes_of(plan) for _, plan in CELLS), pair
     assert {model for model, _ in CELLS} == set(MODELS)
+    assert {model for model, _ in BESIDE_CELLS} == set(BESIDES)
     assert len({str(plan) for plan in ROWS}) == len(ROWS)
 
 

@@ -6,12 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machines import plan_for
+from msgspec.structs import replace
 from strategies import quick
 from transformer import Sizes, transformer_graph
 
+from meshwright.core.affine import Affine
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Op
 from meshwright.core.recipe import Recipe
+from meshwright.cost.block_calls import block_calls
 from meshwright.cost.compute import matmul_size
 from meshwright.cost.division import Division, divide
 from meshwright.cost.footprint import Footprints
@@ -148,6 +151,46 @@ def test_heads_must_divide_over_tp_and_cp_together(attention: str, tp: int, cp: 
     with pytest.raises(PlanError, match=said):
         divide(graph, plan_for(graph, tp=tp, cp=cp))
     assert divide(graph, plan_for(graph, tp=tp, cp=4 // tp))
+
+
+def grouped_graph(key_heads: int) -> Graph:
+    """8 heads of queries, fewer of keys and values."""
+    graph = transformer_graph(heads=8, hidden=64, seq=32)
+    kinds = tuple(replace(kind, ops=tuple(_with_key_heads(op, key_heads) for op in kind.ops)) for kind in graph.kinds)
+    return replace(graph, kinds=kinds)
+
+
+def _with_key_heads(op: Op, count: int) -> Op:
+    if op.kind != "attention" or op.phase != "forward":
+        return op
+    queries, *others = op.input_shapes
+    fewer = tuple((shape[0], Affine(float(count), 0.0), *shape[2:]) for shape in others[:2])
+    return replace(op, input_shapes=(queries, *fewer, *others[2:]))
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "tp", "cp", "times"),
+    [(8, 1, 4, 1), (4, 1, 4, 1), (2, 1, 4, 2), (2, 2, 2, 2), (1, 1, 8, 8), (4, 2, 4, 2)],
+)
+def test_key_heads_go_to_every_rank_whose_queries_read_them(key_heads: int, tp: int, cp: int, times: int) -> None:
+    """A rank has heads of queries / (tp · cp), and as many heads of keys as those read, of all tokens."""
+    graph = grouped_graph(key_heads)
+    division = block_of(graph, tp=tp, cp=cp)
+    (op,) = [op for op in division.kind.ops if op.kind == "attention" and op.phase == "forward"]
+    assert [division.repeats[source] for source in op.inputs[1:3]] == [times, times]
+    assert key_heads * times % (tp * cp) == 0
+    assert division.result_share(op.inputs[1]) == times / (tp * cp)
+    calls = [call for call in block_calls(division, plan_for(graph, tp=tp, cp=cp), "forward") if call.axis == "cp"]
+    query, key, value, made = [call.num_bytes for call in calls]
+    assert query == made
+    assert key == value
+    assert key * 8 == query * key_heads * times
+
+
+def test_key_heads_must_divide_over_tp() -> None:
+    said = "8 attention heads and 2 of keys and values in blocks of kind 'Block' do not divide over tp=4: use a divisor of 2"
+    with pytest.raises(PlanError, match=said):
+        divide(grouped_graph(2), plan_for(grouped_graph(2), tp=4))
 
 
 # The sizes of a matmul on one rank

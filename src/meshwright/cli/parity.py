@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meshwright.core.plan import Plan
-    from meshwright.core.request import PlanRequest
-
-SAMPLES_PER_RANK = 4
 
 
 @plan_flags
@@ -39,7 +36,7 @@ def parity(
     """Run a plan and one process side by side, in float64 on a shrunk model: same loss, same gradients?
 
     Exits with 1 and the first tensor that differs. A microbatch that is not given is half of a rank's samples, so that
-    accumulation is compared too.
+    accumulation is compared too. A plan file is run with its shardings, stages and recompute, on fewer blocks.
     """
     import os
 
@@ -53,8 +50,7 @@ def parity(
     console = make_console(as_json)
     if started_by_launcher():
         nproc = int(os.environ["WORLD_SIZE"])
-    model, request, num_ranks = _read(target, flags, nproc)
-    plan = _shrunk_plan(model, request, num_ranks)
+    model, plan, num_ranks = _read(target, flags, nproc)
     payload = {"model": model, "plan": msgspec.to_builtins(plan), "steps": steps, "device": device, "backend": backend}
     payload |= {} if timeout is None else {"timeout": timeout}
     if started_by_launcher():
@@ -73,9 +69,10 @@ def parity(
         raise typer.Exit(1)
 
 
-def _read(target: str, flags: PlanFlags, nproc: int | None) -> tuple[str, PlanRequest, int]:
-    """The model, what is fixed of its plan, and how many ranks to run."""
-    from meshwright.cli.wiring import request_of
+def _read(target: str, flags: PlanFlags, nproc: int | None) -> tuple[str, Plan, int]:
+    """The model, the plan for it made small, and how many ranks run it."""
+    from meshwright.cli.shrunk import plain_plan_of_small, plan_file_of_small
+    from meshwright.core.errors import InputError, PlanError
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
     from meshwright.measure.probe import default_num_ranks
@@ -86,28 +83,15 @@ def _read(target: str, flags: PlanFlags, nproc: int | None) -> tuple[str, PlanRe
         settings = Settings.load(target)
         model, request, nproc = settings.model, settings.plan, nproc or settings.nproc
         file = file or settings.plan_file
-    if file is not None:
-        plan = Plan.load(file)
-        return model, request_of(plan).updated(flags.request), nproc or plan.world
-    return model, request.updated(flags.request), nproc or default_num_ranks()
-
-
-def _shrunk_plan(model: str, request: PlanRequest, num_ranks: int) -> Plan:
-    import msgspec
-
-    from meshwright.capture.capture import capture_source
-    from meshwright.cli.shardings import try_sharding
-    from meshwright.core.request import PlanRequest, plain_mesh, plain_plan, share_of_batch
-    from meshwright.models.source import resolve
-
-    dp = plain_mesh(request, num_ranks).dp
-    global_batch = request.global_batch or SAMPLES_PER_RANK * dp
-    share = share_of_batch(global_batch, dp)
-    microbatch = request.microbatch or (share // 2 if share % 2 == 0 else share)
-    wish = PlanRequest(global_batch=global_batch, microbatch=microbatch, precision="fp64")
-    small = resolve(model).small()
-    plan = plain_plan(request.updated(wish), capture_source(small, "fp64"), num_ranks, "parity")
-    return try_sharding(msgspec.structs.replace(plan, model=model), small)
+    if file is None:
+        num_ranks = nproc or default_num_ranks()
+        return model, plain_plan_of_small(model, request.updated(flags.request), num_ranks), num_ranks
+    if flags.request != PlanRequest():
+        raise InputError(f"{target} names a whole plan, {file}: leave the plan flags out, or edit that plan")
+    plan = Plan.load(file)
+    if nproc not in (None, plan.world):
+        raise PlanError(f"{file} is for {plan.world} ranks, but {nproc} were asked for: use --nproc {plan.world}")
+    return model, plan_file_of_small(model, plan, file), plan.world
 
 
 def _show(console: Console, result: dict[str, Any]) -> None:

@@ -116,20 +116,6 @@ def _check_uses_all(plan: Plan, cluster: Cluster, devices: int | None) -> None:
         )
 
 
-def request_of(plan: Plan) -> PlanRequest:
-    """The parts of a plan that do not name blocks: what carries over to a shrunk model."""
-    from meshwright.core.request import PlanRequest
-
-    modes = {rule.mode for rule in plan.recompute}
-    mesh = plan.mesh
-    return PlanRequest(
-        dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, virtual=plan.virtual, zero=plan.zero, hybrid=plan.hybrid,
-        sequence_parallel=plan.sequence_parallel, microbatch=plan.microbatch, global_batch=plan.global_batch,
-        schedule=plan.schedule, recompute=next(iter(modes), "none"), precision=plan.precision, offload=plan.offload.what,
-        compile=plan.compile, sync_batch_norm=plan.sync_batch_norm,
-    )  # fmt: skip
-
-
 def budget_of(memory: str | None) -> int | None:
     from meshwright.core.units import parse_bytes
 

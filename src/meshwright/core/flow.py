@@ -10,7 +10,8 @@ that is read outside its block. Tensors made from the batch alone are not among 
     cut c               between stages c and c + 1: tensor t crosses it where home(t) ≤ c < stage of an event that reads t:
                         what a later stage needs is handed on by those between                          -> crossings
 
-A block that reads what a later stage makes cannot be where it is: the plan is refused with its name.
+A block that reads what a later stage makes cannot be where it is: the plan is refused with its name. One that is called several
+times can be nowhere, if others between its calls are on other stages.
 """
 
 from __future__ import annotations
@@ -54,19 +55,30 @@ Cuts = tuple[tuple[int, ...], ...]
 def stages_of_events(flow: Flow, stage_of: Mapping[str, int], num_stages: int) -> tuple[int, ...]:
     """stage_of: block → its stage."""
     homes = [0] * len(flow.tensors)
+    called: set[str] = set()
     found = []
     for event in flow.events:
         latest = max((homes[number] for number in event.reads), default=0)
         stage = {**stage_of, OBJECTIVE: num_stages - 1}.get(event.block, latest) if event.block else latest
         if latest > stage:
-            raise PlanError(
-                f"the model cannot be cut at block '{event.block}': it is on stage {stage}, but reads what stage {latest} makes; "
-                f"put it on stage {latest} or later"
-            )
+            raise _not_there(event.block, stage, latest, called_before=event.block in called)
+        called.add(event.block)
         for number in event.makes:
             homes[number] = stage
         found.append(stage)
     return tuple(found)
+
+
+def _not_there(block: str, stage: int, latest: int, called_before: bool) -> PlanError:
+    if called_before:
+        return PlanError(
+            f"the model cannot be cut between two calls of block '{block}': it is on stage {stage}, and is called again on what "
+            f"stage {latest} makes; put it and all blocks between its calls on one stage, or set pp to 1"
+        )
+    return PlanError(
+        f"the model cannot be cut at block '{block}': it is on stage {stage}, but reads what stage {latest} makes; "
+        f"put it on stage {latest} or later"
+    )
 
 
 def crossings(flow: Flow, stages: tuple[int, ...], num_stages: int) -> Cuts:

@@ -15,7 +15,7 @@ from meshwright.core.errors import PlanError
 from meshwright.core.graph import Block, Graph
 from meshwright.core.names import compact_names
 from meshwright.core.placement import coordinate_of
-from meshwright.core.plan import MULTI_STAGE_SCHEDULES, ScheduleKind, Stage, placement_of
+from meshwright.core.plan import MULTI_STAGE_SCHEDULES, Plan, ScheduleKind, Stage, placement_of
 
 
 def even_stages(graph: Graph, pp: int, virtual: int, schedule: ScheduleKind) -> tuple[Stage, ...]:
@@ -37,6 +37,17 @@ def cut_stages(graph: Graph, counts: Sequence[int], pp: int, schedule: ScheduleK
         Stage(coordinate=coordinate_of(number, pp, placement_of(schedule)), blocks=compact_names(names))
         for number, names in enumerate(_cut(blocks, counts))
     )
+
+
+def check_blocks(graph: Graph, plan: Plan) -> None:
+    """The stages hold the model's blocks, all of them and no other."""
+    unknown = set(plan.blocks) - {block.name for block in graph.blocks}
+    missing = {block.name for block in graph.blocks if block.name} - set(plan.blocks)
+    if unknown or missing:
+        name, words = (min(unknown), "which the model does not have") if unknown else (min(missing), "missing in it")
+        raise PlanError(
+            f"the plan's stages and the model disagree on block '{name}', {words}: make the plan for this model"
+        )
 
 
 def plain_virtual(schedule: ScheduleKind) -> int:

@@ -7,7 +7,9 @@
              gradient                                                                     -> _loss_calls
     lookups  of what is no token of the batch (positions): the ranks do them whole, and under sequence parallel take
              their tokens of it; backward gathers the gradient over tp                    -> _lookup_calls
-    cp       attention: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same
+    tokens   what is summed over tokens that lie over ranks, or runs along them           (cost/token_calls.py)
+    cp       attention: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same; heads
+             of keys that are too few for the ranks go several times (core/attention.py) -> _context_calls
     ep       all-to-all of the tokens to their experts and back, forward and backward; before them, of how many come to
              each expert                                                                  -> _expert_calls
 
@@ -25,20 +27,21 @@ A block that is redone is redone as far as backward needs it: sums behind the la
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from math import prod
 
-from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Shape, Source
+from meshwright.core.graph import PRECISION_BYTES, Op, Phase, Shape
 from meshwright.core.plan import Plan
+from meshwright.cost.block_ops import BlockOps, elements, last_needed
 from meshwright.cost.communication import Call
 from meshwright.cost.division import Division
 from meshwright.cost.links import axis_group
+from meshwright.cost.token_calls import token_calls
 
 EXPERT_COUNT_BYTES = 8
 """How many rows come to one expert, as int64."""
 LOSS_CALLS, LOSS_ITEM_BYTES = 3, 4
 """Largest logit, sum and target of each token, in fp32."""
-KEEP_NOTHING = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack")
-"""Ops whose backward needs nothing of what they read."""
+KEY_AND_VALUE = (1, 2)
+"""Which inputs of an attention they are."""
 
 
 def block_calls(
@@ -55,59 +58,15 @@ def block_calls(
     passes: numbers of the block's forward passes that count, where a stage has not all of them; backward follows.
     recomputed: whether the block is redone in backward; again: this is the second forward, inside of backward.
     """
-    own = _Ops(division, plan, passes, _last_needed(division.kind) if again else None)
+    own = BlockOps(division, plan, passes, last_needed(division.kind) if again else None)
     found = [*_tensor_calls(own, phase, recomputed), *_loss_calls(own, phase), *_lookup_calls(own, phase)]
-    return (*found, *_context_calls(own, phase), *_expert_calls(own, phase))
-
-
-class _Ops:
-    """The forward ops of a block that a stage runs."""
-
-    def __init__(self, division: Division, plan: Plan, passes: Collection[int] | None, last_needed: int | None) -> None:
-        self.division, self.plan = division, plan
-        self.last_needed = last_needed
-        every = division.kind.passes
-        self.numbers: Collection[int] = range(len(division.kind.ops))
-        if passes is not None:
-            self.numbers = frozenset(n for number in passes for n in every[number].op_range)
-
-    def __iter__(self) -> Iterator[tuple[int, Op]]:
-        ops = self.division.kind.ops
-        return ((n, op) for n, op in enumerate(ops) if op.phase == "forward" and n in self.numbers)
-
-    def of(self, wanted: tuple[int, ...]) -> list[Op]:
-        return [self.division.kind.ops[number] for number in wanted if number in self.numbers]
-
-    def made(self, wanted: tuple[int, ...]) -> list[Op]:
-        """Those whose result is needed, in a second forward."""
-        if self.last_needed is None:
-            return self.of(wanted)
-        return self.of(tuple(number for number in wanted if number < self.last_needed))
-
-
-def _last_needed(kind: Kind) -> int:
-    """The last forward op that keeps something for backward: what it reads, or what it makes and the block itself reads.
-
-    What only the next block reads is that one's input, and is there.
-    """
-    last = -1
-    readers: dict[Source, list[int]] = {}
-    for number, op in enumerate(kind.ops):
-        if op.phase == "forward":
-            for source in op.inputs:
-                readers.setdefault(source, []).append(number)
-    for number, op in enumerate(kind.ops):
-        kept = op.phase == "forward" and (op.saved_bytes.fixed or op.saved_bytes.per_sample)
-        if kept and number in readers:
-            keepers = [reader for reader in readers[number] if kind.ops[reader].name not in KEEP_NOTHING]
-            last = max(last, *(keepers or [number]))
-    return last
+    return (*found, *token_calls(own, phase), *_context_calls(own, phase), *_expert_calls(own, phase))
 
 
 # ---------------------------------------------------------------- tp
 
 
-def _tensor_calls(own: _Ops, phase: Phase, recomputed: bool) -> Iterator[Call]:
+def _tensor_calls(own: BlockOps, phase: Phase, recomputed: bool) -> Iterator[Call]:
     plan, labels = own.plan, own.division.labels
     if plan.mesh.tp == 1:
         return
@@ -123,12 +82,12 @@ def _tensor_calls(own: _Ops, phase: Phase, recomputed: bool) -> Iterator[Call]:
     yield from (Call("reduce_scatter", size, 1, phase, "tp", group) for size in reduced)
 
 
-def _loss_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+def _loss_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     """A softmax over what lies split over tp (attention's is over the tokens), and the sum over tokens."""
     plan = own.plan
     for _, op in own:
         if plan.mesh.tp > 1 and phase == "forward" and _is_split_softmax(op, own.division):
-            size = _elements(op.result_shape[:-1], plan) * LOSS_ITEM_BYTES
+            size = elements(op.result_shape[:-1], plan) * LOSS_ITEM_BYTES
             yield Call("all_reduce", round(size), LOSS_CALLS, phase, "tp", axis_group(plan.mesh, "tp"))
         if op.name.startswith("nll_loss") and op.result_shape == ():
             size = max(LOSS_ITEM_BYTES, PRECISION_BYTES[op.dtype])
@@ -142,13 +101,13 @@ def _is_split_softmax(op: Op, division: Division) -> bool:
     return "softmax" in op.name and op.region != "attention" and division.labels.of(op.inputs[0]) == "split"
 
 
-def _lookup_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+def _lookup_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     plan = own.plan
     if not plan.sequence_parallel or phase == "forward":
         return
     for number, op in own:
         if is_whole_lookup(op) and own.division.labels.results[number] == "whole":
-            size = _elements(op.result_shape, plan) * PRECISION_BYTES[op.dtype] / plan.mesh.tp
+            size = elements(op.result_shape, plan) * PRECISION_BYTES[op.dtype] / plan.mesh.tp
             yield Call("all_gather", round(size), 1, phase, "tp", axis_group(plan.mesh, "tp"))
 
 
@@ -164,18 +123,13 @@ def _result_bytes(op: Op, plan: Plan) -> int:
 def _read_bytes(op: Op, plan: Plan) -> int:
     """Of the activation a weight is applied to: the input that has tokens."""
     shapes = [shape for shape in op.input_shapes if any(dim.per_sample for dim in shape)]
-    return round(_elements(shapes[0], plan) * PRECISION_BYTES[op.dtype]) if shapes else 0
-
-
-def _elements(shape: Shape, plan: Plan) -> float:
-    """Of an activation, on one of the cp ranks."""
-    return prod(dim.at(plan.microbatch) for dim in shape) / plan.mesh.cp
+    return round(elements(shapes[0], plan) * PRECISION_BYTES[op.dtype]) if shapes else 0
 
 
 # ---------------------------------------------------------------- cp
 
 
-def _context_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+def _context_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     """Four exchanges an attention: of what it reads three, of what it makes one. Explicit attention is two matmuls."""
     plan = own.plan
     if plan.mesh.cp == 1:
@@ -184,20 +138,23 @@ def _context_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
     num_matmuls = 0
     for number, op in own:
         exchanged: tuple[Shape, ...] = ()
+        repeated = 1
         if op.kind == "attention":
             exchanged = (*op.input_shapes[:3], op.result_shape)
+            repeated = own.division.repeats.get(op.inputs[1], 1)
         elif op.kind == "matmul" and op.region == "attention":
             exchanged = op.input_shapes[:2] if num_matmuls % 2 == 0 else (op.input_shapes[1], op.result_shape)
             num_matmuls += 1
-        for shape in exchanged:
-            size = _elements(shape, plan) * PRECISION_BYTES[op.dtype] / own.division.tp_degree(number)
-            yield Call("all_to_all", round(size), 1, phase, "cp", group)
+        for place, shape in enumerate(exchanged):
+            size = elements(shape, plan) * PRECISION_BYTES[op.dtype] / own.division.tp_degree(number)
+            times = repeated if place in KEY_AND_VALUE else 1
+            yield Call("all_to_all", round(size) * times, 1, phase, "cp", group)
 
 
 # ---------------------------------------------------------------- ep
 
 
-def _expert_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
+def _expert_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     """Tokens to their experts and back: as many bytes as the experts' first matmuls read. Forward, ranks first tell each other
     how many come to each expert."""
     experts = own.division.experts
@@ -214,7 +171,7 @@ def _expert_calls(own: _Ops, phase: Phase) -> Iterator[Call]:
     yield Call("all_to_all", size // modules, 2 * modules, phase, "ep", group)
 
 
-def _expert_input_bytes(own: _Ops) -> int:
+def _expert_input_bytes(own: BlockOps) -> int:
     """What enters the experts of a block: results from outside them that their matmuls read, each once."""
     ops = own.division.kind.ops
     found: dict[int, int] = {}

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
+from meshwright.core.attention import key_repeats
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Kind, Op, Source
 from meshwright.core.labels import Label, Labels, Way, labels_of
@@ -22,6 +24,8 @@ from meshwright.cost.fusion import Fused, fused_groups
 
 STACKED_DIMS = 3
 """Matrices of several experts in one parameter."""
+FUSED_DIMS = 4
+"""What fused attention reads: [samples, heads, tokens, width]."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,18 @@ class Division:
         """Its groups of ops, where they run fused: time and memory both ask."""
         return fused_groups(self.kind)
 
+    @cached_property
+    def repeats(self) -> dict[Source, int]:
+        """Keys and values that more cp ranks read than they have heads for: how often each head is exchanged and kept."""
+        found: dict[Source, int] = {}
+        for number, op in enumerate(self.kind.ops if self.degrees.cp > 1 else ()):
+            if op.kind == "attention" and op.phase == "forward":
+                tp = self.tp_degree(number)
+                for source, shape in zip(op.inputs[1:3], op.input_shapes[1:3], strict=False):
+                    if len(shape) == FUSED_DIMS:
+                        found[source] = key_repeats(round(shape[1].fixed) // tp, self.degrees.cp)
+        return found
+
     def work_share(self, number: int) -> float:
         """Of an op's work, what one rank does."""
         return self.token_share(self.kind.ops[number]) / self.tp_degree(number)
@@ -69,6 +85,7 @@ class Division:
         degrees = self.degrees
         if isinstance(source, int):
             tokens = 1 / degrees.cp if self.kind.ops[source].written_bytes.per_sample > 0 else 1.0
+            tokens *= self.repeats.get(source, 1)
             label = self.labels.results[source]
         else:
             tokens, label = 1 / degrees.cp, self.labels.outside.get(source, "whole")
@@ -176,26 +193,32 @@ def _tokens_per_sample(graph: Graph) -> int:
 
 
 def _check_attention(kind: Kind, tp: int, cp: int) -> None:
+    """Under cp the heads of queries are what tokens are exchanged for; fewer heads of keys are repeated."""
     for op in kind.ops:
-        heads = _num_heads(op)
-        if tp > 1 and heads and heads % tp:
+        heads, key_heads = _num_heads(op)
+        if heads and (heads % tp or key_heads % tp):
+            few = f" and {key_heads} of keys and values" if key_heads != heads else ""
             raise PlanError(
-                f"{heads} attention heads in blocks of kind '{kind.name}' do not divide over tp={tp}: use a divisor of {heads}"
+                f"{heads} attention heads{few} in blocks of kind '{kind.name}' do not divide over tp={tp}: "
+                f"use a divisor of {gcd(heads, key_heads)}"
             )
-        if cp > 1 and heads and heads % (tp * cp):
+        if cp > 1 and heads % (tp * cp):
             raise PlanError(
                 f"{heads} attention heads in blocks of kind '{kind.name}' do not divide over tp · cp = {tp * cp}, as the exchange "
                 f"of tokens for heads needs: use divisors of {heads}"
             )
 
 
-def _num_heads(op: Op) -> int:
-    """Query heads: of fused attention [samples, heads, tokens, width], of explicit [samples · heads, tokens, tokens]."""
-    if op.kind == "attention" and op.phase == "forward" and op.input_shapes and len(op.input_shapes[0]) == 4:
-        return min(
-            round(shape[1].fixed) for shape in op.input_shapes[:3] if len(shape) == 4
-        )  # of keys there may be fewer
-    return round(op.result_shape[0].per_sample) if _makes_scores(op) else 0
+def _num_heads(op: Op) -> tuple[int, int]:
+    """Of queries, and of keys; 0 where the op is no attention.
+
+    Explicit attention makes [samples · heads, tokens, tokens].
+    """
+    if op.kind == "attention" and op.phase == "forward" and op.input_shapes and len(op.input_shapes[0]) == FUSED_DIMS:
+        queries, keys, *_ = [round(shape[1].fixed) for shape in op.input_shapes if len(shape) == FUSED_DIMS]
+        return queries, keys
+    scores = round(op.result_shape[0].per_sample) if _makes_scores(op) else 0
+    return scores, scores
 
 
 def _makes_scores(op: Op) -> bool:

@@ -21,6 +21,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.schedule import Order
 from meshwright.core.schedules import make_order
+from meshwright.core.stages import check_blocks
 from meshwright.core.units import format_bytes
 from meshwright.cost.block_calls import block_calls
 from meshwright.cost.communication import Call, as_collectives, times, transfer_calls
@@ -231,13 +232,7 @@ def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:
             f"the plan needs {plan.world} devices, but '{cluster.name}' has {cluster.num_hosts} × {cluster.devices_per_host} = "
             f"{cluster.num_devices}: lower a degree, or add hosts with --hosts"
         )
-    unknown = set(plan.blocks) - {block.name for block in graph.blocks}
-    missing = {block.name for block in graph.blocks if block.name} - set(plan.blocks)
-    if unknown or missing:
-        name, words = (min(unknown), "which the model does not have") if unknown else (min(missing), "missing in it")
-        raise PlanError(
-            f"the plan's stages and the model disagree on block '{name}', {words}: make the plan for this model"
-        )
+    check_blocks(graph, plan)
 
 
 def check_memory_of_all(graph: Graph, plan: Plan, cluster: Cluster) -> None:

@@ -14,7 +14,8 @@ step. All of it counts as axis dp. Once a step, beside that:
     tied     a tensor with names on several pp coordinates: all-reduce of its gradient between them      -> _tied_calls
     sp       each tp rank saw its part of the tokens: all-reduce over tp of the gradients of all tensors that are whole,
              norms, rows' biases, in one call; not of tables that every rank looks up whole (positions)  -> _whole_calls
-    norms    batch norms that are synchronised: two numbers a channel, in forward and in backward  -> _batch_norm_calls
+    norms    batch norms that are synchronised: two numbers a channel that the rank has, in forward and in backward
+                                                                                                   -> _batch_norm_calls
     numbers  how many tokens, the loss, which the last stage has; over every axis that divides gradients, whether they are
              finite in fp16, and the squared norm where they are clipped                                 -> _number_calls
 """
@@ -31,6 +32,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.block_calls import is_whole_lookup
 from meshwright.cost.communication import Call
+from meshwright.cost.division import divide
 from meshwright.cost.links import Group, axis_group
 from meshwright.cost.redone import modes_of
 from meshwright.cost.state import (
@@ -212,13 +214,16 @@ def _batch_norm_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int)
         return
     group, item = axis_group(plan.mesh, "dp"), 8 if plan.precision == "fp64" else 4
     here, modes, kinds = {*blocks_on(plan, coordinate)}, modes_of(plan, recipe), graph.kind_by_block
+    divisions = divide(graph, plan)
     for block in graph.blocks:
         if block.name not in here and (block.name or coordinate):
             continue
+        labels = divisions[block.name].labels
         times = plan.num_microbatches * (3 if modes.get(block.name) == "full" else 2)
         for op in kinds[block.name].ops:
             if op.name in BATCH_NORMS and op.phase == "forward":
-                size = round(2 * item * op.input_shapes[0][1].fixed)
+                channels = op.input_shapes[0][1].fixed / (plan.mesh.tp if labels.of(op.inputs[0]) == "split" else 1)
+                size = round(2 * item * channels)
                 yield Call("all_reduce", size, times * op.count, "other", "dp", group, block.name)
 
 

@@ -8,9 +8,8 @@ it will go on every stage. Nothing is communicated: all ranks come to the same S
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from meshwright.core.flow import OUTSIDE
 from meshwright.models.discovery import Discovery
 from meshwright.models.experts import idle_experts
+from meshwright.models.fakes import no_log_of_fakes
 from meshwright.models.objective import Batch, Objective, call
 from meshwright.models.steps import Answer, Steps
 from meshwright.models.twins import separate
@@ -65,7 +65,7 @@ class Sketch:
         """One forward and its loss, in the gradient mode of now."""
         discovery = self._discovery = Discovery(self)
         try:
-            with _no_log():
+            with no_log_of_fakes():
                 with self.computing(), discovery:
                     output = call(self.module, batch)
                 discovery.objective(objective, output, batch)
@@ -97,14 +97,3 @@ class Sketch:
     def _forward(self, name: str, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         assert self._discovery is not None
         return self._discovery.block(name, forward, arguments, options)
-
-
-@contextmanager
-def _no_log() -> Iterator[None]:
-    """torch prints a traceback for each op that a fake tensor refuses."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was_off, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was_off

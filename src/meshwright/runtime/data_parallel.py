@@ -149,10 +149,15 @@ def prepare_microbatch(module: nn.Module, plan: Plan, is_last: bool) -> None:
         module.require_backward_grad_sync = is_last
         set_last(inner(module), is_last)
     elif isinstance(module, FSDPModule):
-        module.set_is_last_backward(is_last)
-        module.set_requires_gradient_sync(is_last or plan.zero >= 2)
-        module.set_requires_all_reduce(is_last)
-        module.set_reshard_after_backward(is_last or plan.zero == 3)
+        prepare_shards(module, plan, is_last)
+
+
+def prepare_shards(module: FSDPModule, plan: Plan, is_last: bool, is_whole: bool = True) -> None:
+    """is_whole: not the first half of a backward in halves, which neither reduces nor gives up anything."""
+    module.set_is_last_backward(is_whole and is_last)
+    module.set_requires_gradient_sync(is_whole and (is_last or plan.zero >= 2))
+    module.set_requires_all_reduce(is_whole and is_last)
+    module.set_reshard_after_backward(is_whole and (is_last or plan.zero == 3))
 
 
 def inner(module: nn.Module) -> nn.Module:

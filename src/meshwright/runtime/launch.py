@@ -26,6 +26,8 @@ RANKS_PER_CORE = 16
 MONITOR_SECONDS = 0.1
 SHUTDOWN_SECONDS = 600
 """A last step and a checkpoint must fit in it."""
+RANK_LOG_LEVEL = "ERROR"
+"""Of what torch's own libraries print: a recorded step would have them warn of every tensor that is older than the step."""
 
 
 def check_num_ranks(num_ranks: int) -> None:
@@ -81,6 +83,7 @@ def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> bool:
     )
     _quiet_launcher()
     environment = dict(os.environ)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", RANK_LOG_LEVEL)
     try:
         elastic_launch(config, sys.executable)("-m", "meshwright.runtime.rank", *arguments)
     except ChildFailedError as error:

@@ -31,6 +31,13 @@ def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     return mesh
 
 
+def local_device(mesh: DeviceMesh) -> torch.device:
+    """Where this rank computes."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
 def data_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
     """The same ranks with cp counted to dp: along it lie all that hold the same parameters and add up their gradients."""
     if plan.mesh.cp == 1:

@@ -20,43 +20,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.trace import Trace
 from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
-from meshwright.runtime.clip import axes_of_parameters, clip
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.data_parallel import (
     give_up_gathered,
     inner,
     prepare_microbatch,
     replicate_again,
-    shard_group,
 )
 from meshwright.runtime.dropped import Dropped
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
-from meshwright.runtime.mesh import axis_groups
+from meshwright.runtime.mesh import local_device
 from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, to_device
-from meshwright.runtime.reach import Usage, reach
-from meshwright.runtime.scaling import LossScale
+from meshwright.runtime.reach import reach
+from meshwright.runtime.scaling import LossScale, Scales
 from meshwright.runtime.split.model import SplitModel
 from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
+from meshwright.runtime.update import UnusedError, Update
 from meshwright.runtime.watch import Watch
-
-
-class _UnusedError(Exception):
-    """Nothing in forward uses these parameters. Raised before anything is updated."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(f"no gradient for {', '.join(names)}")
-        self.names = names
 
 
 class Program:
@@ -82,31 +71,30 @@ class Program:
         self.schedule = schedule
         self.mesh = mesh
         self.objective = objective if split is None else split.whole_loss(objective)
-        self.max_norm = max_norm
         self.device = local_device(mesh)
         self.watch = watch or Watch(None)
         self.first_step = 0
         """What messages count steps from: a resumed run goes on counting."""
         self._finder = finder
-        self._usage = Usage(self.module) if isinstance(module, DistributedDataParallel) else None
         self._outputs: list[StepOutput] = []
         self.split = split
         self._compute = compute_context(plan, self.device, split.splitter if split else None)
         self.pipeline = pipeline
         self._dp, self._pp = mesh.get_group("dp"), mesh.get_group("pp")
-        self._shards = shard_group(self.module)
-        self.loss_scale = LossScale(self._dividing_groups()) if plan.precision == "fp16" else None
+        self._update = Update(module, optimizer, plan, mesh, max_norm, split, pipeline)
         self._coordinate = mesh.get_local_rank("pp")
         self._dropped = Dropped(module)
         states = pipeline.states if pipeline is not None else {}
         self._dropped_of = {stage: Dropped(state.held) for stage, state in states.items()}
-        # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
-        self._keeps_buckets = isinstance(module, DistributedDataParallel) and plan.num_microbatches > 1
 
     @property
     def module(self) -> nn.Module:
         """The user's module; its parameters are shards under ZeRO."""
         return inner(self.spread_module)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        return self._update.loss_scale
 
     @property
     def num_steps(self) -> int:
@@ -211,7 +199,7 @@ class Program:
         """A parameter that no rank uses gets no gradient in one process; replicas would give it zeros."""
         try:
             return self._step(batch, signal)
-        except _UnusedError as error:
+        except UnusedError as error:
             unused = error.names
         self.spread_module = replicate_again(self.spread_module, unused, self.mesh)
         gc.collect()  # the old replicas must be gone: as long as they live, their hooks see every backward
@@ -226,12 +214,14 @@ class Program:
         losses: dict[int, Tensor] = {}
         norm = None
         factor = self.plan.mesh.dp * (self.loss_scale.scale if self.loss_scale is not None else 1.0)
-        scales = _Scales(counts, factor, total_count, counting)
+        scales = Scales(counts, factor, total_count, counting)
         actions = self.schedule.actions[self._coordinate]
         for place, action in enumerate(actions):
             index = action.microbatch
             if action.kind == "update":
-                norm = self._update() if place == len(actions) - 1 else None  # all stages of a coordinate in one
+                norm = (
+                    self._apply_gradients() if place == len(actions) - 1 else None
+                )  # all stages of a coordinate in one
             elif self.pipeline is not None:
                 loss = self._do(self.pipeline, action, microbatches[index], scales)
                 sums[0] += 0.0 if loss is None else loss.detach() * counts[index]
@@ -249,7 +239,7 @@ class Program:
         work = dist.all_reduce(sums, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
         return StepOutput(sums, total_count, work, marks, norm)
 
-    def _do(self, pipeline: Pipeline, action: Action, microbatch: Batch, scales: _Scales) -> Tensor | None:
+    def _do(self, pipeline: Pipeline, action: Action, microbatch: Batch, scales: Scales) -> Tensor | None:
         """One action of a stage; the loss, where it has one."""
         if action.kind == "forward":
             moved = self._moved(microbatch)
@@ -295,56 +285,10 @@ class Program:
         with self.watch.region("backward"):
             reach(loss * scale.to(loss.dtype), self.spread_module).backward()
 
-    def _dividing_groups(self) -> dict[Axis, dist.ProcessGroup]:
-        """Along each axis that divides gradients, the ranks that hold the other parts; pp last, which divides all of them."""
-        groups = axis_groups(self.module, self.mesh)
-        found: dict[Axis, dist.ProcessGroup] = {"tp": groups["tp"]} if self.plan.mesh.tp > 1 else {}
-        if "ep" in groups and self._shards is None:
-            found["ep"] = groups["ep"]
-        if self._shards is not None:
-            found["dp"] = self._shards
-        return {**found, "pp": groups["pp"]} if self.plan.mesh.pp > 1 else found
-
-    def _update(self) -> Tensor | None:
-        if self._usage is not None:
-            unused = self._usage.unused(self._dp)
-            self._usage = None
-            if unused:
-                raise _UnusedError(unused)
+    def _apply_gradients(self) -> Tensor | None:
+        """The norm of the gradients, where they were clipped."""
+        self._update.find_unused()
         if self._finder is not None:
             self._finder.before_update()
         with self.watch.region("update"):
-            norm = None
-            if self.pipeline is not None:
-                self.pipeline.finish_gradients()
-            if self.split is not None:
-                self.split.settle_gradients(self.module)
-            if self.loss_scale is not None and not self.loss_scale.unscale(self.module.parameters()):
-                self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
-                return torch.tensor(torch.inf)
-            if self.max_norm is not None:
-                copies = self.pipeline.tied.second_copies() if self.pipeline is not None else ()
-                groups = self._dividing_groups()
-                norm = clip(axes_of_parameters(self.module, self.plan), self.max_norm, groups, copies)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
-            return norm
-
-
-class _Scales:
-    """What each microbatch's loss is multiplied by. The ranks' counts are added up while the first forward runs."""
-
-    def __init__(self, counts: list[int], factor: float, total: Tensor, counting: Any) -> None:
-        self.counts, self.factor, self.total, self.counting = counts, factor, total, counting
-
-    def of(self, microbatch: int) -> Tensor:
-        if self.counting is not None:
-            self.counting.wait()
-            self.counting = None
-        return self.counts[microbatch] * self.factor / self.total.clamp(min=1)
-
-
-def local_device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
+            return self._update.run()

@@ -21,7 +21,7 @@ from meshwright.core.groups import shard_groups
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
 from meshwright.runtime._torch import finish_sharded_backward
-from meshwright.runtime.data_parallel import copy_from_first_rank, shard_experts
+from meshwright.runtime.data_parallel import copy_from_first_rank, prepare_shards, shard_experts
 from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
 from meshwright.runtime.pipeline.buckets import Buckets
 from meshwright.runtime.pipeline.cut import StageParameters
@@ -107,10 +107,7 @@ class StageState:
     def before_backward(self, is_last: bool, whole: bool) -> None:
         """whole: not the first half of one in halves."""
         if isinstance(self.held, FSDPModule):
-            self.held.set_is_last_backward(is_last and whole)
-            self.held.set_requires_gradient_sync(whole and (is_last or self.plan.zero >= 2))
-            self.held.set_requires_all_reduce(whole and is_last)
-            self.held.set_reshard_after_backward(whole and (is_last or self.plan.zero == 3))
+            prepare_shards(self.held, self.plan, is_last, whole)
 
     def after_backward(self, is_last: bool, whole: bool) -> None:
         """whole: not the second half of one in halves."""

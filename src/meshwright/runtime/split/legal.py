@@ -26,6 +26,7 @@ from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
 from meshwright.models.experts import idle_experts
+from meshwright.models.fakes import no_log_of_fakes, nothing_packed
 from meshwright.models.objective import Batch, call, map_batch
 from meshwright.runtime._torch import (
     DataDependentOutputException,
@@ -50,11 +51,12 @@ def legal_plan(plan: Plan, module: nn.Module, batch: Batch) -> Plan:
     if plan.mesh.tp == 1 and plan.mesh.cp == 1:
         return plan
     followed = _with_idle_experts(module)
-    if plan.mesh.tp > 1 and plan.sharding:
-        trial = _Trial(followed, batch, plan)
-        plan = msgspec.structs.replace(plan, sharding=tuple(trial.legal(rule) for rule in plan.sharding))
-    if plan.mesh.cp > 1 or plan.sequence_parallel:
-        _check_tokens(followed, batch, plan)
+    with no_log_of_fakes(), nothing_packed():
+        if plan.mesh.tp > 1 and plan.sharding:
+            trial = _Trial(followed, batch, plan)
+            plan = msgspec.structs.replace(plan, sharding=tuple(trial.legal(rule) for rule in plan.sharding))
+        if plan.mesh.cp > 1 or plan.sequence_parallel:
+            _check_tokens(followed, batch, plan)
     return plan
 
 
@@ -72,7 +74,8 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan) -> None:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             parameters = _faked(module)
-            _cut_parameters(module, plan, parameters, splitter)
+            if AXIS in splitter.axes:
+                _cut_parameters(parameters, sharded_tensors(module, plan), splitter)
             given = _faked_batch(batch)
             splitter.read(given)
             with splitter:
@@ -89,14 +92,19 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan) -> None:
             handle.remove()
 
 
-def _cut_parameters(module: nn.Module, plan: Plan, parameters: dict[str, Tensor], splitter: Splitter) -> None:
-    """Each tensor once, under all its names."""
+def _cut_parameters(
+    parameters: dict[str, Tensor], shardings: Iterable[tuple[str, TensorSharding]], splitter: Splitter, block: str = ""
+) -> None:
+    """This rank's part in the place of each tensor: once, under all its names. block: what their names lack."""
     done: dict[int, Tensor] = {}
-    for name, sharding in sharded_tensors(module, plan) if AXIS in splitter.axes else ():
-        whole, cut = parameters[name], Cut(sharding.dims.index(AXIS), sharding.runs)
-        if id(whole) not in done:
-            part = splitter.axes[AXIS].own_part(whole.detach(), cut)
-            done[id(whole)] = lay(nn.Parameter(part, requires_grad=whole.requires_grad), {AXIS: cut})
+    for name, sharding in shardings:
+        whole = parameters[name]
+        if AXIS not in sharding.dims or id(whole) in done:
+            continue
+        cut = Cut(sharding.dims.index(AXIS), sharding.runs)
+        splitter.divide(whole.shape[cut.dim] // cut.runs, AXIS, f"'{f'{block}.{name}' if block else name}'")
+        part = splitter.axes[AXIS].own_part(whole.detach(), cut)
+        done[id(whole)] = lay(nn.Parameter(part, requires_grad=whole.requires_grad), {AXIS: cut})
     parameters.update({name: done[id(tensor)] for name, tensor in parameters.items() if id(tensor) in done})
 
 
@@ -203,18 +211,8 @@ class _Trial:
         args, kwargs = self.calls[block]
         with self.mode:
             parameters = _faked(self.module.get_submodule(block))
-            for tensor in tensors:
-                if AXIS in tensor.dims:
-                    cut = Cut(tensor.dims.index(AXIS), tensor.runs)
-                    whole = parameters[tensor.tensor]
-                    try:
-                        splitter.divide(whole.shape[cut.dim] // cut.runs, AXIS, f"'{block}.{tensor.tensor}'")
-                    except NotSplit as error:
-                        return error
-                    part = splitter.axes[AXIS].own_part(whole.detach(), cut)
-                    parameters[tensor.tensor] = nn.Parameter(part, requires_grad=whole.requires_grad)
-                    lay(parameters[tensor.tensor], {AXIS: cut})
             try:
+                _cut_parameters(parameters, ((tensor.tensor, tensor) for tensor in tensors), splitter, block)
                 with splitter:
                     output = functional_call(
                         self.module.get_submodule(block), parameters, args, kwargs, tie_weights=False

@@ -1,0 +1,63 @@
+"""The forward ops of a block that one stage runs, and how far a second forward goes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from math import prod
+
+from meshwright.core.graph import Kind, Op, Shape, Source
+from meshwright.core.plan import Plan
+from meshwright.cost.division import Division
+
+KEEP_NOTHING = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack")
+"""Ops whose backward needs nothing of what they read."""
+
+
+class BlockOps:
+    """The forward ops of a block that a stage runs."""
+
+    def __init__(self, division: Division, plan: Plan, passes: Collection[int] | None, last_needed: int | None) -> None:
+        self.division, self.plan = division, plan
+        self.last_needed = last_needed
+        every = division.kind.passes
+        self.numbers: Collection[int] = range(len(division.kind.ops))
+        if passes is not None:
+            self.numbers = frozenset(n for number in passes for n in every[number].op_range)
+
+    def __iter__(self) -> Iterator[tuple[int, Op]]:
+        ops = self.division.kind.ops
+        return ((n, op) for n, op in enumerate(ops) if op.phase == "forward" and n in self.numbers)
+
+    def of(self, wanted: tuple[int, ...]) -> list[Op]:
+        return [self.division.kind.ops[number] for number in wanted if number in self.numbers]
+
+    def made(self, wanted: tuple[int, ...]) -> list[Op]:
+        """Those whose result is needed, in a second forward."""
+        return self.of(tuple(number for number in wanted if self.is_made(number)))
+
+    def is_made(self, number: int) -> bool:
+        return self.last_needed is None or number < self.last_needed
+
+
+def last_needed(kind: Kind) -> int:
+    """The last forward op that keeps something for backward: what it reads, or what it makes and the block itself reads.
+
+    What only the next block reads is that one's input, and is there.
+    """
+    last = -1
+    readers: dict[Source, list[int]] = {}
+    for number, op in enumerate(kind.ops):
+        if op.phase == "forward":
+            for source in op.inputs:
+                readers.setdefault(source, []).append(number)
+    for number, op in enumerate(kind.ops):
+        kept = op.phase == "forward" and (op.saved_bytes.fixed or op.saved_bytes.per_sample)
+        if kept and number in readers:
+            keepers = [reader for reader in readers[number] if kind.ops[reader].name not in KEEP_NOTHING]
+            last = max(last, *(keepers or [number]))
+    return last
+
+
+def elements(shape: Shape, plan: Plan) -> float:
+    """Of an activation, on one of the cp ranks."""
+    return prod(dim.at(plan.microbatch) for dim in shape) / plan.mesh.cp

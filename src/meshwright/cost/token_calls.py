@@ -1,0 +1,118 @@
+"""Which collectives sums over tokens call, and what runs along tokens, where these lie over cp or, in sequence parallel, over tp.
+
+A router's balance and its experts' capacity are of this kind: small numbers of all tokens of a microbatch. Of t bytes of the
+whole tensor that is read, r bytes of the result:
+
+    sum, mean of fractions          all-reduce of r, for each that reads the result; along cp the gradient the same way
+    sum of whole numbers            all-gather of t / degree
+    cumsum                          all-gather of t / degree; along cp the gradient by a reduce-scatter of t
+
+Where tokens lie over both axes, those of tp are parts of those of cp, and are gathered first. Tensors made from the batch alone
+are whole on every rank. Inside a module of experts each rank counts its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from meshwright.core.collective import Axis
+from meshwright.core.graph import PRECISION_BYTES, Op, Phase, Source
+from meshwright.cost.block_ops import BlockOps
+from meshwright.cost.communication import Call
+from meshwright.cost.links import axis_group
+
+SUMS = ("sum", "mean")
+WORK_ALONG = (*SUMS, "cumsum", "cumprod", "logcumsumexp")
+STREAM_DIMS = 3
+"""Samples, tokens, features."""
+NOT_DIFFERENTIATED = (
+    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not",
+    "isnan", "argmax", "argmin", "arange", "zeros_like", "ones_like", "new_zeros", "new_ones", "full", "floor_divide", "detach",
+)  # fmt: skip
+"""Ops whose result has no gradient, whatever they read."""
+
+
+def token_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
+    """Of one microbatch through one block."""
+    if own.plan.mesh.cp == 1 and not own.plan.sequence_parallel:
+        return
+    for number, op in own:
+        if op.name not in WORK_ALONG or op.region == "expert" or not own.is_made(number):
+            continue
+        if not _lies_over_ranks(own, op) or (op.name in SUMS and not _sums_tokens(op)):
+            continue
+        is_added_up = op.name in SUMS and _is_fraction(op)
+        yield from (_sum_calls if is_added_up else _gather_calls)(own, number, op, phase)
+
+
+def _sum_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[Call]:
+    size = round(op.written_bytes.at(own.plan.microbatch))
+    readers = max(1, sum(other.inputs.count(number) for _, other in own))
+    for axis in _axes(own, op):
+        if phase == "forward" or (axis == "cp" and _is_differentiated(own, op)):
+            yield Call("all_reduce", size, readers, phase, axis, axis_group(own.plan.mesh, axis))
+
+
+def _gather_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[Call]:
+    """From the axis that cut last: what it gathers is what the one before gathers in turn."""
+    mesh, axes = own.plan.mesh, _axes(own, op)
+    whole = op.read_bytes.at(own.plan.microbatch)
+    part = whole / prod(getattr(mesh, axis) for axis in axes)
+    for axis in reversed(axes):
+        if phase == "forward":
+            yield Call("all_gather", round(part), 1, phase, axis, axis_group(mesh, axis))
+        elif axis == "cp" and _is_differentiated(own, op):
+            yield Call("reduce_scatter", round(whole), 1, phase, axis, axis_group(mesh, axis))
+        part *= getattr(mesh, axis)
+
+
+def _axes(own: BlockOps, op: Op) -> list[Axis]:
+    """Over which the tokens that the op reads lie."""
+    found: list[Axis] = ["cp"] if own.plan.mesh.cp > 1 else []
+    is_whole = all(own.division.labels.of(source) == "whole" for source in op.inputs)
+    return [*found, "tp"] if own.plan.sequence_parallel and is_whole else found
+
+
+def _sums_tokens(op: Op) -> bool:
+    """Whether nothing of the tokens is left: neither of all samples, nor, in a stream, of each."""
+    read, made = op.input_shapes[0], op.result_shape
+    if op.read_bytes.per_sample and not op.written_bytes.per_sample:
+        return True
+    if len(read) != STREAM_DIMS or not read[0].per_sample or read[1] == read[2]:
+        return False
+    return made == (read[0], read[2]) or (len(made) == STREAM_DIMS and made[1] != read[1] and made[2] == read[2])
+
+
+def _is_fraction(op: Op) -> bool:
+    """Told by the size of an element: counts are kept in 8 bytes and truths in one. A mean is of fractions anyway."""
+    elements = prod(dim.at(1) for dim in op.input_shapes[0])
+    return op.name == "mean" or op.read_bytes.at(1) == elements * PRECISION_BYTES[op.dtype]
+
+
+def _lies_over_ranks(own: BlockOps, op: Op) -> bool:
+    """Whether it reads tokens of the stream; a lookup of the batch's ids makes some."""
+    sources = _upstream(own, op, stops=("embedding",))
+    lookups = (own.division.kind.ops[source] for source in sources if isinstance(source, int))
+    return any(isinstance(source, str) and source[0] == "@" and source != "@batch" for source in sources) or any(
+        lookup.name == "embedding" and "@batch" in lookup.inputs for lookup in lookups
+    )
+
+
+def _is_differentiated(own: BlockOps, op: Op) -> bool:
+    sources = _upstream(own, op, stops=NOT_DIFFERENTIATED)
+    return any(isinstance(source, str) and source != "@batch" for source in sources)
+
+
+def _upstream(own: BlockOps, op: Op, stops: tuple[str, ...]) -> set[Source]:
+    """What an op's result comes of, in its block; not beyond ops of these names."""
+    found: set[Source] = set()
+    waiting = list(op.inputs)
+    while waiting:
+        source = waiting.pop()
+        if source in found:
+            continue
+        found.add(source)
+        if isinstance(source, int) and own.division.kind.ops[source].name not in stops:
+            waiting += own.division.kind.ops[source].inputs
+    return found

@@ -1,0 +1,84 @@
+"""The update that ends a step: gradients are settled among ranks, unscaled, clipped, and given to the optimizer."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from meshwright.core.collective import Axis
+from meshwright.core.plan import Plan
+from meshwright.runtime.clip import axes_of_parameters, clip
+from meshwright.runtime.data_parallel import inner, shard_group
+from meshwright.runtime.mesh import axis_groups
+from meshwright.runtime.pipeline.pipeline import Pipeline
+from meshwright.runtime.reach import Usage
+from meshwright.runtime.scaling import LossScale
+from meshwright.runtime.split.model import SplitModel
+
+
+class UnusedError(Exception):
+    """Nothing in forward uses these parameters. Raised before anything is updated."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(f"no gradient for {', '.join(names)}")
+        self.names = names
+
+
+class Update:
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, plan: Plan, mesh: DeviceMesh, max_norm: float | None,
+        split: SplitModel | None, pipeline: Pipeline | None,
+    ) -> None:  # fmt: skip
+        """module: as it is spread. max_norm: what gradients are clipped to, if they are."""
+        self.module = inner(module)
+        self.optimizer, self.plan, self.mesh, self.max_norm = optimizer, plan, mesh, max_norm
+        self.split, self.pipeline = split, pipeline
+        is_replicated = isinstance(module, DistributedDataParallel)
+        self.loss_scale = LossScale(self._dividing_groups()) if plan.precision == "fp16" else None
+        self._usage = Usage(self.module) if is_replicated else None
+        # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
+        self._keeps_buckets = is_replicated and plan.num_microbatches > 1
+
+    def find_unused(self) -> None:
+        """In the first step, parameters of replicas that no rank has used."""
+        if self._usage is None:
+            return
+        unused = self._usage.unused(self.mesh.get_group("dp"))
+        self._usage = None
+        if unused:
+            raise UnusedError(unused)
+
+    def run(self) -> Tensor | None:
+        """The norm of the gradients where they are clipped; infinite where they are not finite and nothing was updated."""
+        if self.pipeline is not None:
+            self.pipeline.finish_gradients()
+        if self.split is not None:
+            self.split.settle_gradients(self.module)
+        if self.loss_scale is not None and not self.loss_scale.unscale(self.module.parameters()):
+            self._forget_gradients()
+            return torch.tensor(torch.inf)
+        norm = None if self.max_norm is None else self._clip(self.max_norm)
+        self.optimizer.step()
+        self._forget_gradients()
+        return norm
+
+    def _clip(self, max_norm: float) -> Tensor:
+        copies = self.pipeline.tied.second_copies() if self.pipeline is not None else ()
+        return clip(axes_of_parameters(self.module, self.plan), max_norm, self._dividing_groups(), copies)
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
+
+    def _dividing_groups(self) -> dict[Axis, dist.ProcessGroup]:
+        """Along each axis that divides gradients, the ranks that hold the other parts; pp last, which divides all of them."""
+        groups, shards = axis_groups(self.module, self.mesh), shard_group(self.module)
+        found: dict[Axis, dist.ProcessGroup] = {"tp": groups["tp"]} if self.plan.mesh.tp > 1 else {}
+        if "ep" in groups and shards is None:
+            found["ep"] = groups["ep"]
+        if shards is not None:
+            found["dp"] = shards
+        return {**found, "pp": groups["pp"]} if self.plan.mesh.pp > 1 else found
