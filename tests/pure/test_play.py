@@ -335,7 +335,9 @@ def test_the_largest_runs_play_at_once(sizes: Sizes) -> None:
     st.integers(1, 12),
     st.data(),
 )
-def test_a_long_schedule_takes_as_long_as_all_of_it_played(kind: str, pp: int, rounds: int, data: st.DataObject) -> None:
+def test_a_long_schedule_takes_as_long_as_all_of_it_played(
+    kind: str, pp: int, rounds: int, data: st.DataObject
+) -> None:
     """Played shortly and extended, or as a whole: the same step, busy, exposed and idle seconds."""
     virtual = 2 if kind in ("zbv", "interleaved") else 1
     seconds = st.floats(0.01, 1.0)
@@ -356,4 +358,6 @@ def test_a_long_schedule_takes_as_long_as_all_of_it_played(kind: str, pp: int, r
     whole = play(make_order(kind, pp, count, virtual), stages)  # type: ignore[arg-type]
     assert short.step_seconds == pytest.approx(whole.step_seconds, rel=1e-7)
     for name in ("busy_seconds", "exposed_seconds", "idle_seconds"):
-        assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=1e-6, abs=1e-7 * whole.step_seconds), name
+        assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=1e-6, abs=1e-7 * whole.step_seconds), (
+            name
+        )

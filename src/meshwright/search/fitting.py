@@ -133,7 +133,9 @@ class _Coordinates:
         return best
 
     def _saved(self, place: int, mode: str) -> float:
-        """Bytes that recompute of all its blocks saves at the fullest moment."""
+        """Bytes that recompute of all its blocks saves at the fullest moment; compiled blocks are redone in full or not at all."""
+        if mode == "selective" and self.plan.compile:
+            return 0.0
         rows = self.rows[place]
         kept = (self.table.kept_by(b, e, "none") - self.table.kept_by(b, e, mode) for b, e in rows)
         return float(sum(kept)) * self.held[place] / self.point.virtual

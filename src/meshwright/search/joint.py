@@ -23,7 +23,7 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate, count
-from math import inf
+from math import inf, prod
 
 import msgspec
 
@@ -295,12 +295,21 @@ class _Search:
     def _nothing(self) -> PlanError:
         """No candidate agrees with the request: say why, as a plain plan would."""
         problem = self.problem
-        world = worlds(problem)[0]
-        wish = msgspec.structs.replace(problem.request, global_batch=problem.global_batch)
-        if problem.devices < world or (problem.world is not None and problem.world != world):
+        degrees = {axis: getattr(problem.request, axis) for axis in ("pp", "dp", "cp", "tp")}
+        needed = prod(degree or 1 for degree in degrees.values())
+        asked = " · ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree is not None)
+        if needed > problem.devices:
             return PlanError(
-                f"the degrees that were asked for need {world} ranks, but there are {problem.devices}: make them equal"
+                f"{asked} needs {needed} ranks, but there are {problem.devices}: lower a degree or use more devices"
             )
+        if (
+            (problem.world is not None
+            and problem.world % needed)
+            or (None not in degrees.values() and not worlds(problem))
+        ):
+            return PlanError(f"{asked} needs {needed} ranks, but there are {problem.world}: make them equal")
+        world = needed if problem.request.dp is not None else worlds(problem)[0]
+        wish = msgspec.structs.replace(problem.request, global_batch=problem.global_batch)
         try:
             plan = plain_plan(wish, problem.graph, world, problem.cluster_hash)
             check_divides(problem.graph_of(plan), plan)

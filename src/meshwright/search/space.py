@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import prod
 
 from meshwright.core.plan import MULTI_STAGE_SCHEDULES, Mesh, ScheduleKind, ZeroStage
 from meshwright.search.problem import OffloadKind, Problem
@@ -82,7 +83,8 @@ def worlds(problem: Problem) -> list[int]:
     request = problem.request
     degrees = (request.dp, request.pp, request.tp, request.cp)
     if all(degree is not None for degree in degrees):
-        return [(request.dp or 1) * (request.pp or 1) * (request.tp or 1) * (request.cp or 1)]
+        world = prod(degree or 1 for degree in degrees)
+        return [world] if world <= problem.devices and problem.world in (None, world) else []
     if problem.world is not None:
         return [problem.world]
     per_host = problem.cluster.devices_per_host
