@@ -57,8 +57,8 @@ class Bounds:
     @cached_property
     def unit_seconds(self) -> list[float]:
         """Of each unit, forward and backward."""
-        units = range(self.table.num_units)
-        return [float(self.table.forward(n, n + 1) + self.table.backward(n, n + 1)) for n in units]
+        alone = self.table.alone
+        return [float(seconds) for seconds in self.table.forward(*alone) + self.table.backward(*alone)]
 
     @cached_property
     def forward_share(self) -> float:
@@ -68,9 +68,8 @@ class Bounds:
         shares = [0.5]
         for forward, backward in rows:
             shares += [f / (f + b) for f, b in zip(np.diff(forward), np.diff(backward), strict=True) if f + b > 0]
-        shares += [
-            float(table.forward(n, n + 1)) / seconds for n, seconds in enumerate(self.unit_seconds) if seconds > 0
-        ]
+        forwards = table.forward(*table.alone)
+        shares += [float(own) / both for own, both in zip(forwards, self.unit_seconds, strict=True) if both > 0]
         return min(1.0, max(shares))
 
     def of_shape(self, shape: Shape) -> float:
@@ -145,7 +144,7 @@ class Bounds:
 
     @cached_property
     def _least_forward(self) -> float:
-        return min(float(self.table.forward(n, n + 1)) for n in range(self.table.num_units))
+        return float(self.table.forward(*self.table.alone).min())
 
     # ------------------------------------------------------------ the state
 

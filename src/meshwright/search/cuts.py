@@ -99,7 +99,7 @@ class _Loads:
 
 def _least_largest(loads: _Loads, num_units: int, num_stages: int) -> tuple[Cut, float] | None:
     """Dynamic programming: best[e] of stage i = min over the begin b of max(best of stage i-1 at b, weight of b … e)."""
-    longest = min(num_units - num_stages + 1, 2 * -(-num_units // num_stages) + 2)
+    longest = min(num_units - num_stages + 1, -(-num_units * 4 // (3 * num_stages)) + 3)
     ends: Places = np.arange(num_units + 1, dtype=np.int64)
     best = np.where(ends == 0, 0.0, np.inf)
     choices: list[Places] = []

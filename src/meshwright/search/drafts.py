@@ -29,6 +29,7 @@ class Drafts:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.units = units_of(problem.graph)
+        self._unit_stages = tuple(Stage(coordinate=number, blocks=unit) for number, unit in enumerate(self.units))
         self.refusals: list[str] = []
         """Why degrees were left out."""
         self._answers = {answer.key: answer for answer in problem.legal}
@@ -96,7 +97,7 @@ class Drafts:
         """One stage a unit: no plan to run, but what the cost room takes to cost units one by one."""
         return Plan(
             mesh=Mesh(pp=len(self.units), dp=shape.ep, cp=shape.cp, tp=shape.tp, ep=shape.ep),
-            stages=tuple(Stage(coordinate=number, blocks=unit) for number, unit in enumerate(self.units)),
+            stages=self._unit_stages,
             sharding=sharding,
             sequence_parallel=shape.sequence_parallel,
             zero=1 if sharded else 0,

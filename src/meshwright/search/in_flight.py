@@ -11,7 +11,7 @@ from meshwright.core.schedules import make_order
 _CHANGES = {"forward": 1, "backward": -1, "backward_weights": -1}
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def in_flight(schedule: ScheduleKind, pp: int, num_microbatches: int, virtual: int) -> tuple[int, ...]:
     if schedule == "1f1b":
         return tuple(min(num_microbatches, pp - coordinate) for coordinate in range(pp))

@@ -302,10 +302,8 @@ class _Search:
             return PlanError(
                 f"{asked} needs {needed} ranks, but there are {problem.devices}: lower a degree or use more devices"
             )
-        if (
-            (problem.world is not None
-            and problem.world % needed)
-            or (None not in degrees.values() and not worlds(problem))
+        if (problem.world is not None and problem.world % needed) or (
+            None not in degrees.values() and not worlds(problem)
         ):
             return PlanError(f"{asked} needs {needed} ranks, but there are {problem.world}: make them equal")
         world = needed if problem.request.dp is not None else worlds(problem)[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 import msgspec
 import numpy as np
@@ -60,13 +61,19 @@ class UnitTable:
     @cached_property
     def seconds_per_saved_byte(self) -> float:
         """The cheapest recompute of any unit."""
-        found = []
+        begins, ends = self.alone
+        plain, kept = self.backward(begins, ends), self.kept_by(begins, ends, "none")
+        found = [inf]
         for mode in ("selective", "full"):
-            for unit in range(self.num_units):
-                saved = float(self.kept_by(unit, unit + 1, "none") - self.kept_by(unit, unit + 1, mode))
-                longer = float(self.backward(unit, unit + 1, mode) - self.backward(unit, unit + 1))
-                found += [longer / saved] if saved > 0 else []
-        return min(found, default=0.0)
+            saved, longer = kept - self.kept_by(begins, ends, mode), self.backward(begins, ends, mode) - plain
+            found += [float(ratio) for ratio in longer[saved > 0] / saved[saved > 0]]
+        return min(found) if min(found) < inf else 0.0
+
+    @cached_property
+    def alone(self) -> tuple[Places, Places]:
+        """Every unit as a row of its own."""
+        places: Places = np.arange(self.num_units + 1, dtype=np.int64)
+        return places[:-1], places[1:]
 
     @property
     def num_units(self) -> int:
