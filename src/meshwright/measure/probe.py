@@ -5,7 +5,8 @@ Every figure is the slowest rank's median. What is measured, and how:
     rates          flops/s or bytes/s of each kind of op at several sizes            -> kernels.measure_rates
     launch         seconds per op of a model too small to compute anything           -> kernels.measure_launches
     update         parameters per second through AdamW                               -> kernels.measure_update
-    collectives    seconds by kind and input bytes                                   -> links.measure_collectives
+    collectives    seconds by kind and input bytes, between all ranks                -> links.measure_collectives
+    links          bandwidth and latency; on several hosts, inside each apart        -> links.link_of, links.measure_host_link
     sharding       seconds that fully_shard adds to each of its collectives              -> sharding.measure_shard_call
     overlap        share of the shorter of matmul and all-reduce hidden when both run -> links.measure_overlap
 """
@@ -81,7 +82,9 @@ def probe_rank(payload: dict[str, Any]) -> str:
 
 
 def measure_cluster(rank: Rank) -> Cluster:
-    """Called by all running ranks together; every rank gets the same Cluster."""
+    """Called by all running ranks together, on one host or several; every rank gets the same Cluster."""
+    per_host = ranks_per_host(rank)
+    num_hosts = rank.num_ranks // per_host
     rates = kernels.measure_rates(rank.device)
     slowest = _slowest([rate.per_second for rate in rates], rank)
     shared = tuple(
@@ -97,8 +100,8 @@ def measure_cluster(rank: Rank) -> Cluster:
     return Cluster(
         name="local",
         origin="probe",
-        num_hosts=1,
-        devices_per_host=rank.num_ranks,
+        num_hosts=num_hosts,
+        devices_per_host=per_host,
         device=Device(
             name=gpu_name() if rank.device.type == "cuda" else cpu_name(),
             kind="cuda" if rank.device.type == "cuda" else "cpu",
@@ -112,10 +115,19 @@ def measure_cluster(rank: Rank) -> Cluster:
             peak_flops_per_second=max(rate.per_second for rate in shared if rate.kind == "matmul"),
         ),
         collectives=collectives,
-        intra_host=links.link_of(collectives),
+        intra_host=links.link_of(collectives if num_hosts == 1 else links.measure_host_link(rank, per_host)),
+        inter_host=links.link_of(collectives) if num_hosts > 1 else None,
         host_memory_bytes=host_memory_bytes(),
         notes=(f"measured with {rank.num_ranks} ranks at once, torch {torch.__version__}",),
     )
+
+
+def ranks_per_host(rank: Rank) -> int:
+    """As whoever started the ranks says; without a word, all are here."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", rank.num_ranks))
+    if rank.num_ranks % per_host:
+        raise InputError(f"{rank.num_ranks} ranks with {per_host} on this host: start equally many on every host")
+    return per_host
 
 
 def _slowest(values: list[float], rank: Rank) -> list[float]:
@@ -131,7 +143,7 @@ def device_memory_bytes(rank: Rank) -> int:
     """A GPU's own memory, or an equal share of the host's."""
     if rank.device.type == "cuda":
         return int(torch.cuda.get_device_properties(rank.device).total_memory)
-    return host_memory_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", rank.num_ranks))
+    return host_memory_bytes() // ranks_per_host(rank)
 
 
 def host_memory_bytes() -> int:
