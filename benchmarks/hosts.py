@@ -192,7 +192,8 @@ def limit(host: Host, bits_per_second: float) -> None:
     """What leaves a host."""
     burst = max(LEAST_BURST_BYTES, round(bits_per_second / 8 * BURST_SECONDS))
     rate = f"{round(bits_per_second)}bit"
-    call("tc", "-n", host.name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", str(burst), "latency", QUEUE)  # fmt: skip
+    bucket = ["tbf", "rate", rate, "burst", str(burst), "latency", QUEUE]
+    call("tc", "-n", host.name, "qdisc", "add", "dev", INTERFACE, "root", *bucket)
 
 
 def why_not() -> str:
@@ -203,9 +204,7 @@ def why_not() -> str:
     name = f"meshwright-{os.getpid()}-{NUM_HOSTS}"
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if tried.returncode:
-        return (
-            f"two local hosts need network namespaces, and this process may not make one ({tried.stderr.strip()}): run as root"
-        )
+        return f"two local hosts need network namespaces, and this process may not make one ({tried.stderr.strip()}): run as root"
     remove(name)
     return ""
 

@@ -127,7 +127,9 @@ def test_nothing_is_left_after_an_error_or_a_signal() -> None:
     script = "import time; from hosts import two_hosts\nwith two_hosts():\n    print('up', flush=True); time.sleep(600)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([BENCHMARKS, *sys.path])}
     for number in (signal.SIGINT, signal.SIGTERM):
-        run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+        run = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        )
         assert run.stdout is not None
         assert run.stdout.readline() == b"up\n"
         run.send_signal(number)

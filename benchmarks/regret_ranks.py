@@ -1,0 +1,321 @@
+"""What the two ranks of the regret benchmark do: probe the link, then run every plan of each workload.
+
+One group of ranks lives through all plans of a link. A plan for one device runs in a process of its own beside rank 0, on its
+core, while the ranks wait: its group has one rank. Every plan is built, warmed up and timed alone first; those near the best
+one, the chosen one and the standing answers (plain DDP, ZeRO 3) then stay alive together and take turns, so that a ratio of two
+is one of the same minutes. Seconds of a turn are the slower rank's.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import regret_choice
+from regret_space import WORKLOADS, every_plan, graph_and_source, legal_shardings, words_of
+
+if TYPE_CHECKING:
+    from meshwright.core.cluster import Cluster
+    from meshwright.core.plan import Plan
+    from meshwright.runtime.ranks import Rank
+
+WARMUP_STEPS, FIRST_STEPS = 2, 2
+FINALISTS = 10
+NEAR = 1.3
+"""Times the best of the first look: plans up to this far go into the final turns."""
+TURN_SECONDS, MOST_STEPS = 0.3, 5
+"""How long a turn of the finals is to be, in whole steps."""
+PATIENCE_SECONDS = 600.0
+
+
+def run_rank(payload: dict[str, Any]) -> None:
+    """All workloads of one link; rank 0 writes a file after each."""
+    from meshwright.runtime.ranks import joined
+
+    with joined("cpu", timeout_seconds=PATIENCE_SECONDS) as rank:
+        cluster = cluster_of(payload, rank)
+        solo = Solo() if rank.is_first else None
+        for name, file in payload["files"].items():
+            found = Cell(name, payload, cluster, solo, rank.is_first).measure()
+            if rank.is_first:
+                Path(file).write_text(json.dumps(found, indent=1))
+        if solo is not None:
+            solo.end()
+
+
+def cluster_of(payload: dict[str, Any], rank: Rank) -> Cluster:
+    """Probed now, or as a run that this one goes on with had it."""
+    from meshwright.core.cluster import Cluster
+    from meshwright.measure.probe import measure_cluster
+
+    if payload["is_probed"]:
+        return Cluster.load(payload["cluster_file"])
+    say(f"{payload['link']}: probing", rank.is_first)
+    cluster = measure_cluster(rank)
+    if rank.is_first:
+        cluster.save(payload["cluster_file"])
+    return cluster
+
+
+class Cell:
+    """One workload on one link."""
+
+    def __init__(self, name: str, payload: dict[str, Any], cluster: Cluster, solo: Solo | None, is_first: bool) -> None:
+        self.name, self.payload, self.cluster, self.solo, self.is_first = name, payload, cluster, solo, is_first
+        self.workload = WORKLOADS[name]
+        self.title = f"{name}, {payload['link']}"
+
+    def measure(self) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        choice: list[Any] = [self._choose() if self.is_first else None]
+        dist.broadcast_object_list(choice)
+        plans, refused, predicted, standing = choice[0]
+        first = self._look(plans)
+        finalists = finalists_of(first, standing)
+        turns = self._finals({number: plans[number] for number in finalists})
+        from msgspec import to_builtins
+
+        rows = [
+            {
+                "words": words_of(plan),
+                "plan": to_builtins(plan),
+                **predicted[number],
+                "first_seconds": first[number]["seconds"],
+                "error": first[number]["error"],
+                "turns": turns.get(number, []),
+            }
+            for number, plan in enumerate(plans)
+        ]
+        return {
+            "workload": self.name,
+            "link": self.payload["link"],
+            "model": self.workload.model,
+            "global_batch": self.workload.global_batch,
+            "cluster": self.cluster.hash,
+            "refused": refused,
+            "standing": standing,
+            "rows": rows,
+        }
+
+    def _choose(self) -> tuple[list[Plan], list[str], list[dict[str, Any]], dict[str, int]]:
+        """Every plan and its prediction, and which of them is chosen, plain DDP and ZeRO 3. Rank 0 alone does this."""
+        graph, source = graph_and_source(self.workload)
+        legal = legal_shardings(graph, source)
+        plans, refused = every_plan(graph, self.workload.global_batch, legal, self.cluster.hash)
+        if self.payload["quick"]:
+            plans = regret_choice.thinned(plans)
+        say(f"{self.title}: {len(plans)} plans, choosing", True)
+        chosen = regret_choice.CHOOSERS[self.payload["choose"]](
+            graph, self.cluster, plans, self.workload.global_batch, legal
+        )
+        is_outside = chosen not in plans
+        if is_outside:
+            plans.append(chosen)
+        predicted = [regret_choice.prediction(graph, plan, self.cluster) for plan in plans]
+        standing = {"chosen": plans.index(chosen), **regret_choice.standing_answers(plans)}
+        say(f"{self.title}: chosen {words_of(chosen)}" + (" (outside the list)" if is_outside else ""), True)
+        return plans, refused, predicted, standing
+
+    def _look(self, plans: list[Plan]) -> list[dict[str, Any]]:
+        """Each plan alone, a few steps."""
+        found = []
+        for number, plan in enumerate(plans):
+            contestant = Contestant(plan, self.workload.model, number, self.solo)
+            error = contestant.build()
+            seconds = None
+            if not error:
+                contestant.turn(WARMUP_STEPS)
+                seconds = contestant.turn(FIRST_STEPS)
+            contestant.drop()
+            found.append({"seconds": seconds, "error": error})
+            words = error or f"{1e3 * (seconds or 0):.0f} ms"
+            say(f"{self.title}: {number + 1} of {len(plans)}: {words_of(plan)}: {words}", self.is_first)
+        return found
+
+    def _finals(self, plans: dict[int, Plan]) -> dict[int, list[float]]:
+        """All of them alive, in turns whose order rotates."""
+        contestants = {
+            number: Contestant(plan, self.workload.model, number, self.solo) for number, plan in plans.items()
+        }
+        lengths = {}
+        for number, contestant in contestants.items():
+            contestant.build()
+            seconds = contestant.turn(WARMUP_STEPS)
+            lengths[number] = max(1, min(MOST_STEPS, round(TURN_SECONDS / seconds)))
+        turns: dict[int, list[float]] = {number: [] for number in contestants}
+        order = list(contestants)
+        for number in range(self.payload["rounds"]):
+            first = number % len(order)
+            for one in order[first:] + order[:first]:
+                turns[one].append(contestants[one].turn(lengths[one]))
+            say(f"{self.title}: round {number + 1} of {self.payload['rounds']}, {len(order)} plans", self.is_first)
+        for contestant in contestants.values():
+            contestant.drop()
+        return turns
+
+
+def finalists_of(first: list[dict[str, Any]], standing: dict[str, int]) -> list[int]:
+    """Those near the best of the first look, and the standing ones."""
+    ran = sorted((row["seconds"], number) for number, row in enumerate(first) if row["seconds"] is not None)
+    near = [number for seconds, number in ran if seconds <= NEAR * ran[0][0]][:FINALISTS]
+    return sorted({*near, *(number for number in standing.values() if first[number]["seconds"] is not None)})
+
+
+class Contestant:
+    """One plan, on all ranks or on one device."""
+
+    def __init__(self, plan: Plan, model: str, number: int, solo: Solo | None) -> None:
+        self.plan, self.model, self.number, self.solo = plan, model, number, solo
+        self.program: Running | None = None
+        self.groups: list[Any] = []
+
+    def build(self) -> str:
+        """Why it does not run, the same on all ranks; empty where it does."""
+        import torch.distributed as dist
+
+        before = set(process_groups())
+        error = self._alone("build", (self.plan, self.model)) if self.plan.world == 1 else self._build()
+        self.groups = [group for group in process_groups() if group not in before]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, error or "")
+        return next(filter(None, every), "")
+
+    def _build(self) -> str:
+        from meshwright.core.errors import MeshwrightError
+
+        try:
+            self.program = Running(self.plan, self.model)
+        except (MeshwrightError, NotImplementedError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def turn(self, num_steps: int) -> float:
+        """Seconds of a step, the slower rank's."""
+        import torch
+        import torch.distributed as dist
+
+        dist.barrier()
+        if self.plan.world == 1:
+            own = self._alone("turn", num_steps) or 0.0
+        else:
+            assert self.program is not None
+            own = self.program.turn(num_steps)
+        seconds = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds)
+
+    def drop(self) -> None:
+        import torch.distributed as dist
+
+        if self.plan.world == 1:
+            self._alone("drop", None)
+        self.program = None
+        gc.collect()
+        dist.barrier()
+        for group in self.groups:
+            with suppress(ValueError):  # one that another mesh has taken down already
+                dist.destroy_process_group(group)
+        self.groups = []
+
+    def _alone(self, what: str, argument: Any) -> Any:
+        return self.solo.ask(what, self.number, argument) if self.solo is not None else None
+
+
+class Running:
+    """A program and its batch."""
+
+    def __init__(self, plan: Plan, model: str) -> None:
+        import torch
+
+        from meshwright.models.source import resolve
+        from meshwright.runtime.apply import apply
+
+        source = resolve(model)
+        assert source.example is not None
+        torch.manual_seed(0)
+        adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+        self.program = apply(source.build(), plan, optimizer=adamw, objective=source.objective)
+        self.batch = source.example(plan.global_batch)
+
+    def turn(self, num_steps: int) -> float:
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            self.program.step(self.batch)
+        return (time.perf_counter() - started) / num_steps
+
+
+class Solo:
+    """A process beside this rank, alone in its group, that runs plans for one device."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+
+    def ask(self, what: str, number: int, argument: Any) -> Any:
+        self.pipe.send((what, number, argument))
+        return self.pipe.recv()
+
+    def end(self) -> None:
+        self.pipe.close()
+        self.process.join()
+
+
+def serve(pipe: Connection) -> None:
+    """The life of the process beside rank 0."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    running: dict[int, Running] = {}
+    while True:
+        try:
+            what, number, argument = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        answer: Any = ""
+        if what == "build":
+            running[number] = Running(*argument)
+        elif what == "turn":
+            answer = running[number].turn(argument)
+        else:
+            running.pop(number, None)
+            gc.collect()
+        pipe.send(answer)
+
+
+def process_groups() -> list[Any]:
+    """Every group of this process: a plan's own are taken down with it, or sockets run out."""
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d._world.pg_map)
+
+
+def typical(turns: list[float]) -> float:
+    """The median of the faster half: the slower half is what other programs did."""
+    return statistics.median(sorted(turns)[: (len(turns) + 1) // 2])
+
+
+def say(words: str, is_first: bool) -> None:
+    """Progress: one line that changes on a terminal, lines in a file."""
+    if is_first:
+        is_terminal = sys.stderr.isatty()
+        print(
+            f"\r\x1b[K{words[:110]}" if is_terminal else words,
+            end="" if is_terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
