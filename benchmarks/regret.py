@@ -150,14 +150,15 @@ def ratio(value: float | None) -> str:
 
 
 def show_rows(cell: Found) -> None:
-    """Every plan, the fastest first: measured, predicted, and the parts of the prediction."""
+    """Every plan, the fastest first: measured, of it the processor's, predicted, and the parts of the prediction."""
     print(f"\n{cell['workload']}, {cell['link']}: {cell['model']}, global batch {cell['global_batch']}")
     ran = sorted((row for row in cell["rows"] if row["first_seconds"] is not None), key=seconds_of)
     for row in ran:
         parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in row["predicted_parts"].items() if value > 5e-5)
         measured, predicted = seconds_of(row), row["predicted_seconds"]
         print(
-            f"{1e3 * measured:8.1f} ms {1e3 * predicted:8.1f} ms {predicted / measured - 1:+5.0%} {len(row['turns']):2} turns  "
+            f"{1e3 * measured:8.1f} ms (busy {1e3 * row['busy_seconds']:6.1f}) {1e3 * predicted:8.1f} ms "
+            f"{predicted / measured - 1:+5.0%} {len(row['turns']):2} turns  "
             f"{row['words']:60} {parts}"
         )
 

@@ -3,7 +3,8 @@
 One group of ranks lives through all plans of a link. A plan for one device runs in a process of its own beside rank 0, on its
 core, while the ranks wait: its group has one rank. Every plan is built, warmed up and timed alone first; those near the best
 one, the chosen one and the standing answers (plain DDP, ZeRO 3) then stay alive together and take turns, so that a ratio of two
-is one of the same minutes. Seconds of a turn are the slower rank's.
+is one of the same minutes. Seconds of a turn are the slower rank's. Beside them stand the seconds of the first look in which the
+busier rank's processor worked for it, which tell compute from waiting even on a machine that others use.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Cell:
                 "plan": to_builtins(plan),
                 **predicted[number],
                 "first_seconds": first[number]["seconds"],
+                "busy_seconds": first[number]["busy"],
                 "error": first[number]["error"],
                 "turns": turns.get(number, []),
             }
@@ -133,12 +135,12 @@ class Cell:
         for number, plan in enumerate(plans):
             contestant = Contestant(plan, self.workload.model, number, self.solo)
             error = contestant.build()
-            seconds = None
+            seconds = busy = None
             if not error:
                 contestant.turn(WARMUP_STEPS)
-                seconds = contestant.turn(FIRST_STEPS)
+                seconds, busy = contestant.turn(FIRST_STEPS)
             contestant.drop()
-            found.append({"seconds": seconds, "error": error})
+            found.append({"seconds": seconds, "busy": busy, "error": error})
             words = error or f"{1e3 * (seconds or 0):.0f} ms"
             say(f"{self.title}: {number + 1} of {len(plans)}: {words_of(plan)}: {words}", self.is_first)
         return found
@@ -151,14 +153,14 @@ class Cell:
         lengths = {}
         for number, contestant in contestants.items():
             contestant.build()
-            seconds = contestant.turn(WARMUP_STEPS)
+            seconds, _ = contestant.turn(WARMUP_STEPS)
             lengths[number] = max(1, min(MOST_STEPS, round(TURN_SECONDS / seconds)))
         turns: dict[int, list[float]] = {number: [] for number in contestants}
         order = list(contestants)
         for number in range(self.payload["rounds"]):
             first = number % len(order)
             for one in order[first:] + order[:first]:
-                turns[one].append(contestants[one].turn(lengths[one]))
+                turns[one].append(contestants[one].turn(lengths[one])[0])
             say(f"{self.title}: round {number + 1} of {self.payload['rounds']}, {len(order)} plans", self.is_first)
         for contestant in contestants.values():
             contestant.drop()
@@ -200,20 +202,20 @@ class Contestant:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def turn(self, num_steps: int) -> float:
-        """Seconds of a step, the slower rank's."""
+    def turn(self, num_steps: int) -> tuple[float, float]:
+        """Seconds of a step, and seconds of the processor in it, the larger of the ranks'."""
         import torch
         import torch.distributed as dist
 
         dist.barrier()
         if self.plan.world == 1:
-            own = self._alone("turn", num_steps) or 0.0
+            own = self._alone("turn", num_steps) or (0.0, 0.0)
         else:
             assert self.program is not None
             own = self.program.turn(num_steps)
         seconds = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return float(seconds)
+        return float(seconds[0]), float(seconds[1])
 
     def drop(self) -> None:
         import torch.distributed as dist
@@ -248,11 +250,11 @@ class Running:
         self.program = apply(source.build(), plan, optimizer=adamw, objective=source.objective)
         self.batch = source.example(plan.global_batch)
 
-    def turn(self, num_steps: int) -> float:
-        started = time.perf_counter()
+    def turn(self, num_steps: int) -> tuple[float, float]:
+        started, busy = time.perf_counter(), time.process_time()
         for _ in range(num_steps):
             self.program.step(self.batch)
-        return (time.perf_counter() - started) / num_steps
+        return (time.perf_counter() - started) / num_steps, (time.process_time() - busy) / num_steps
 
 
 class Solo:

@@ -44,7 +44,7 @@ class Workload:
 WORKLOADS = {
     "gpt": Workload("gpt:layers=4,hidden=128,heads=4,seq=64,vocab=256", 16),
     "mlp": Workload("mlp:layers=4,inputs=256,hidden=256,mlp=8,classes=16", 128),
-    "resnet": Workload("resnet:depth=26,image=32,channels=8,classes=12288", 32),
+    "resnet": Workload("resnet:depth=26,image=64,channels=8,classes=16384", 32),
     "moe": Workload("moe:layers=4,hidden=96,heads=4,seq=64,vocab=256,experts=8,top=1", 16),
 }
 """Small enough for a step of about a tenth of a second, and such that each has another best plan on some link."""
