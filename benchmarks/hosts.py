@@ -39,8 +39,9 @@ NAME = re.compile(r"meshwright-(\d+)-\d+")
 """Namespaces of ours, with the process that made them."""
 PORT = 29500
 """Nothing else listens in a namespace that was just made."""
-BURST_SECONDS, LEAST_BURST_BYTES = 1e-3, 128 * 1024
-"""What passes at once after a pause: no less than two of the packets the kernel hands over, which are cut up otherwise."""
+PACKET_BYTES, BURST_BYTES = 16 * 1024, 32 * 1024
+"""The largest packet the kernel hands to a limited link, and what passes at once after a pause. A bucket has to hold a packet or
+two, and everything in it is free: with a usual packet of 64 KiB a message as large would take no time on a slow link."""
 QUEUE = "200ms"
 """How long a packet may wait for its turn; past that it is dropped, and TCP slows down more than the rate asks for."""
 CONFIGURATION = Path("/etc/netns")
@@ -147,15 +148,19 @@ def two_hosts(bits_per_second: float | None = None) -> Iterator[Hosts]:
             Host(name, f"10.77.0.{number + 1}", tuple(cores_of(number, NUM_HOSTS))) for number, name in enumerate(names)
         )
     )
-    handler = signal.signal(signal.SIGTERM, _leave)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, _leave)
     try:
         connect(hosts.hosts, bits_per_second)
         yield hosts
     finally:
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)  # a second signal must not stop the cleaning up
         end(hosts.processes)
         for name in names:
             remove(name)
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -190,9 +195,9 @@ def name_hosts(host: Host, hosts: tuple[Host, ...]) -> None:
 
 def limit(host: Host, bits_per_second: float) -> None:
     """What leaves a host."""
-    burst = max(LEAST_BURST_BYTES, round(bits_per_second / 8 * BURST_SECONDS))
     rate = f"{round(bits_per_second)}bit"
-    bucket = ["tbf", "rate", rate, "burst", str(burst), "latency", QUEUE]
+    bucket = ["tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", QUEUE]
+    call("ip", "-n", host.name, "link", "set", INTERFACE, "gso_max_size", str(PACKET_BYTES))
     call("tc", "-n", host.name, "qdisc", "add", "dev", INTERFACE, "root", *bucket)
 
 

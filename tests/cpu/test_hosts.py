@@ -133,6 +133,8 @@ def test_nothing_is_left_after_an_error_or_a_signal() -> None:
         assert run.stdout is not None
         assert run.stdout.readline() == b"up\n"
         run.send_signal(number)
+        time.sleep(0.02)
+        run.send_signal(number)  # an impatient hand, or `timeout`, which passes on what it was sent
         run.wait(60)
         run.stdout.close()
         assert not [name for name in namespaces() if f"-{run.pid}-" in name]
@@ -168,18 +170,16 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_on_path")
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 def test_a_probe_over_two_hosts_sees_the_link_between_them(ranks_per_host: int) -> None:
-    """At 40 Mbit/s an all-reduce of 1 MiB between two ranks cannot take less than 0.18 s, inside a host it can."""
-    with two_hosts(bits_per_second=40e6) as hosts:
+    """At 200 Mbit/s an all-reduce of 1 MiB between two hosts cannot take less than 0.035 s."""
+    with two_hosts(bits_per_second=200e6) as hosts:
         found = hosts.launch("test_hosts:probe_few_sizes", {}, ranks_per_host)
     cluster = Cluster.from_json(found)
     assert (cluster.num_hosts, cluster.devices_per_host) == (2, ranks_per_host)
     assert (cluster.intra_host is None) == (ranks_per_host == 1)
     assert cluster.inter_host is not None
-    assert cluster.inter_host.bytes_per_second < 1.2 * 40e6 / 8
+    assert cluster.inter_host.bytes_per_second < 1.2 * 200e6 / 8
     largest = max(point.seconds for point in cluster.collectives if point.kind == "all_reduce")
-    assert largest > 0.18
-    if cluster.intra_host is not None:
-        assert cluster.intra_host.bytes_per_second > cluster.inter_host.bytes_per_second
+    assert largest > 0.035
 
 
 def probe_few_sizes(payload: dict[str, str]) -> str:
@@ -188,7 +188,7 @@ def probe_few_sizes(payload: dict[str, str]) -> str:
     from meshwright.measure import kernels, links, probe
     from meshwright.runtime.ranks import joined
 
-    links.CPU_SIZES = (8, 2**20)
+    links.CPU_SIZES, links.OVERLAP_BYTES = (8, 2**20), 2**16
     rate = Rate(kind="matmul", dtype="fp32", size=1.0, per_second=1.0)
     kernels.measure_rates = lambda device: [rate]
     kernels.measure_launches = lambda device: (1.0, 1.0)
