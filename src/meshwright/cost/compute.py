@@ -73,6 +73,8 @@ class ComputeCost:
     def _work(self, division: Division, block: str, one: Pass, numbers: Iterable[int]) -> Work:
         ops, numbers = division.kind.ops, list(numbers)
         launch = self.device.launch_seconds
+        if self.device.split_launch_seconds is not None and (self.plan.mesh.tp > 1 or self.plan.mesh.cp > 1):
+            launch = self.device.split_launch_seconds
         if one.phase == "backward" and self.device.backward_launch_seconds is not None:
             launch = self.device.backward_launch_seconds
         launches = launch * sum(ops[number].count for number in numbers)

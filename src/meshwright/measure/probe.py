@@ -4,6 +4,7 @@ Every figure is the slowest rank's median. What is measured, and how:
 
     rates          flops/s or bytes/s of each kind of op at several sizes            -> kernels.measure_rates
     launch         seconds per op of a model too small to compute anything           -> kernels.measure_launches
+    split launch   the same where each op follows a rule for split tensors           -> splitting.measure_split_launch
     update         parameters per second through AdamW                               -> kernels.measure_update
     collectives    seconds by kind and input bytes, between all ranks                -> links.measure_collectives
     links          bandwidth and latency; on several hosts, inside each apart        -> links.link_of, links.measure_host_link
@@ -26,10 +27,11 @@ from meshwright.core.codec import stable_hash
 from meshwright.core.errors import InputError
 from meshwright.measure import kernels, links
 from meshwright.measure.sharding import measure_shard_call
+from meshwright.measure.splitting import measure_split_launch
 from meshwright.runtime.launch import launch
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
-PROBE_VERSION = 5
+PROBE_VERSION = 6
 """Raised when a probe measures other things than before: older measurements are then not used."""
 
 
@@ -91,8 +93,10 @@ def measure_cluster(rank: Rank) -> Cluster:
         Rate(kind=rate.kind, dtype=rate.dtype, size=rate.size, per_second=value)
         for rate, value in zip(rates, slowest, strict=True)
     )
-    launches = [1 / seconds for seconds in kernels.measure_launches(rank.device)]
-    update, forward_launches, backward_launches = _slowest([kernels.measure_update(rank.device), *launches], rank)
+    launches = [*kernels.measure_launches(rank.device), measure_split_launch(rank.device)]
+    update, forward_launches, backward_launches, split_launches = _slowest(
+        [kernels.measure_update(rank.device), *(1 / seconds for seconds in launches)], rank
+    )
     collectives = links.measure_collectives(rank) if rank.num_ranks > 1 else ()
     (overlap,) = _slowest([links.measure_overlap(rank) if rank.num_ranks > 1 else 1.0], rank)
     queues = rank.device.type == "cpu" and rank.num_ranks > 1
@@ -109,6 +113,7 @@ def measure_cluster(rank: Rank) -> Cluster:
             rates=shared,
             launch_seconds=1 / forward_launches,
             backward_launch_seconds=1 / backward_launches,
+            split_launch_seconds=1 / split_launches,
             update_elements_per_second=update,
             overlap_share=max(0.0, min(1.0, overlap)),
             shard_call_seconds=-negated,
