@@ -15,7 +15,7 @@ from math import prod
 
 from meshwright.core.cluster import FLOP_KINDS, Cluster, Device
 from meshwright.core.graph import Graph, Op, Pass, Precision
-from meshwright.core.plan import Plan
+from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.division import Division
 from meshwright.cost.fusion import is_fused
@@ -72,11 +72,9 @@ class ComputeCost:
 
     def _work(self, division: Division, block: str, one: Pass, numbers: Iterable[int]) -> Work:
         ops, numbers = division.kind.ops, list(numbers)
-        launch = self.device.launch_seconds
-        if self.device.split_launch_seconds is not None and (self.plan.mesh.tp > 1 or self.plan.mesh.cp > 1):
-            launch = self.device.split_launch_seconds
-        if one.phase == "backward" and self.device.backward_launch_seconds is not None:
-            launch = self.device.backward_launch_seconds
+        launch = forward_launch_seconds(self.plan, self.device)
+        if one.phase == "backward":
+            launch = self.device.backward_launch_seconds or self.device.launch_seconds
         launches = launch * sum(ops[number].count for number in numbers)
         if is_fused(block, self.plan, self.recipe):
             work = self._compiled_work(division, numbers)
@@ -103,6 +101,16 @@ class ComputeCost:
         if key not in self._ops:
             self._ops[key] = self.costs.op_seconds(division, number, self.samples)
         return self._ops[key]
+
+
+def forward_launch_seconds(plan: Plan, device: Device) -> float:
+    """Of one op: its launch, and what the plan makes Python do beside it."""
+    ways = (
+        (plan.mesh.tp > 1 or plan.mesh.cp > 1, device.split_launch_seconds),
+        (plan.mesh.pp > 1 and plan.schedule in SPLIT_SCHEDULES, device.halves_launch_seconds),
+    )
+    added = sum(seconds - device.launch_seconds for applies, seconds in ways if applies and seconds is not None)
+    return device.launch_seconds + added
 
 
 class KernelCosts:

@@ -5,6 +5,7 @@ Every figure is the slowest rank's median. What is measured, and how:
     rates          flops/s or bytes/s of each kind of op at several sizes            -> kernels.measure_rates
     launch         seconds per op of a model too small to compute anything           -> kernels.measure_launches
     split launch   the same where each op follows a rule for split tensors           -> splitting.measure_split_launch
+    halves launch  the same where gradients of weights are put off                   -> splitting.measure_halves_launch
     update         parameters per second through AdamW                               -> kernels.measure_update
     collectives    seconds by kind and input bytes, between all ranks                -> links.measure_collectives
     links          bandwidth and latency; on several hosts, inside each apart        -> links.link_of, links.measure_host_link
@@ -27,7 +28,7 @@ from meshwright.core.codec import stable_hash
 from meshwright.core.errors import InputError
 from meshwright.measure import kernels, links
 from meshwright.measure.sharding import measure_shard_call
-from meshwright.measure.splitting import measure_split_launch
+from meshwright.measure.splitting import measure_halves_launch, measure_split_launch
 from meshwright.runtime.launch import launch
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
@@ -94,7 +95,8 @@ def measure_cluster(rank: Rank) -> Cluster:
         for rate, value in zip(rates, slowest, strict=True)
     )
     launches = [*kernels.measure_launches(rank.device), measure_split_launch(rank.device)]
-    update, forward_launches, backward_launches, split_launches = _slowest(
+    launches.append(measure_halves_launch(rank.device, launches[0]))
+    update, forward_launches, backward_launches, split_launches, halves_launches = _slowest(
         [kernels.measure_update(rank.device), *(1 / seconds for seconds in launches)], rank
     )
     collectives = links.measure_collectives(rank) if rank.num_ranks > 1 else ()
@@ -114,6 +116,7 @@ def measure_cluster(rank: Rank) -> Cluster:
             launch_seconds=1 / forward_launches,
             backward_launch_seconds=1 / backward_launches,
             split_launch_seconds=1 / split_launches,
+            halves_launch_seconds=1 / halves_launches,
             update_elements_per_second=update,
             overlap_share=max(0.0, min(1.0, overlap)),
             shard_call_seconds=-negated,
