@@ -1,4 +1,4 @@
-"""What the cost model says a schedule may put off is what the runtime puts off: products with whole parameters, not with experts'."""
+"""What cost says a schedule may put off is what the runtime puts off: products with whole parameters, not with experts'."""
 
 from __future__ import annotations
 
