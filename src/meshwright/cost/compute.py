@@ -226,6 +226,16 @@ def clip_seconds(num_elements: float, num_tensors: int, device: Device) -> float
     return moved + launches if device.kind == "cpu" else max(moved, launches)
 
 
+def accumulation_seconds(num_elements: float, num_microbatches: int, device: Device) -> float:
+    """Gradients of every microbatch but the first are added to those before: two reads and a write.
+
+    Only of a probed device: what was fitted for the others holds it.
+    """
+    if device.constants is not None:
+        return 0.0
+    return (num_microbatches - 1) * kernel_seconds(3 * 4 * num_elements, _plain_points(device))
+
+
 def _plain_points(device: Device) -> list[tuple[float, float]]:
     precision: Precision = "fp32" if any(rate.dtype == "fp32" for rate in device.rates) else "bf16"
     return rate_points(device, precision)["elementwise"]
