@@ -112,6 +112,8 @@ def faster(one: Any, other: Any) -> Any:
         rates=tuple(max(pair, key=lambda rate: rate.per_second) for pair in pairs),
         launch_seconds=min(one.device.launch_seconds, other.device.launch_seconds),
         backward_launch_seconds=min(one.device.backward_launch_seconds, other.device.backward_launch_seconds),
+        split_launch_seconds=min(one.device.split_launch_seconds, other.device.split_launch_seconds),
+        halves_launch_seconds=min(one.device.halves_launch_seconds, other.device.halves_launch_seconds),
         update_elements_per_second=max(one.device.update_elements_per_second, other.device.update_elements_per_second),
         overlap_share=max(one.device.overlap_share, other.device.overlap_share),
         shard_call_seconds=min(one.device.shard_call_seconds, other.device.shard_call_seconds),

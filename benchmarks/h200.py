@@ -112,9 +112,10 @@ def run_steps(row: Row, device: Any) -> Row:
         module = source.build()  # on the device: the host would take minutes to draw the weights
     num_parameters = sum(parameter.num_elements for parameter in list_parameters(module) if not parameter.tied_to)
     adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-    program = apply(module, plan_of(row, len(module.blocks)), optimizer=adamw, device=device)  # type: ignore[arg-type]
+    plan = plan_of(row, len(module.blocks))  # type: ignore[arg-type]
+    program = apply(module, plan, optimizer=adamw, device=device)
     assert source.example is not None
-    batch = source.example(row["microbatch"])
+    batch = source.example(plan.global_batch)
     began = time.perf_counter()
     first_loss = program.step(batch).loss
     first_seconds = time.perf_counter() - began
@@ -139,17 +140,18 @@ def run_steps(row: Row, device: Any) -> Row:
 
 
 def plan_of(row: Row, num_blocks: int) -> Any:
-    """One device, one microbatch."""
+    """One device; one microbatch, or as many as the row's global batch has."""
     from meshwright.core.plan import Plan, Recompute, Stage
 
     blocks = (f"blocks.0-{num_blocks - 1}",)
+    global_batch = row.get("global_batch", row["microbatch"])
     return Plan(
         model=row["model"],
         stages=(Stage(coordinate=0, blocks=blocks),),
         recompute=(Recompute(mode="full", blocks=blocks),) if row["recompute"] == "full" else (),
         microbatch=row["microbatch"],
-        num_microbatches=1,
-        global_batch=row["microbatch"],
+        num_microbatches=global_batch // row["microbatch"],
+        global_batch=global_batch,
         precision="bf16",
         compile=row["compile"],
     )

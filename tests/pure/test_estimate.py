@@ -101,7 +101,8 @@ def test_a_step_by_hand() -> None:
     assert found.forward == pytest.approx(2 * 3 * 4 * 1e-3)
     assert found.backward == pytest.approx(2 * 3 * 4 * 2e-3)
     assert found.update == pytest.approx(PSI * 28 / 1e9)
-    assert found.total == pytest.approx(found.forward + found.backward + found.update)
+    assert found.other == pytest.approx(PSI * 12 / 1e9)  # the second microbatch's gradients added to the first's
+    assert found.total == pytest.approx(found.forward + found.backward + found.update + found.other)
 
 
 def test_sharding_shares_the_update() -> None:

@@ -70,6 +70,10 @@ class Device(Value, kw_only=True):
     """Least time of an op in forward, Python included."""
     backward_launch_seconds: Positive | None = None
     """The same in backward, where no Python runs; without it, as in forward."""
+    split_launch_seconds: Positive | None = None
+    """The same in forward where tp or cp splits tensors, and each op follows a rule; without it, as elsewhere."""
+    halves_launch_seconds: Positive | None = None
+    """The same in forward where a schedule runs backward in halves, what that adds to backward included."""
     update_elements_per_second: Positive | None = None
     """How fast AdamW updates parameters held here; without it, memory bandwidth decides."""
     overlap_share: Annotated[float, Meta(ge=0, le=1)] = 1.0

@@ -15,7 +15,7 @@ from math import prod
 
 from meshwright.core.cluster import FLOP_KINDS, Cluster, Device
 from meshwright.core.graph import Graph, Op, Pass, Precision
-from meshwright.core.plan import Plan
+from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.division import Division
 from meshwright.cost.fusion import is_fused
@@ -72,9 +72,9 @@ class ComputeCost:
 
     def _work(self, division: Division, block: str, one: Pass, numbers: Iterable[int]) -> Work:
         ops, numbers = division.kind.ops, list(numbers)
-        launch = self.device.launch_seconds
-        if one.phase == "backward" and self.device.backward_launch_seconds is not None:
-            launch = self.device.backward_launch_seconds
+        launch = forward_launch_seconds(self.plan, self.device)
+        if one.phase == "backward":
+            launch = self.device.backward_launch_seconds or self.device.launch_seconds
         launches = launch * sum(ops[number].count for number in numbers)
         if is_fused(block, self.plan, self.recipe):
             work = self._compiled_work(division, numbers)
@@ -101,6 +101,16 @@ class ComputeCost:
         if key not in self._ops:
             self._ops[key] = self.costs.op_seconds(division, number, self.samples)
         return self._ops[key]
+
+
+def forward_launch_seconds(plan: Plan, device: Device) -> float:
+    """Of one op: its launch, and what the plan makes Python do beside it."""
+    ways = (
+        (plan.mesh.tp > 1 or plan.mesh.cp > 1, device.split_launch_seconds),
+        (plan.mesh.pp > 1 and plan.schedule in SPLIT_SCHEDULES, device.halves_launch_seconds),
+    )
+    added = sum(seconds - device.launch_seconds for applies, seconds in ways if applies and seconds is not None)
+    return device.launch_seconds + added
 
 
 class KernelCosts:
@@ -214,6 +224,16 @@ def clip_seconds(num_elements: float, num_tensors: int, device: Device) -> float
         moved = kernel_seconds(num_bytes, _plain_points(device))
     launches = 2 * num_tensors * device.launch_seconds
     return moved + launches if device.kind == "cpu" else max(moved, launches)
+
+
+def accumulation_seconds(num_elements: float, num_microbatches: int, device: Device) -> float:
+    """Gradients of every microbatch but the first are added to those before: two reads and a write.
+
+    Only of a probed device: what was fitted for the others holds it.
+    """
+    if device.constants is not None:
+        return 0.0
+    return (num_microbatches - 1) * kernel_seconds(3 * 4 * num_elements, _plain_points(device))
 
 
 def _plain_points(device: Device) -> list[tuple[float, float]]:

@@ -25,7 +25,7 @@ from meshwright.core.stages import check_blocks
 from meshwright.core.units import format_bytes
 from meshwright.cost.block_calls import block_calls
 from meshwright.cost.communication import Call, as_collectives, times, transfer_calls
-from meshwright.cost.compute import clip_seconds, update_seconds
+from meshwright.cost.compute import accumulation_seconds, clip_seconds, update_seconds
 from meshwright.cost.division import Division, divide
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.memory import MemoryCost, Moment
@@ -133,9 +133,11 @@ class Estimator:
         return seconds
 
     def other_seconds(self, coordinate: int) -> float:
-        """Collectives that hide behind nothing, and what a step takes beside its work."""
+        """Collectives that hide behind nothing, gradients added up, and what a step takes beside its work."""
         calls = self.costs.data_calls(coordinate)
         exposed = sum(self.costs.call_seconds(call) for call in calls if call.phase in ("other", "update"))
+        elements = self.holdings(coordinate).trainable
+        exposed += accumulation_seconds(elements, self.plan.num_microbatches, self.cluster.device)
         constants = self.cluster.device.constants
         return exposed + (constants.step_overhead_seconds if constants else 0.0)
 

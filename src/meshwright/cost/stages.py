@@ -128,12 +128,17 @@ class StageCosts:
         return list(seen.values())
 
     def weights(self, backward: tuple[Segment, ...]) -> float:
-        """Seconds of the matmuls of backward whose result has no tokens: gradients of weights."""
+        """Seconds of the matmuls of backward whose result has no tokens: gradients of weights.
+
+        Those of stacked experts are not among them: the runtime puts off products with whole parameters alone.
+        """
         found = 0.0
         for segment in backward:
             division = self.divisions[segment.block]
             for number in division.kind.passes[segment.number].op_range:
                 op = division.kind.ops[number]
+                if division.experts and op.region == "expert":
+                    continue
                 if op.kind in ("matmul", "convolution") and not any(dim.per_sample for dim in op.result_shape):
                     found += op.count * self.compute.op_seconds(division, number)
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,29 @@ def measure_collectives(rank: Rank) -> tuple[CollectiveTime, ...]:
     return tuple(
         CollectiveTime(kind=kind, num_ranks=rank.num_ranks, num_bytes=size, seconds=float(value))
         for (kind, size), value in zip(keys, shared.tolist(), strict=True)
+    )
+
+
+def measure_host_link(rank: Rank, per_host: int) -> tuple[CollectiveTime, ...]:
+    """All-reduces inside each host, all hosts at once: the smallest and the largest; nothing where a host has one rank."""
+    if per_host == 1:
+        return ()
+    sizes = CUDA_SIZES if rank.device.type == "cuda" else CPU_SIZES
+    group, _ = dist.new_subgroups(per_host)
+    found = []
+    for size in (sizes[0], sizes[-1]):
+        tensors = cold_tensors(size // 4, rank.device, torch.float32)
+
+        def work(tensors: Iterator[Tensor] = tensors) -> None:
+            dist.all_reduce(next(tensors), group=group)
+
+        found.append(typical_seconds(work, rank.device, together=True))
+    shared = torch.tensor(found, dtype=torch.float64, device=rank.device if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    dist.destroy_process_group(group)
+    return tuple(
+        CollectiveTime(kind="all_reduce", num_ranks=per_host, num_bytes=size, seconds=float(value))
+        for size, value in zip((sizes[0], sizes[-1]), shared.tolist(), strict=True)
     )
 
 

@@ -4,8 +4,11 @@ Every figure is the slowest rank's median. What is measured, and how:
 
     rates          flops/s or bytes/s of each kind of op at several sizes            -> kernels.measure_rates
     launch         seconds per op of a model too small to compute anything           -> kernels.measure_launches
+    split launch   the same where each op follows a rule for split tensors           -> splitting.measure_split_launch
+    halves launch  the same where gradients of weights are put off                   -> splitting.measure_halves_launch
     update         parameters per second through AdamW                               -> kernels.measure_update
-    collectives    seconds by kind and input bytes                                   -> links.measure_collectives
+    collectives    seconds by kind and input bytes, between all ranks                -> links.measure_collectives
+    links          bandwidth and latency; on several hosts, inside each apart        -> links.link_of, links.measure_host_link
     sharding       seconds that fully_shard adds to each of its collectives              -> sharding.measure_shard_call
     overlap        share of the shorter of matmul and all-reduce hidden when both run -> links.measure_overlap
 """
@@ -25,10 +28,11 @@ from meshwright.core.codec import stable_hash
 from meshwright.core.errors import InputError
 from meshwright.measure import kernels, links
 from meshwright.measure.sharding import measure_shard_call
+from meshwright.measure.splitting import measure_halves_launch, measure_split_launch
 from meshwright.runtime.launch import launch
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
-PROBE_VERSION = 5
+PROBE_VERSION = 6
 """Raised when a probe measures other things than before: older measurements are then not used."""
 
 
@@ -81,15 +85,20 @@ def probe_rank(payload: dict[str, Any]) -> str:
 
 
 def measure_cluster(rank: Rank) -> Cluster:
-    """Called by all running ranks together; every rank gets the same Cluster."""
+    """Called by all running ranks together, on one host or several; every rank gets the same Cluster."""
+    per_host = ranks_per_host(rank)
+    num_hosts = rank.num_ranks // per_host
     rates = kernels.measure_rates(rank.device)
     slowest = _slowest([rate.per_second for rate in rates], rank)
     shared = tuple(
         Rate(kind=rate.kind, dtype=rate.dtype, size=rate.size, per_second=value)
         for rate, value in zip(rates, slowest, strict=True)
     )
-    launches = [1 / seconds for seconds in kernels.measure_launches(rank.device)]
-    update, forward_launches, backward_launches = _slowest([kernels.measure_update(rank.device), *launches], rank)
+    launches = [*kernels.measure_launches(rank.device), measure_split_launch(rank.device)]
+    launches.append(measure_halves_launch(rank.device, launches[0]))
+    update, forward_launches, backward_launches, split_launches, halves_launches = _slowest(
+        [kernels.measure_update(rank.device), *(1 / seconds for seconds in launches)], rank
+    )
     collectives = links.measure_collectives(rank) if rank.num_ranks > 1 else ()
     (overlap,) = _slowest([links.measure_overlap(rank) if rank.num_ranks > 1 else 1.0], rank)
     queues = rank.device.type == "cpu" and rank.num_ranks > 1
@@ -97,8 +106,8 @@ def measure_cluster(rank: Rank) -> Cluster:
     return Cluster(
         name="local",
         origin="probe",
-        num_hosts=1,
-        devices_per_host=rank.num_ranks,
+        num_hosts=num_hosts,
+        devices_per_host=per_host,
         device=Device(
             name=gpu_name() if rank.device.type == "cuda" else cpu_name(),
             kind="cuda" if rank.device.type == "cuda" else "cpu",
@@ -106,16 +115,27 @@ def measure_cluster(rank: Rank) -> Cluster:
             rates=shared,
             launch_seconds=1 / forward_launches,
             backward_launch_seconds=1 / backward_launches,
+            split_launch_seconds=1 / split_launches,
+            halves_launch_seconds=1 / halves_launches,
             update_elements_per_second=update,
             overlap_share=max(0.0, min(1.0, overlap)),
             shard_call_seconds=-negated,
             peak_flops_per_second=max(rate.per_second for rate in shared if rate.kind == "matmul"),
         ),
         collectives=collectives,
-        intra_host=links.link_of(collectives),
+        intra_host=links.link_of(collectives if num_hosts == 1 else links.measure_host_link(rank, per_host)),
+        inter_host=links.link_of(collectives) if num_hosts > 1 else None,
         host_memory_bytes=host_memory_bytes(),
         notes=(f"measured with {rank.num_ranks} ranks at once, torch {torch.__version__}",),
     )
+
+
+def ranks_per_host(rank: Rank) -> int:
+    """As whoever started the ranks says; without a word, all are here."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", rank.num_ranks))
+    if rank.num_ranks % per_host:
+        raise InputError(f"{rank.num_ranks} ranks with {per_host} on this host: start equally many on every host")
+    return per_host
 
 
 def _slowest(values: list[float], rank: Rank) -> list[float]:
@@ -131,7 +151,7 @@ def device_memory_bytes(rank: Rank) -> int:
     """A GPU's own memory, or an equal share of the host's."""
     if rank.device.type == "cuda":
         return int(torch.cuda.get_device_properties(rank.device).total_memory)
-    return host_memory_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", rank.num_ranks))
+    return host_memory_bytes() // ranks_per_host(rank)
 
 
 def host_memory_bytes() -> int:

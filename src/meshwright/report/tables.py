@@ -151,6 +151,10 @@ def cluster_table(cluster: Cluster) -> Table:
     table.add_row("least time of an op, forward", format_seconds(device.launch_seconds))
     if device.backward_launch_seconds is not None:
         table.add_row("least time of an op, backward", format_seconds(device.backward_launch_seconds))
+    if device.split_launch_seconds is not None:
+        table.add_row("least time of an op, split over tp or cp", format_seconds(device.split_launch_seconds))
+    if device.halves_launch_seconds is not None:
+        table.add_row("least time of an op, backward in halves", format_seconds(device.halves_launch_seconds))
     if device.update_elements_per_second is not None:
         table.add_row("AdamW", f"{device.update_elements_per_second / 1e6:,.0f} M parameters/s")
     table.add_row("compute hides communication", f"{device.overlap_share:.0%}")

@@ -46,8 +46,10 @@ MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
 
 
-MOST_OPENED = 3000
+MOST_OPENED = 2000
 """Nodes of all levels, likewise."""
+FEW_OPENED = 300
+"""The same, for each look at simpler plans."""
 MOST_DIVED = 12
 """Cuts that are costed to begin with."""
 MOST_SIMPLER = 5
@@ -80,7 +82,7 @@ def _dives(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]:
     first = _narrowed(problem, {"cp": 1, "schedule": "1f1b"})
     if first is None:
         return []
-    found = _Search(first, drafts, most_costed=MOST_DIVED)
+    found = _Search(first, drafts, most_costed=MOST_DIVED, most_opened=MOST_OPENED // 2)
     found.run()
     if found.fastest is None:
         return list(found.costed)
@@ -122,7 +124,7 @@ def _simpler(problem: Problem, found: _Search) -> list[tuple[Plan, Estimate]]:
         if applies and getattr(problem.request, name) is None:
             request = msgspec.structs.replace(problem.request, **fixed)
             narrow = replace(problem, request=request)
-            part = _Search(narrow, found.drafts, limit_seconds=limit, most_costed=MOST_SIMPLER)
+            part = _Search(narrow, found.drafts, limit_seconds=limit, most_costed=MOST_SIMPLER, most_opened=FEW_OPENED)
             part.run()
             costed += part.costed
     return costed
@@ -139,6 +141,7 @@ class _Search:
         known: list[tuple[Plan, Estimate]] | None = None,
         limit_seconds: float = inf,
         most_costed: int = MOST_COSTED,
+        most_opened: int = MOST_OPENED,
     ) -> None:
         self.problem = problem
         self.drafts = drafts
@@ -147,7 +150,7 @@ class _Search:
         fitting = [pair for pair in self.costed if pair[1].fits]
         self.fastest = min(fitting, key=lambda pair: pair[1].step_seconds, default=None)
         self.best_seconds = min(limit_seconds, self.fastest[1].step_seconds if self.fastest else inf)
-        self.most_costed = most_costed
+        self.most_costed, self.most_opened = most_costed, most_opened
         self.num_candidates = 0
         self.bound_seconds: float | None = None
         """The least bound that was still open; None where nothing was."""
@@ -157,7 +160,7 @@ class _Search:
     def run(self) -> None:
         self._push(self._worlds())
         opened_nodes = 0
-        while self._open and len(self.costed) < self.most_costed and opened_nodes < MOST_OPENED:
+        while self._open and len(self.costed) < self.most_costed and opened_nodes < self.most_opened:
             opened_nodes += 1
             bound, _, opened = heapq.heappop(self._open)
             if bound >= self.best_seconds:
