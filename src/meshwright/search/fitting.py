@@ -38,8 +38,10 @@ class Again:
     selective: int = 0
 
 
-def fitted(problem: Problem, point: Point, cut: Cut, plan: Plan, table: UnitTable) -> tuple[Plan, Estimate]:
-    """The plan with its recompute, and its estimate; where nothing makes it fit, with all recomputed."""
+def fitted(
+    problem: Problem, point: Point, cut: Cut, plan: Plan, table: UnitTable, *, must_fit: bool = False
+) -> tuple[Plan, Estimate] | None:
+    """The plan with its recompute, and its estimate; where nothing makes it fit, with all recomputed, or None if it must."""
     if problem.request.recompute is not None:
         rules = recompute_rules(problem.request.recompute, problem.graph.repeated_blocks)
         return _costed(problem, msgspec.structs.replace(plan, recompute=rules))
@@ -65,7 +67,7 @@ def fitted(problem: Problem, point: Point, cut: Cut, plan: Plan, table: UnitTabl
             break
         wanted = [size + max(0, bytes_over) for size, bytes_over in zip(wanted, over, strict=True)]
     if best is None:
-        return found.plan, found.estimate(problem.budget_bytes)
+        return None if must_fit else (found.plan, found.estimate(problem.budget_bytes))
     best = coordinates.with_less(chosen, best)
     return best.plan, best.estimate(problem.budget_bytes)
 

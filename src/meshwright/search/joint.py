@@ -11,10 +11,11 @@ opened next:
             cut  where stages end: few are all tried, of many the best by dynamic programming (search/cuts.py)
                  costed with the least recompute that fits (search/fitting.py)
 
-Two short dives find good plans to begin with (1f1b without cp, then everything on the best mesh so far). The search ends when no
-open node can be faster than the best plan that fits: that plan is the fastest there is (of all cuts, where all were tried). After
-`MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too, and the least bound that is open says how far from the best the answer may
-be. Nodes are counted, not seconds, and ties are broken by the order of opening: the same input gives the same plan.
+Short dives find good plans to begin with (1f1b without cp for each tp inside a host, then everything on the best mesh so far).
+The search ends when no open node can be faster than the best plan that fits: that plan is the fastest there is (of all cuts, where
+all were tried). After `MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too, and the least bound that is open says how far from the
+best the answer may be. Nodes are counted, not seconds, and ties are broken by the order of opening: the same input gives the same
+plan.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from meshwright.search.drafts import LARGE_MICROBATCH, Drafts
 from meshwright.search.fitting import fitted
 from meshwright.search.problem import Outcome, Problem
 from meshwright.search.room import least_bytes, recompute_seconds
-from meshwright.search.space import Point, Shape, families, meshes, states, turns, worlds
+from meshwright.search.space import Point, Shape, divisors, families, meshes, states, turns, worlds
 from meshwright.search.units import Cut
 
 MOST_COSTED = 160
@@ -48,10 +49,10 @@ MOST_COSTED = 160
 
 MOST_OPENED = 2000
 """Nodes of all levels, likewise."""
-FEW_OPENED = 300
-"""The same, for each look at simpler plans."""
-MOST_DIVED = 12
-"""Cuts that are costed to begin with."""
+FEW_OPENED = 500
+"""The same, for each dive and each look at simpler plans."""
+MOST_DIVED = 6
+"""Cuts that are costed to begin with, for each degree of tp."""
 MOST_SIMPLER = 5
 """Cuts that are costed to find a simpler plan that is as fast, for every mechanism that is left out."""
 MOST_NEAREST = 8
@@ -78,20 +79,33 @@ def joint(problem: Problem) -> Outcome:
 
 
 def _dives(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]:
-    """Good plans to begin with, so that bounds have something to cut off: 1f1b without cp first, then all else on its mesh."""
-    first = _narrowed(problem, {"cp": 1, "schedule": "1f1b"})
-    if first is None:
-        return []
-    found = _Search(first, drafts, most_costed=MOST_DIVED, most_opened=MOST_OPENED // 2)
-    found.run()
-    if found.fastest is None:
-        return list(found.costed)
-    mesh = found.fastest[0].mesh
-    second = _narrowed(problem, {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep})
-    assert second is not None
-    then = _Search(second, drafts, known=list(found.costed), most_costed=2 * MOST_DIVED)
+    """Good plans to begin with, so that bounds have something to cut off: 1f1b on all devices without cp, tp inside a host; then
+    all else on the best mesh of these."""
+    costed: list[tuple[Plan, Estimate]] = []
+    best: _Search | None = None
+    world = worlds(problem)[:1]
+    for tp in divisors(problem.cluster.devices_per_host):
+        fixed = {"cp": 1, "schedule": "1f1b", "tp": tp, **({"sequence_parallel": True} if tp > 1 else {})}
+        narrow = _narrowed(problem, fixed)
+        if narrow is None or not world:
+            continue
+        best = _Search(
+            replace(narrow, world=world[0]),
+            drafts,
+            known=costed,
+            most_costed=len(costed) + MOST_DIVED,
+            most_opened=FEW_OPENED,
+        )
+        best.run()
+        costed = best.costed
+    if best is None or best.fastest is None:
+        return costed
+    mesh = best.fastest[0].mesh
+    same = _narrowed(problem, {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep})
+    assert same is not None
+    then = _Search(same, drafts, known=costed, most_costed=2 * MOST_DIVED, most_opened=FEW_OPENED)
     then.run()
-    return list(then.costed)
+    return then.costed
 
 
 def _narrowed(problem: Problem, fixed: dict[str, object]) -> Problem | None:
@@ -151,7 +165,7 @@ class _Search:
         self.fastest = min(fitting, key=lambda pair: pair[1].step_seconds, default=None)
         self.best_seconds = min(limit_seconds, self.fastest[1].step_seconds if self.fastest else inf)
         self.most_costed, self.most_opened = most_costed, most_opened
-        self.num_candidates = 0
+        self.num_candidates = self.num_costed = 0
         self.bound_seconds: float | None = None
         """The least bound that was still open; None where nothing was."""
         self._open: list[tuple[float, int, Open]] = []
@@ -160,7 +174,7 @@ class _Search:
     def run(self) -> None:
         self._push(self._worlds())
         opened_nodes = 0
-        while self._open and len(self.costed) < self.most_costed and opened_nodes < self.most_opened:
+        while self._open and self.num_costed < self.most_costed and opened_nodes < self.most_opened:
             opened_nodes += 1
             bound, _, opened = heapq.heappop(self._open)
             if bound >= self.best_seconds:
@@ -254,9 +268,12 @@ class _Search:
         if plan is None or table is None or _identity(plan) in self._points_costed:
             return ()
         try:
-            costed = fitted(self.problem, point, cut, plan, table)
+            costed = fitted(self.problem, point, cut, plan, table, must_fit=self.fastest is not None)
         except PlanError:
             return ()  # a block that reads what a later stage makes, or the like: no such plan
+        self.num_costed += 1
+        if costed is None:
+            return ()
         self.costed.append(costed)
         if costed[1].fits and costed[1].step_seconds < self.best_seconds:
             self.fastest, self.best_seconds = costed, costed[1].step_seconds
