@@ -214,7 +214,7 @@ def test_a_search_that_fails_carries_the_ways_out() -> None:
         search(
             GRAPH,
             machine(4),
-            PlanRequest(global_batch=8, zero=0, recompute="none", microbatch=1),
+            PlanRequest(global_batch=8, zero=0, recompute="none", microbatch=1, pp=1, tp=1, cp=1),
             budget_bytes=200 * 1024,
         )
     found = raised.value.found
