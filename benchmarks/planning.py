@@ -1,0 +1,147 @@
+"""How long a search takes, cold and with capture, what it holds, how that grows, and how it does beside published plans.
+
+    python benchmarks/planning.py [--only speed,growth,published] [--write]
+
+speed       `meshwright plan` in a fresh process with an empty cache: wall time, the search's own part, and the most memory it held
+growth      search time against the number of blocks and of devices, the graph known
+published   the ten models of sc21-table1 under the same cost model: the estimate of the published plan, of the fastest one, and
+            of the one that is chosen
+
+`--write` puts the tables into docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from meshwright.cli.graphs import both_castings, graph_of
+from meshwright.core.cluster import Cluster, from_facts, read_facts
+from meshwright.core.published import Run, read_runs
+from meshwright.core.request import PlanRequest
+from meshwright.core.result import describe
+from meshwright.cost.estimate import estimate
+from meshwright.report.published import plan_of, read
+from meshwright.search.search import search
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "performance.md"
+PUBLISHED = ROOT.parent / "shared" / "published"
+BEGIN, END = "<!-- planning: begin -->", "<!-- planning: end -->"
+COLD = {
+    "GPT 39e9, 64 V100": ("gpt:layers=48,hidden=8192,heads=64,seq=1024,vocab=51200", "v100-16g-p3", 8, 1024),
+    "GPT 1e12, 3,072 A100": (
+        "gpt:layers=128,hidden=25600,heads=160,seq=2048,vocab=51200",
+        "a100-80g-selene",
+        384,
+        3072,
+    ),
+    "Wide-ResNet, 64 V100": ("resnet:depth=50,width=2,image=224,classes=1024,channels=320", "v100-16g-p3", 8, 1536),
+    "MoE of 64 experts, 64 A100": (
+        "moe:layers=12,hidden=1024,heads=16,seq=1024,vocab=50304,experts=64",
+        "a100-80g-selene",
+        8,
+        512,
+    ),
+}
+DEPTHS, HOSTS = (12, 24, 48, 96), (1, 4, 16, 64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="speed,growth,published")
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    parts: dict[str, Callable[[], Iterator[str]]] = {"speed": speed, "growth": growth, "published": published}
+    lines: list[str] = []
+    for name in asked.only.split(","):
+        for line in parts[name]():
+            print(line, flush=True)
+            lines.append(line)
+        lines.append("")
+    if asked.write:
+        text = PAGE.read_text(encoding="utf-8")
+        head, rest = text.split(BEGIN)
+        PAGE.write_text(head + BEGIN + "\n" + "\n".join(lines) + END + rest.split(END)[1], encoding="utf-8")
+
+
+def speed() -> Iterator[str]:
+    yield "| model | wall time, cold | search | memory held | step | gap | choice |"
+    yield "|---|---:|---:|---:|---:|---:|---|"
+    for name, (model, cluster, hosts, batch) in COLD.items():
+        with tempfile.TemporaryDirectory() as cache:
+            command = [sys.executable, "-m", "meshwright", "plan", model, "--cluster", cluster, "--hosts", str(hosts)]
+            command += ["--global-batch", str(batch), "--json"]
+            started = time.perf_counter()
+            done = subprocess.run(command, env={**os.environ, "XDG_CACHE_HOME": cache}, capture_output=True, text=True)
+            wall = time.perf_counter() - started
+        held = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+        if done.returncode:
+            yield f"| {name} | {wall:.1f} s | | {held:.2f} GiB | | | {done.stderr.strip().splitlines()[-1][:120]} |"
+            continue
+        said = json.loads(done.stdout.strip().splitlines()[-1])
+        mesh = " · ".join(f"{axis} {degree}" for axis, degree in said["plan"]["mesh"].items() if degree > 1)
+        gap = "–" if said.get("gap") is None else f"{said['gap']:.0%}"
+        yield (
+            f"| {name} | {wall:.1f} s | {said['search_seconds']:.1f} s | {held:.2f} GiB | "
+            f"{said['estimate']['step_seconds']:.3g} s | {gap} | {mesh}, {said['plan'].get('schedule', '1f1b')} |"
+        )
+
+
+def growth() -> Iterator[str]:
+    yield "| blocks | devices | search |"
+    yield "|---:|---:|---:|"
+    for depth in DEPTHS:
+        yield _timed(depth, 8)
+    for hosts in HOSTS:
+        yield _timed(24, hosts)
+
+
+def _timed(depth: int, hosts: int) -> str:
+    model = f"gpt:layers={depth},hidden=4096,heads=32,seq=2048,vocab=51200"
+    graph, other = both_castings(model, "bf16")
+    cluster = Cluster.named("a100-80g-selene", hosts=hosts)
+    found = search(graph, cluster, PlanRequest(global_batch=8 * cluster.num_devices), other_casting=other)
+    return f"| {depth} | {cluster.num_devices} | {found.search_seconds:.2f} s |"
+
+
+def published() -> Iterator[str]:
+    yield "| parameters | GPUs | published plan | its step, estimated | fastest | chosen |"
+    yield "|---|---:|---|---:|---:|---:|"
+    facts = read_facts((PUBLISHED / "clusters.json").read_text(encoding="utf-8"), "clusters.json")
+    runs = [
+        run for run in read_runs(PUBLISHED / "runs.csv") if isinstance(run, Run) and run.source_table == "sc21-table1"
+    ]
+    for run in runs:
+        reading = read(run, facts[run.cluster])
+        graph = graph_of(reading.model, reading.precision)
+        other = graph_of(reading.model, reading.precision, "parameters")
+        hosts = -(-run.num_gpus // facts[run.cluster].devices_per_host)
+        cluster = _with_hosts(from_facts(run.cluster, facts[run.cluster]), hosts)
+        plan = plan_of(reading, graph, cluster.hash)
+        theirs = estimate(graph if plan.casting == graph.casting else other, plan, cluster, reading.recipe)
+        request = PlanRequest(global_batch=plan.global_batch, compile=False)
+        found = [
+            search(graph, cluster, request, recipe=reading.recipe, other_casting=other, prefer_fastest=fastest)
+            for fastest in (True, False)
+        ]
+        steps = " | ".join(f"{one.estimate.step_seconds:.1f} s" for one in found)
+        yield f"| {graph.num_parameters / 1e9:.1f}e9 | {run.num_gpus} | {describe(plan)} | {theirs.step_seconds:.1f} s | {steps} |"
+
+
+def _with_hosts(cluster: Cluster, hosts: int) -> Cluster:
+    import msgspec
+
+    return msgspec.structs.replace(cluster, num_hosts=hosts)
+
+
+if __name__ == "__main__":
+    main()
