@@ -8,6 +8,7 @@ Backward passes are part of the figure for attention, convolution and reductions
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import cycle
 from typing import Any, Literal, get_args
 
@@ -169,7 +170,7 @@ def _norms(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, fl
 def measure_launches(device: torch.device) -> tuple[float, float]:
     """Least seconds one op costs in a real step, in forward (Python included) and in backward."""
     source = resolve(TINY_MODEL)
-    graph = capture_source(source)
+    graph = tiny_graph()
     counts = {phase: count_ops(graph, phase) for phase in get_args(Phase)}
     module = source.build().to(device)
     assert source.example is not None
@@ -184,6 +185,12 @@ def measure_launches(device: torch.device) -> tuple[float, float]:
 
     one, two = typical_seconds(forward, device), typical_seconds(both, device)
     return one / counts["forward"], max(two - one, 0.1 * one) / counts["backward"]
+
+
+@cache
+def tiny_graph() -> Graph:
+    """Of the model that is too small to compute anything."""
+    return capture_source(resolve(TINY_MODEL))
 
 
 def count_ops(graph: Graph, phase: Phase) -> int:

@@ -17,9 +17,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from meshwright.capture.capture import capture_source
 from meshwright.core.request import PlanRequest, plain_plan
-from meshwright.measure.kernels import TINY_MODEL, count_ops
+from meshwright.measure.kernels import TINY_MODEL, count_ops, tiny_graph
 from meshwright.measure.stopwatch import typical_seconds
 from meshwright.models.objective import call, map_batch
 from meshwright.models.source import resolve
@@ -35,7 +34,7 @@ PRETENDED_RANKS = 2
 def measure_split_launch(device: torch.device) -> float:
     """Least seconds one op of a split model costs in forward."""
     source = resolve(TINY_MODEL)
-    graph = capture_source(source)
+    graph = tiny_graph()
     module = source.build().to(device)
     plan = plain_plan(PlanRequest(tp=PRETENDED_RANKS, global_batch=2), graph, PRETENDED_RANKS, "")
     ranks = Ranks("tp", PRETENDED_RANKS)
@@ -74,4 +73,4 @@ def measure_halves_launch(device: torch.device, launch_seconds: float) -> float:
 
     plain = typical_seconds(lambda: step(None), device)
     halves = typical_seconds(lambda: step(WeightsLater()), device)
-    return launch_seconds + max(0.0, halves - plain) / count_ops(capture_source(source), "forward")
+    return launch_seconds + max(0.0, halves - plain) / count_ops(tiny_graph(), "forward")

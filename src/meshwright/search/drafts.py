@@ -30,6 +30,8 @@ class Drafts:
         self.problem = problem
         self.units = units_of(problem.graph)
         self._unit_stages = tuple(Stage(coordinate=number, blocks=unit) for number, unit in enumerate(self.units))
+        self.points: set[Point] = set()
+        """Candidates that were looked at, by all parts of the search."""
         self.refusals: list[str] = []
         """Why degrees were left out."""
         self._answers = {answer.key: answer for answer in problem.legal}

@@ -75,7 +75,7 @@ def joint(problem: Problem) -> Outcome:
     if found.fastest is None:
         costed += found.nearest()
     bound = found.bound_seconds if found.bound_seconds is not None else found.best_seconds
-    return Outcome(tuple(costed), found.num_candidates, bound if bound < inf else None)
+    return Outcome(tuple(costed), max(len(drafts.points), len(costed)), bound if bound < inf else None)
 
 
 def _dives(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]:
@@ -165,7 +165,7 @@ class _Search:
         self.fastest = min(fitting, key=lambda pair: pair[1].step_seconds, default=None)
         self.best_seconds = min(limit_seconds, self.fastest[1].step_seconds if self.fastest else inf)
         self.most_costed, self.most_opened = most_costed, most_opened
-        self.num_candidates = self.num_costed = 0
+        self.num_costed = 0
         self.bound_seconds: float | None = None
         """The least bound that was still open; None where nothing was."""
         self._open: list[tuple[float, int, Open]] = []
@@ -202,7 +202,6 @@ class _Search:
 
     def _shapes(self, family: list[Shape]) -> Opened:
         for shape in family:
-            self.num_candidates += 1
             yield self._of_shape(shape), lambda shape=shape: self._turns(shape)  # type: ignore[misc]
 
     def _of_family(self, family: list[Shape]) -> float:
@@ -246,7 +245,7 @@ class _Search:
             point = Point(shape, schedule, virtual, zero, hybrid, offload)
             bounds = self.drafts.bounds(shape, sharded=zero > 0)
             if bounds is not None and self.drafts.runs(point):
-                self.num_candidates += 1
+                self.drafts.points.add(point)
                 yield bounds.of_point(point, self.drafts.room(point)), lambda point=point: self._cuts(point)  # type: ignore[misc]
 
     def _cuts(self, point: Point) -> Opened:
