@@ -91,8 +91,13 @@ def play_schedule(
     stages: Sequence[StageSeconds],
     transfers: Transfers = "asynchronous",
 ) -> Play:
-    """The step of a schedule. A long one is played three times shortly: where the third grows as the second did, the rest
-    of the step does too; else it is played as a whole."""
+    """The step of a schedule. A long one is played three times shortly, a round more each time.
+
+    A step is the longest of many paths, each of which grows by a constant with every round: the step grows ever faster, and
+    in the end as the steepest path. Where it has reached what the busiest coordinate does in a round, and both rounds grew
+    alike, the rest of the step does too; else it is played as a whole. How the waiting of other coordinates divides into
+    exposed and idle is that of the short play.
+    """
     step = num_coordinates if kind == "interleaved" else 1
     first = 2 * num_coordinates * virtual
     first += (num_microbatches - first) % step
@@ -100,14 +105,25 @@ def play_schedule(
     def played(count: int) -> Play:
         return play(make_order(kind, num_coordinates, count, virtual), stages, transfers)
 
-    irregular = enough_microbatches(kind, num_coordinates, num_microbatches) == num_microbatches and kind != "gpipe"
-    if irregular or num_microbatches <= 4 * first:
+    regular = kind in ("gpipe", "1f1b") or (kind == "interleaved" and num_microbatches % num_coordinates == 0)
+    if not regular or num_microbatches <= 4 * first:  # where backward runs in halves, waiting moves about for long
         return played(num_microbatches)
     one, two, three = (played(first + number * step) for number in range(3))
-    growth, before = three.step_seconds - two.step_seconds, two.step_seconds - one.step_seconds
-    if abs(growth - before) > SAME * three.step_seconds or three.busiest != two.busiest:
+    if not _is_steady(one, two, three, max(stage.transfer for stage in stages) * virtual * step):
         return played(num_microbatches)
     return _extended(two, three, (num_microbatches - first - 2 * step) // step)
+
+
+def _is_steady(one: Play, two: Play, three: Play, sent_seconds: float) -> bool:
+    """Whether the last round is what every later one will be. sent_seconds: of the messages of a round on the slowest link."""
+    tolerance = SAME * three.step_seconds
+    growth = three.step_seconds - two.step_seconds
+    work = max(after - before for before, after in zip(two.busy_seconds, three.busy_seconds, strict=True))
+    if abs(growth - max(work, sent_seconds)) > tolerance:
+        return False
+    worst = three.busiest
+    waited = [play.exposed_seconds[worst] for play in (one, two, three)]
+    return abs(growth - (two.step_seconds - one.step_seconds)) <= tolerance and max(waited) - min(waited) <= tolerance
 
 
 def _extended(before: Play, last: Play, times: int) -> Play:
