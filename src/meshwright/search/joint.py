@@ -41,10 +41,10 @@ from meshwright.search.fitting import fitted
 from meshwright.search.problem import Outcome, Problem
 from meshwright.search.room import least_bytes, recompute_seconds
 from meshwright.search.space import Point, Shape, divisors, families, meshes, states, turns, worlds
-from meshwright.search.units import Cut
+from meshwright.search.units import FEW_UNITS, Cut
 
 MOST_COSTED = 160
-"""Cuts that are costed before the search gives its best so far."""
+"""Cuts that are costed before the search gives its best so far; ten times as many where there are few units."""
 
 
 MOST_OPENED = 2000
@@ -67,7 +67,8 @@ Open = Callable[[], Opened]
 def joint(problem: Problem) -> Outcome:
     drafts = Drafts(problem)
     costed = _dives(problem, drafts)
-    found = _Search(problem, drafts, known=costed)
+    few = 10 if len(drafts.units) <= FEW_UNITS else 1  # estimates of a few blocks cost little: be sure
+    found = _Search(problem, drafts, known=costed, most_costed=few * MOST_COSTED, most_opened=few * MOST_OPENED)
     found.run()
     costed = list(found.costed)
     if found.fastest is not None and not problem.prefer_fastest:
