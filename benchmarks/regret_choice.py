@@ -32,7 +32,7 @@ def by_search(
 
 
 CHOOSERS: dict[str, Chooser] = {"search": by_search, "estimate": by_estimate}
-DEFAULT = "estimate"
+DEFAULT = "search"
 
 
 def prediction(graph: Graph, plan: Plan, cluster: Cluster) -> dict[str, Any]:
