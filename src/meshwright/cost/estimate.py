@@ -23,6 +23,7 @@ from meshwright.core.schedule import Order
 from meshwright.core.schedules import make_order
 from meshwright.core.stages import check_blocks
 from meshwright.core.units import format_bytes
+from meshwright.cost.beside import beside
 from meshwright.cost.block_calls import block_calls
 from meshwright.cost.communication import Call, as_collectives, times, transfer_calls
 from meshwright.cost.compute import accumulation_seconds, clip_seconds, update_seconds
@@ -167,15 +168,10 @@ class Estimator:
 
     def beside(self, peak: int) -> tuple[int, int]:
         """What the allocator reserves for a peak, and what the driver holds."""
-        constants = self.cluster.device.constants
-        if constants is None:
+        if self.cluster.device.constants is None:
             return 0, 0
-        slack = constants.compiled_slack_share if self.plan.compile else constants.allocator_slack_share
-        axes = sum(
-            degree > 1 for degree in (self.plan.mesh.pp, self.plan.mesh.dp, self.plan.mesh.cp, self.plan.mesh.tp)
-        )
-        communicators = axes + (1 if self.plan.world > 1 else 0)  # and the one of all ranks
-        return round(peak * (1 + slack)), round(constants.context_bytes + communicators * constants.communicator_bytes)
+        slack, context = beside(self.plan.mesh, self.plan.compile, self.cluster.device.constants)
+        return round(peak * (1 + slack)), round(context)
 
     def host_bytes(self, peak: int) -> int:
         """Of one host: offloaded state of its ranks; where the host is the device, all of it."""

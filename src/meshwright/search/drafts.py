@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 
 from meshwright.core.errors import PlanError
 from meshwright.core.limits import not_yet
 from meshwright.core.plan import BlockSharding, Mesh, Offload, Plan, Stage
+from meshwright.core.stages import cut_stages
 from meshwright.cost.division import check_degrees, check_divides
 from meshwright.cost.state import Items, items_of
 from meshwright.search.bounds import Bounds
@@ -16,7 +16,7 @@ from meshwright.search.problem import Problem
 from meshwright.search.room import Room, room_of
 from meshwright.search.sharding import best_sharding
 from meshwright.search.space import Point, Shape, divisors
-from meshwright.search.units import Cut, stages_of, units_of
+from meshwright.search.units import Cut, even_cut, sizes_of, units_of
 from meshwright.search.work import Divided, UnitTable, divide_units, make_table
 
 LARGE_MICROBATCH = 16
@@ -158,7 +158,7 @@ class Drafts:
                 graph=graph.identity,
                 cluster=self.problem.cluster_hash,
                 mesh=shape.mesh,
-                stages=stages_of(self.units, cut, shape.pp, point.schedule),
+                stages=cut_stages(graph, sizes_of(cut), shape.pp, point.schedule),
                 sharding=self.sharding(shape) or (),
                 sequence_parallel=shape.sequence_parallel,
                 zero=point.zero,
@@ -182,8 +182,7 @@ class Drafts:
         shape = point.shape
         key = (shape.compile, shape.tp * shape.cp > 1, shape.pp > 1, point.schedule, point.zero, point.offload)
         if key not in self._runs:
-            size, larger = divmod(len(self.units), point.num_stages)
-            cut = tuple(accumulate(size + (stage < larger) for stage in range(point.num_stages)))
+            cut = even_cut(len(self.units), point.num_stages)
             asked = self.problem.request.offload is not None  # who asks for it may see what it would cost
             plan = self.plan(replace(point, offload="none") if asked else point, cut)
             self._runs[key] = plan is not None and not not_yet(plan)

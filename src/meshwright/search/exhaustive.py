@@ -41,6 +41,7 @@ from meshwright.cost.redone import core_ops
 from meshwright.search.builder import Builder
 from meshwright.search.builder import Point as Point
 from meshwright.search.problem import Outcome, Problem
+from meshwright.search.space import divisors
 
 MOST_PLANS = 20_000
 """A few minutes for a model of a few blocks."""
@@ -116,10 +117,6 @@ def meshes(problem: Problem) -> Iterator[Mesh]:
                     for ep in divisors(dp) if has_experts else [1]:
                         if request.ep in (None, ep):
                             yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
-
-
-def divisors(number: int) -> list[int]:
-    return [part for part in range(1, number + 1) if number % part == 0]
 
 
 def _degrees(fixed: int | None, most: int) -> list[int]:

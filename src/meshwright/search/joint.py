@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import accumulate, count
+from itertools import count
 from math import inf, prod
 
 import msgspec
@@ -41,12 +41,10 @@ from meshwright.search.fitting import fitted
 from meshwright.search.problem import Outcome, Problem
 from meshwright.search.room import least_bytes, recompute_seconds
 from meshwright.search.space import Point, Shape, divisors, families, meshes, states, turns, worlds
-from meshwright.search.units import FEW_UNITS, Cut
+from meshwright.search.units import FEW_UNITS, Cut, even_cut
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far; ten times as many where there are few units."""
-
-
 MOST_OPENED = 2000
 """Nodes of all levels, likewise."""
 FEW_OPENED = 500
@@ -74,7 +72,7 @@ def joint(problem: Problem) -> Outcome:
     if found.fastest is not None and not problem.prefer_fastest:
         costed += _simpler(problem, found)
     if found.fastest is None:
-        costed += found.nearest()
+        costed = found.nearest()
     bound = found.bound_seconds if found.bound_seconds is not None else found.best_seconds
     return Outcome(tuple(costed), max(len(drafts.points), len(costed)), bound if bound < inf else None)
 
@@ -135,10 +133,8 @@ def _simpler(problem: Problem, found: _Search) -> list[tuple[Plan, Estimate]]:
     costed = []
     limit = found.best_seconds * (1 + error_band(problem.cluster))
     for applies, fixed in restrictions:
-        name = next(iter(fixed))
-        if applies and getattr(problem.request, name) is None:
-            request = msgspec.structs.replace(problem.request, **fixed)
-            narrow = replace(problem, request=request)
+        narrow = _narrowed(problem, fixed) if applies else None
+        if narrow is not None:
             part = _Search(narrow, found.drafts, limit_seconds=limit, most_costed=MOST_SIMPLER, most_opened=FEW_OPENED)
             part.run()
             costed += part.costed
@@ -293,9 +289,7 @@ class _Search:
         if not found:
             raise self._nothing()
         for _, _, point in heapq.nsmallest(MOST_NEAREST, found):
-            size, larger = divmod(len(self.drafts.units), point.num_stages)
-            cut = tuple(accumulate(size + (stage < larger) for stage in range(point.num_stages)))
-            self._cost(point, cut)
+            self._cost(point, even_cut(len(self.drafts.units), point.num_stages))
         if not self.costed:
             raise self._nothing()
         return self.costed

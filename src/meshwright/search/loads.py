@@ -28,6 +28,7 @@ from meshwright.core.graph import Segment
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Mesh, Plan, Recompute
 from meshwright.core.schedules import make_order
+from meshwright.cost.beside import usable_bytes
 from meshwright.cost.communication import sends_shares, sent_bytes
 from meshwright.cost.division import divide
 from meshwright.cost.holdings import Holdings
@@ -90,7 +91,9 @@ def reduce_seconds(weight_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
 def loads_of(builder: Builder, point: Point, rules: tuple[Recompute, ...] = ()) -> Loads:
     """Of all units, in the order of the model, on the groups of a point's mesh."""
     plan = _unit_plan(builder, point, rules)
-    return Loads(_UnitCosts(builder.problem, plan).units(point.mesh), _usable_bytes(builder.problem, plan, point.mesh))
+    problem, mesh = builder.problem, point.mesh
+    usable = usable_bytes(problem.budget, mesh, plan.compile, problem.cluster.device)
+    return Loads(_UnitCosts(problem, plan).units(mesh), usable)
 
 
 def _unit_plan(builder: Builder, point: Point, rules: tuple[Recompute, ...]) -> Plan:
@@ -177,15 +180,3 @@ class _UnitCosts:
         if sends_shares(plan, problem.recipe):
             seconds += collective_seconds("all_gather", size, axis_group(mesh, "tp"), problem.cluster)
         return seconds
-
-
-def _usable_bytes(problem: Problem, plan: Plan, mesh: Mesh) -> float:
-    """The budget, less what driver and communicators hold, less the allocator's slack, as in cost/estimate.py."""
-    device = problem.cluster.device
-    budget = device.memory_bytes if problem.budget_bytes is None else problem.budget_bytes
-    constants = device.constants
-    if constants is None:
-        return budget
-    slack = constants.compiled_slack_share if plan.compile else constants.allocator_slack_share
-    communicators = sum(degree > 1 for degree in (mesh.pp, mesh.dp, mesh.cp, mesh.tp)) + (mesh.world > 1)
-    return (budget - constants.context_bytes - communicators * constants.communicator_bytes) / (1 + slack)

@@ -25,6 +25,7 @@ import numpy as np
 
 from meshwright.core.cluster import Device
 from meshwright.core.recipe import Recipe
+from meshwright.cost.beside import usable_bytes
 from meshwright.cost.state import Items
 from meshwright.search.in_flight import in_flight
 from meshwright.search.space import Point
@@ -53,22 +54,11 @@ class Room:
 
 def room_of(point: Point, items: Items, recipe: Recipe, budget_bytes: float, device: Device) -> Room:
     shape = point.shape
-    budget = _usable_bytes(point, budget_bytes, device)
+    budget = usable_bytes(budget_bytes, shape.mesh, shape.compile, device)
     degree = 1 if point.zero == 0 else point.hybrid or shape.dp * shape.cp
     few = max(1, min(degree, shape.dp * shape.cp // shape.ep))
     dense, expert = (_element_bytes(point, items, recipe, ranks) for ranks in (degree, few))
     return Room(budget, dense, expert, _working(point, items, recipe))
-
-
-def _usable_bytes(point: Point, budget_bytes: float, device: Device) -> float:
-    """Less what the driver and the communicators hold, and the allocator's slack."""
-    constants, shape = device.constants, point.shape
-    if constants is None:
-        return budget_bytes
-    axes = sum(degree > 1 for degree in (shape.pp, shape.dp, shape.cp, shape.tp))
-    context = constants.context_bytes + (axes + (shape.world > 1)) * constants.communicator_bytes
-    slack = constants.compiled_slack_share if shape.compile else constants.allocator_slack_share
-    return (budget_bytes - context) / (1 + slack)
 
 
 def _working(point: Point, items: Items, recipe: Recipe) -> float:

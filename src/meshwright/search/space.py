@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from math import prod
 
@@ -48,7 +49,7 @@ class Shape:
     num_microbatches: int
     compile: bool
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep)
 

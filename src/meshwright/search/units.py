@@ -6,15 +6,13 @@ one unit.
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 from meshwright.core.graph import Graph
-from meshwright.core.names import compact_names
-from meshwright.core.placement import coordinate_of
-from meshwright.core.plan import ScheduleKind, Stage, placement_of
+from meshwright.core.stages import even_counts
 
 Cut = tuple[int, ...]
 """Where each stage ends: the number of units before it. The last one is the number of units."""
-
-
 FEW_UNITS = 12
 """No more units than these are cut in every way there is."""
 
@@ -38,13 +36,11 @@ def units_of(graph: Graph) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(unit) for unit in found)
 
 
-def stages_of(units: tuple[tuple[str, ...], ...], cut: Cut, pp: int, schedule: ScheduleKind) -> tuple[Stage, ...]:
-    """The stages of a cut, laid over the coordinates as the schedule asks."""
-    begins = (0, *cut[:-1])
-    return tuple(
-        Stage(
-            coordinate=coordinate_of(number, pp, placement_of(schedule)),
-            blocks=compact_names(name for unit in units[begin:end] for name in unit),
-        )
-        for number, (begin, end) in enumerate(zip(begins, cut, strict=True))
-    )
+def sizes_of(cut: Cut) -> list[int]:
+    """Units of each stage."""
+    return [end - begin for begin, end in pairwise((0, *cut))]
+
+
+def even_cut(num_units: int, num_stages: int) -> Cut:
+    """As a plain plan is cut."""
+    return tuple(accumulate(even_counts(num_units, num_stages)))
