@@ -1,0 +1,114 @@
+"""Memory of the host that a device can copy to and from while it computes.
+
+One piece is taken for all that is kept there, so that nothing is lost to rounding (torch's own pinned allocator rounds every
+tensor up to a power of two), refused before it is taken where the host has less, and given back when it is closed.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.core.errors import InfeasibleError
+from meshwright.core.units import format_bytes
+
+ALIGNMENT = 4096
+"""Every tensor begins on a page: copies and vector instructions run at full speed."""
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class HostMemory:
+    """A stretch of host memory that tensors are cut from, one after the other."""
+
+    def __init__(self, num_bytes: int, device: torch.device, what: str, num_ranks_here: int = 1) -> None:
+        """what: what it is for, in words. num_ranks_here: how many ranks of this host take as much."""
+        check_host_memory(num_bytes * num_ranks_here, what)
+        self.num_bytes, self.device = num_bytes, device
+        self._map = mmap.mmap(-1, max(num_bytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._all: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._taken = 0
+        self._is_pinned = False
+        if device.type == "cuda" and num_bytes:
+            self._pin(self._all)
+
+    def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """The next piece, as zeros."""
+        assert self._all is not None, "the memory was given back"
+        start = padded(self._taken)
+        end = start + num_elements * dtype.itemsize
+        if end > self._all.numel():
+            raise MemoryError(
+                f"{format_bytes(end)} of host memory are needed, but {format_bytes(self.num_bytes)} were taken"
+            )
+        self._taken = end
+        return self._all[start:end].view(dtype)
+
+    def close(self) -> None:
+        """Give it back: tensors cut from it must not be used any more."""
+        if self._is_pinned and self._all is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._all.data_ptr())
+        self._is_pinned, self._all = False, None
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_pinned", False):
+            self.close()
+
+    def _pin(self, memory: Tensor) -> None:
+        memory.zero_()  # touched by many threads before the driver touches it with one
+        with torch.cuda.device(self.device):
+            status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        if int(status) != 0:
+            raise InfeasibleError(
+                f"the driver could not pin {format_bytes(memory.numel())} of host memory (CUDA error {int(status)}): raise the limit "
+                "of locked memory (ulimit -l), or offload a smaller share"
+            )
+        self._is_pinned = True
+
+
+def padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def check_host_memory(needed: int, what: str) -> None:
+    """Refused while nothing is taken yet."""
+    available = available_bytes()
+    if available is not None and needed > available:
+        raise InfeasibleError(
+            f"{what} needs {format_bytes(needed)} of host memory, but {format_bytes(available)} are available: offload a smaller "
+            "share, spread over more hosts, or keep it on disk"
+        )
+
+
+def available_bytes() -> int | None:
+    """What this process may still take: the machine's free memory, or less where a container is given less."""
+    found = [free for free in (_free_of_machine(), _free_of_container()) if free is not None]
+    return min(found) if found else None
+
+
+def _free_of_machine() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    values = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
+    return int(values["MemAvailable"]) * 1024 if "MemAvailable" in values else None
+
+
+def _free_of_container() -> int | None:
+    try:
+        limit, used = (CGROUP / "memory.max").read_text().strip(), (CGROUP / "memory.current").read_text().strip()
+        reclaimable = _reclaimable((CGROUP / "memory.stat").read_text())
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(used) + reclaimable
+
+
+def _reclaimable(statistics: str) -> int:
+    """File pages that the kernel gives up first."""
+    found = dict(line.split(maxsplit=1) for line in statistics.splitlines())
+    return int(found.get("inactive_file", 0))

@@ -1,0 +1,131 @@
+"""The link between a device and its host: copies that run beside the computation, one stream each way.
+
+    call                      the copy waits for                      who waits for the copy
+    to_host(source, target)   what the device was given so far        Arrival.wait_on_host
+    to_device(source, target) nothing: the host has made the source   Arrival.wait_on_device
+
+Where the device is the host (CPU), a thread each way stands in for the streams, as slow as it is told to be: ordering, waiting
+and memory are then the same as with a GPU, and can be tested without one.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Arrival(ABC):
+    """A copy on its way."""
+
+    @abstractmethod
+    def wait_on_host(self) -> None:
+        """Until it is there; what failed on the way is raised here."""
+
+    @abstractmethod
+    def wait_on_device(self) -> None:
+        """What the device is given from now on starts after it; the host goes on."""
+
+
+class Link(ABC):
+    """One device's link to its host. Tensors given to it may be dropped at once: it holds them until they have been read."""
+
+    bytes_out: int = 0
+    bytes_in: int = 0
+    """Moved so far, to the host and to the device."""
+
+    @abstractmethod
+    def to_host(self, source: Tensor, target: Tensor) -> Arrival: ...
+
+    @abstractmethod
+    def to_device(self, source: Tensor, target: Tensor) -> Arrival: ...
+
+    def close(self) -> None:
+        """Nothing is copied afterwards."""
+
+
+def open_link(device: torch.device, bytes_per_second: float | None = None) -> Link:
+    """bytes_per_second: how slow a stand-in is each way; a real link is as fast as it is."""
+    return CudaLink(device) if device.type == "cuda" else ThrottledLink(bytes_per_second)
+
+
+class CudaLink(Link):
+    """Copies between pinned memory and a GPU by its copy engines."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def to_host(self, source: Tensor, target: Tensor) -> Arrival:
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
+            target.copy_(source, non_blocking=True)
+            source.record_stream(self._out)
+            self.bytes_out += _bytes(target)
+            return _Recorded(self._out.record_event())
+
+    def to_device(self, source: Tensor, target: Tensor) -> Arrival:
+        with torch.cuda.stream(self._in):
+            target.copy_(source, non_blocking=True)
+            target.record_stream(self._in)
+            self.bytes_in += _bytes(source)
+            return _Recorded(self._in.record_event())
+
+
+class _Recorded(Arrival):
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def wait_on_host(self) -> None:
+        self.event.synchronize()
+
+    def wait_on_device(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class ThrottledLink(Link):
+    """A thread each way that copies no faster than the link it stands for."""
+
+    def __init__(self, bytes_per_second: float | None = None) -> None:
+        self.bytes_per_second = bytes_per_second
+        self._out = ThreadPoolExecutor(1, "link-to-host")
+        self._in = ThreadPoolExecutor(1, "link-to-device")
+
+    def to_host(self, source: Tensor, target: Tensor) -> Arrival:
+        self.bytes_out += _bytes(target)
+        return _Promised(self._out.submit(self._copy, source.detach(), target))
+
+    def to_device(self, source: Tensor, target: Tensor) -> Arrival:
+        self.bytes_in += _bytes(source)
+        return _Promised(self._in.submit(self._copy, source, target.detach()))
+
+    def close(self) -> None:
+        for way in (self._out, self._in):
+            way.shutdown(wait=True)
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        started = time.perf_counter()
+        target.copy_(source)
+        if self.bytes_per_second is not None:
+            left = started + _bytes(target) / self.bytes_per_second - time.perf_counter()
+            if left > 0:
+                time.sleep(left)
+
+
+class _Promised(Arrival):
+    def __init__(self, future: Future[None]) -> None:
+        self.future = future
+
+    def wait_on_host(self) -> None:
+        self.future.result()
+
+    def wait_on_device(self) -> None:
+        self.future.result()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
