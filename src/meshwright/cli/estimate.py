@@ -47,7 +47,7 @@ def estimate(
     console = make_console(as_json)
     found = find_cluster(console, cluster, hosts, nproc)
     precision = precision_of(flags, found)
-    graph = graph_of(model, precision, casting_of_flags(flags, precision))
+    graph = graph_of(model, precision, casting_of_flags(flags, precision, devices or found.num_devices))
     plan = plan_from_flags(flags, graph, found, devices)
     check_memory_of_all(graph, plan, found)
     result = estimate_plan(graph, plan, found, budget_bytes=budget_of(memory))

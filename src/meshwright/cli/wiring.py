@@ -73,14 +73,15 @@ def precision_of(flags: PlanFlags, cluster: Cluster) -> Precision:
     return flags.request.precision or plain_precision(cluster)
 
 
-def casting_of_flags(flags: PlanFlags, precision: Precision) -> Casting:
+def casting_of_flags(flags: PlanFlags, precision: Precision, devices: int) -> Casting:
     """How the plan will reach 16 bits, known before the plan as well."""
-    from meshwright.core.plan import Plan, casting_of
+    from meshwright.core.plan import Plan, casting_of, stores_16_bits
 
     if flags.file:
         return Plan.load(flags.file).casting
     wish = flags.request
-    return casting_of(precision, wish.zero or 0)
+    stored = stores_16_bits(precision, wish.offload or "none", _world(wish, devices))
+    return casting_of(precision, wish.zero or 0, stored)
 
 
 def plain_precision(cluster: Cluster) -> Precision:

@@ -29,9 +29,14 @@ def not_yet(plan: Plan) -> dict[str, str]:
             plan.compile and (plan.mesh.tp > 1 or plan.mesh.cp > 1),
         ),
         (
-            f"offload of {plan.offload.what}",
-            "set offload to none, and shard with ZeRO or recompute to save memory",
-            plan.offload.what != "none",
+            "offload of parameters",
+            "set offload to optimizer, or to none and shard with ZeRO or recompute to save memory",
+            plan.offload.what == "parameters",
+        ),
+        (
+            "offload to disk",
+            "offload to the host, and a smaller share where its memory is short",
+            plan.offload.what != "none" and plan.offload.where == "disk",
         ),
         (
             f"schedule {schedule} without pp",

@@ -106,6 +106,8 @@ class Offload(Value, kw_only=True):
     where: Literal["host", "disk"] = "host"
     share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     delayed: bool = False
+    warmup_steps: Annotated[int, Meta(ge=0)] = 40
+    """Steps before updates may be late: gradients change fastest at the beginning."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError)
@@ -154,8 +156,14 @@ class Plan(Value, kw_only=True, dict=True):
 
     @property
     def casting(self) -> Casting:
-        """How it reaches 16 bits: whole parameters by autocast, sharded ones are gathered in 16 bits."""
-        return casting_of(self.precision, self.zero)
+        """How it reaches 16 bits: whole parameters by autocast, sharded ones are gathered in 16 bits, and those whose masters
+        are on the host are stored in them."""
+        return casting_of(self.precision, self.zero, self.stores_16_bits)
+
+    @property
+    def stores_16_bits(self) -> bool:
+        """Whether the device holds parameters in 16 bits, and the optimizer's fp32 masters of them lie with its state."""
+        return stores_16_bits(self.precision, self.offload.what, self.world)
 
     @property
     def placement(self) -> Placement:
@@ -196,8 +204,13 @@ class Plan(Value, kw_only=True, dict=True):
         return " + ".join(f"{mode} ({count} blocks)" for mode, count in counts.items()) or "none"
 
 
-def casting_of(precision: Precision, zero: int) -> Casting:
-    return "parameters" if precision in ("bf16", "fp16") and zero > 0 else "autocast"
+def casting_of(precision: Precision, zero: int, stores_16_bits: bool = False) -> Casting:
+    return "parameters" if precision in ("bf16", "fp16") and (zero > 0 or stores_16_bits) else "autocast"
+
+
+def stores_16_bits(precision: Precision, offload: str, world: int) -> bool:
+    """fp16 needs fp32 gradients to unscale; where ranks share parameters, they are gathered in 16 bits from fp32 shards."""
+    return precision == "bf16" and offload != "none" and world == 1
 
 
 def _check_batch(plan: Plan) -> None:

@@ -86,9 +86,7 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     if tamper is not None:
         tamper(program)
     gradients: dict[str, Tensor] = {}
-    program.optimizer.register_step_pre_hook(
-        lambda *_: gradients.update(_of_all_stages(_gradients(program.module, program.mesh), plan))
-    )
+    _observe(program, gradients)
     slack = SLACK * (BATCH_NORM_SLACK if _has_batch_norm(reference.module) else 1.0)
     tally = _Tally(bound=slack * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
     batches = source.example(num_steps * plan.global_batch)
@@ -102,9 +100,29 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
         tally.loss(step, found, expected)
         tally.gradients(step, gradients, _gradients(reference.module))
         _update(reference)
+    if program.host is not None:
+        program.host.settle()
     held = _of_all_stages(_parameters(program.module, program.mesh), plan)
     tally.parameters(held, _parameters(reference.module))
     return tally.result()
+
+
+def _observe(program: Program, found: dict[str, Tensor]) -> None:
+    """Gradients of a step, whole, as they are when the update begins; those that leave for the host, as they leave."""
+
+    def add(name: str, gradient: Tensor) -> None:
+        found[name] = found[name] + gradient if name in found else gradient.clone()
+
+    def take(*_: Any) -> None:
+        found.update(_of_all_stages(_gradients(program.module, program.mesh), program.plan))
+
+    host = program.host
+    if host is None:
+        program.optimizer.register_step_pre_hook(take)
+    elif host.leaves_early:
+        host.observer = add
+    else:
+        host.before_step = take
 
 
 def _build(source: ModelSource) -> nn.Module:

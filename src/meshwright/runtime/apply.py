@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
@@ -24,8 +25,11 @@ from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import agree_on_values, give_up_gathered, inner, prepare_microbatch, spread
 from meshwright.runtime.deferred import materialise
 from meshwright.runtime.experts import spread_experts
-from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, data_mesh
+from meshwright.runtime.lowered import Values, lower
+from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, data_mesh, local_device
 from meshwright.runtime.nan import NanFinder
+from meshwright.runtime.offload.link import open_link
+from meshwright.runtime.offload.optimizer import HostOptimizer, step_on_host
 from meshwright.runtime.optimizer import OptimizerFactory, check_optimizer, make_optimizer, named_parameters
 from meshwright.runtime.pipeline.cut import cut
 from meshwright.runtime.pipeline.draw import draw
@@ -50,19 +54,22 @@ def apply(
     recorder: Recorder | None = None,
     device: torch.device | None = None,
     find_nan: bool = False,
+    host_link: float | None = None,
 ) -> Program:
     """Spread a module over the running ranks as the plan says. The module itself is changed.
 
     find_nan: look at every block in every step, so that a loss that is not finite is traced to its origin; slow.
+    host_link: bytes a second that a CPU's stand-in for the link between device and host moves each way; without it, all it can.
     """
     watch = Watch(recorder)
     spread = _spread(module, plan, optimizer, device, watch, objective)
+    host = _offload(spread, plan, host_link, max_norm)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
     finder = NanFinder(inner(spread.module), plan, dist.get_rank()) if find_nan else None
     loss = compile_loss(objective, plan)
     return Program(
         spread.module, spread.optimizer, plan, schedule, spread.mesh, loss, max_norm, watch, spread.split, finder,
-        spread.pipeline,
+        spread.pipeline, host,
     )  # fmt: skip
 
 
@@ -84,7 +91,11 @@ def wrap(
     found = _spread(module, plan, optimizer, device, Watch(None), DEFAULT)
     counter = _MicrobatchCounter(found.module, plan, found.mesh, found.split)
     found.module.register_forward_pre_hook(counter.before_forward)
-    found.optimizer.register_step_pre_hook(counter.before_update)
+    host = _offload(found, plan, is_own_loop=True)
+    if host is None:
+        found.optimizer.register_step_pre_hook(counter.before_update)
+    else:
+        step_on_host(found.optimizer, host, counter.before_update)
     context = compute_context(plan, torch.device(found.mesh.device_type), found.split.splitter if found.split else None)
     found.module.forward = _inside(context, found.module, found.split)
     return found.module, found.optimizer
@@ -96,6 +107,22 @@ class _Spread(NamedTuple):
     mesh: DeviceMesh
     split: SplitModel | None
     pipeline: Pipeline | None
+    values: Values | None
+    """Of parameters that are stored in 16 bits, what the optimizer's masters start with."""
+
+
+def _offload(
+    found: _Spread, plan: Plan, host_link: float | None = None, max_norm: float | None = None, is_own_loop: bool = False
+) -> HostOptimizer | None:
+    """What updates on the host, where the plan says so."""
+    if plan.offload.what == "none":
+        return None
+    device = local_device(found.mesh)
+    link = open_link(device, host_link)
+    return HostOptimizer(
+        inner(found.module), found.optimizer, plan, link, device, found.values, max_norm, is_own_loop,
+        int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+    )  # fmt: skip
 
 
 def _spread(
@@ -114,7 +141,9 @@ def _spread(
     check_model(module, plan)
     check_precision(module, plan)
     before = named_parameters(module)
-    store(module, plan, device)
+    values = lower(module, plan, device) if plan.stores_16_bits else None
+    if values is None:
+        store(module, plan, device)
     agree_on_values(module, plan)
     sketch = draw(module, plan, device) if plan.mesh.pp > 1 else None  # of the whole module, before anything is cut
     split = split_model(module, plan, mesh)
@@ -130,13 +159,15 @@ def _spread(
         materialise(module)
         pipeline = Pipeline(module, plan, data_mesh(plan, mesh), sketch, found, objective)
         spread_module = module
+    elif values is not None:
+        spread_module = module
     else:
         spread_module = spread(module, plan, data_mesh(plan, mesh))  # last: it must see the tensors made above
     if split is not None and plan.zero:
         split.carry_notes()
     made = make_optimizer(optimizer, module, before)
     check_optimizer(made, plan)
-    return _Spread(spread_module, made, mesh, split, pipeline)
+    return _Spread(spread_module, made, mesh, split, pipeline, values)
 
 
 class _MicrobatchCounter:

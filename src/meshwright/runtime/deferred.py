@@ -129,7 +129,7 @@ def materialise(module: nn.Module) -> None:
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(_mode_of(parameter).real(parameter), parameter.requires_grad)
             part._parameters[name] = made[id(parameter)]
-        _materialise_buffers(part)
+        materialise_buffers(part)
 
 
 @torch.no_grad()
@@ -137,10 +137,15 @@ def materialise_outside(module: nn.Module, blocks: tuple[str, ...]) -> None:
     """The buffers that are in no block: what a model makes of them and of the batch alone is followed on values."""
     for path, part in module.named_modules():
         if not any(path == name or path.startswith(f"{name}.") for name in blocks):
-            _materialise_buffers(part)
+            materialise_buffers(part)
 
 
-def _materialise_buffers(part: nn.Module) -> None:
+def value_of(tensor: Tensor) -> Tensor:
+    """What a deferred tensor would hold."""
+    return _mode_of(tensor).real(tensor)
+
+
+def materialise_buffers(part: nn.Module) -> None:
     for name, buffer in _deferred(part._buffers):
         part._buffers[name] = _shared(buffer)
     for name, tensor in _deferred(vars(part)):

@@ -38,6 +38,7 @@ from meshwright.runtime.dropped import Dropped
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
 from meshwright.runtime.mesh import local_device
 from meshwright.runtime.nan import NanFinder, not_finite
+from meshwright.runtime.offload.optimizer import HostOptimizer
 from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.reach import reach
@@ -64,6 +65,7 @@ class Program:
         split: SplitModel | None = None,
         finder: NanFinder | None = None,
         pipeline: Pipeline | None = None,
+        host: HostOptimizer | None = None,
     ) -> None:
         self.spread_module = module
         self.optimizer = optimizer
@@ -81,7 +83,8 @@ class Program:
         self._compute = compute_context(plan, self.device, split.splitter if split else None)
         self.pipeline = pipeline
         self._dp, self._pp = mesh.get_group("dp"), mesh.get_group("pp")
-        self._update = Update(module, optimizer, plan, mesh, max_norm, split, pipeline)
+        self.host = host
+        self._update = Update(module, optimizer, plan, mesh, max_norm, split, pipeline, host)
         self._coordinate = mesh.get_local_rank("pp")
         self._dropped = Dropped(module)
         states = pipeline.states if pipeline is not None else {}
@@ -266,6 +269,8 @@ class Program:
 
     def _forward(self, microbatch: Batch, is_last: bool) -> Tensor:
         prepare_microbatch(self.spread_module, self.plan, is_last)
+        if self.host is not None:
+            self.host.begin(is_last)
         moved = self._moved(microbatch)
         with self.watch.region("forward"):
             return self._loss(moved)

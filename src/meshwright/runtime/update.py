@@ -14,6 +14,7 @@ from meshwright.core.plan import Plan
 from meshwright.runtime.clip import axes_of_parameters, clip
 from meshwright.runtime.data_parallel import inner, shard_group
 from meshwright.runtime.mesh import axis_groups
+from meshwright.runtime.offload.optimizer import HostOptimizer
 from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.reach import Usage
 from meshwright.runtime.scaling import LossScale
@@ -31,12 +32,12 @@ class UnusedError(Exception):
 class Update:
     def __init__(
         self, module: nn.Module, optimizer: Optimizer, plan: Plan, mesh: DeviceMesh, max_norm: float | None,
-        split: SplitModel | None, pipeline: Pipeline | None,
+        split: SplitModel | None, pipeline: Pipeline | None, host: HostOptimizer | None = None,
     ) -> None:  # fmt: skip
         """module: as it is spread. max_norm: what gradients are clipped to, if they are."""
         self.module = inner(module)
         self.optimizer, self.plan, self.mesh, self.max_norm = optimizer, plan, mesh, max_norm
-        self.split, self.pipeline = split, pipeline
+        self.split, self.pipeline, self.host = split, pipeline, host
         is_replicated = isinstance(module, DistributedDataParallel)
         self.loss_scale = LossScale(self._dividing_groups()) if plan.precision == "fp16" else None
         self._usage = Usage(self.module) if is_replicated else None
@@ -54,6 +55,8 @@ class Update:
 
     def run(self) -> Tensor | None:
         """The norm of the gradients where they are clipped; infinite where they are not finite and nothing was updated."""
+        if self.host is not None and self.host.leaves_early:
+            return self.host.step()
         if self.pipeline is not None:
             self.pipeline.finish_gradients()
         if self.split is not None:
@@ -62,7 +65,10 @@ class Update:
             self._forget_gradients()
             return torch.tensor(torch.inf)
         norm = None if self.max_norm is None else self._clip(self.max_norm)
-        self.optimizer.step()
+        if self.host is None:
+            self.optimizer.step()
+        else:
+            self.host.step()
         self._forget_gradients()
         return norm
 

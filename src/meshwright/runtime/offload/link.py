@@ -30,6 +30,10 @@ class Arrival(ABC):
     def wait_on_device(self) -> None:
         """What the device is given from now on starts after it; the host goes on."""
 
+    @abstractmethod
+    def is_there(self) -> bool:
+        """Without waiting."""
+
 
 class Link(ABC):
     """One device's link to its host. Tensors given to it may be dropped at once: it holds them until they have been read."""
@@ -44,6 +48,11 @@ class Link(ABC):
     @abstractmethod
     def to_device(self, source: Tensor, target: Tensor) -> Arrival: ...
 
+    @abstractmethod
+    def hold_back(self) -> None:
+        """Copies to the device from now on start after all that the device was given so far."""
+
+    @abstractmethod
     def close(self) -> None:
         """Nothing is copied afterwards."""
 
@@ -66,25 +75,36 @@ class CudaLink(Link):
             target.copy_(source, non_blocking=True)
             source.record_stream(self._out)
             self.bytes_out += _bytes(target)
-            return _Recorded(self._out.record_event())
+            return _Recorded(self._out)
 
     def to_device(self, source: Tensor, target: Tensor) -> Arrival:
         with torch.cuda.stream(self._in):
             target.copy_(source, non_blocking=True)
             target.record_stream(self._in)
             self.bytes_in += _bytes(source)
-            return _Recorded(self._in.record_event())
+            return _Recorded(self._in)
+
+    def hold_back(self) -> None:
+        self._in.wait_stream(torch.cuda.current_stream(self.device))
+
+    def close(self) -> None:
+        self._out.synchronize()
+        self._in.synchronize()
 
 
 class _Recorded(Arrival):
-    def __init__(self, event: Any) -> None:
-        self.event = event
+    def __init__(self, stream: Any) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # who waits for it sleeps, and leaves its core to the updates
+        self.event.record(stream)
 
     def wait_on_host(self) -> None:
         self.event.synchronize()
 
     def wait_on_device(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
+
+    def is_there(self) -> bool:
+        return bool(self.event.query())
 
 
 class ThrottledLink(Link):
@@ -102,6 +122,9 @@ class ThrottledLink(Link):
     def to_device(self, source: Tensor, target: Tensor) -> Arrival:
         self.bytes_in += _bytes(source)
         return _Promised(self._in.submit(self._copy, source, target.detach()))
+
+    def hold_back(self) -> None:
+        """The device is the host: what it was given is done."""
 
     def close(self) -> None:
         for way in (self._out, self._in):
@@ -125,6 +148,9 @@ class _Promised(Arrival):
 
     def wait_on_device(self) -> None:
         self.future.result()
+
+    def is_there(self) -> bool:
+        return self.future.done()
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -1,0 +1,108 @@
+/* Adam and AdamW on the host, one pass over memory: the gradient is read as it arrived (16 or 32 bits), the master weight and
+   both moments are updated, and the new parameter is written in the dtype the device computes in.
+
+       g   = scale · gradient                (+ decay · p, Adam)
+       p   = p · (1 - rate · decay)          (AdamW)
+       m  += (1 - beta1) · (g - m)
+       v   = beta2 · v + (1 - beta2) · g²
+       p  += (-rate / correction1) · m / (√v / √correction2 + eps)
+
+   Operations and their order are those of torch's fused optimizers on a CPU, so that results are equal to the last bit; hence no
+   contraction into fused multiply-adds (-ffp-contract=off). Work is handed out in small chunks: a core that is busy with
+   something else takes fewer of them and holds nobody up. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define CHUNK 16384
+
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+
+static inline float widened(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+/* To the nearest, ties to even; what is not a number stays one. */
+static inline uint16_t narrowed(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+typedef struct {
+    float rate_decay, decay, weight1, beta2, weight2, step_size, root2, eps, scale;
+    int32_t decoupled, near;
+} Settings;
+
+static inline void update(float *p, float *m, float *v, float g, const Settings *s) {
+    float w = *p;
+    if (s->decoupled) w = w * s->rate_decay;
+    else g = fmaf(w, s->decay, g);
+    *m = s->near ? fmaf(s->weight1, g - *m, *m) : g - (g - *m) * (1.0f - s->weight1);
+    *v = fmaf(s->weight2 * g, g, *v * s->beta2);
+    *p = w + s->step_size * *m / (sqrtf(*v) / s->root2 + s->eps);
+}
+
+typedef struct {
+    float *p, *m, *v;
+    const void *gradient;
+    uint16_t *narrow; /* where the new parameter also goes, in bf16; may be the gradient's memory, or nothing */
+    int64_t count;
+    int32_t gradient_kind;
+    Settings settings;
+} Work;
+
+static void adam(const Work *work, int num_threads) {
+    const Settings s = work->settings;
+    float *p = work->p, *m = work->m, *v = work->v;
+    const void *gradient = work->gradient;
+    uint16_t *narrow = work->narrow;
+    int64_t count = work->count;
+    int gradient_kind = work->gradient_kind;
+    int64_t num_chunks = (count + CHUNK - 1) / CHUNK;
+#pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads)
+    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+        int64_t first = chunk * CHUNK, last = first + CHUNK < count ? first + CHUNK : count;
+        if (gradient_kind == BFLOAT16) {
+            const uint16_t *g = gradient;
+#pragma omp simd
+            for (int64_t i = first; i < last; i++) update(p + i, m + i, v + i, widened(g[i]) * s.scale, &s);
+        } else {
+            const float *g = gradient;
+#pragma omp simd
+            for (int64_t i = first; i < last; i++) update(p + i, m + i, v + i, g[i] * s.scale, &s);
+        }
+        if (narrow) {
+#pragma omp simd
+            for (int64_t i = first; i < last; i++) narrow[i] = narrowed(p[i]);
+        }
+    }
+}
+
+/* Many pieces in one call: whoever calls need not come back for each. */
+void meshwright_adam(const Work *works, int num_works, int num_threads) {
+    for (int i = 0; i < num_works; i++) adam(works + i, num_threads);
+}
+
+/* sum += gradient, or sum = gradient for the first of a step. */
+void meshwright_accumulate(float *sum, const void *gradient, int gradient_kind, int is_first, int64_t count, int num_threads) {
+    int64_t num_chunks = (count + CHUNK - 1) / CHUNK;
+#pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads)
+    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+        int64_t first = chunk * CHUNK, last = first + CHUNK < count ? first + CHUNK : count;
+        if (gradient_kind == BFLOAT16) {
+            const uint16_t *g = gradient;
+#pragma omp simd
+            for (int64_t i = first; i < last; i++) sum[i] = (is_first ? 0.0f : sum[i]) + widened(g[i]);
+        } else {
+            const float *g = gradient;
+#pragma omp simd
+            for (int64_t i = first; i < last; i++) sum[i] = (is_first ? 0.0f : sum[i]) + g[i];
+        }
+    }
+}

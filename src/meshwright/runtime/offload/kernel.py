@@ -1,0 +1,118 @@
+"""The compiled update (adam.c): made once per machine, by the C compiler that torch.compile needs too.
+
+Python's interpreter lock is free while it runs. Where there is no compiler, updates run op by op through torch (rules.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("adam.c")
+OPTIONS = (
+    "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared",
+)  # fmt: skip
+FLOATS = ("rate_decay", "decay", "weight1", "beta2", "weight2", "step_size", "root2", "eps", "scale")
+
+
+class AdamSettings(ctypes.Structure):
+    """As adam.c declares them."""
+
+    _fields_ = [(name, ctypes.c_float) for name in FLOATS] + [("decoupled", ctypes.c_int32), ("near", ctypes.c_int32)]
+
+
+class AdamWork(ctypes.Structure):
+    """One piece, as adam.c declares it."""
+
+    _fields_ = [
+        ("p", ctypes.c_void_p), ("m", ctypes.c_void_p), ("v", ctypes.c_void_p), ("gradient", ctypes.c_void_p),
+        ("narrow", ctypes.c_void_p), ("count", ctypes.c_int64), ("gradient_kind", ctypes.c_int32),
+        ("settings", AdamSettings),
+    ]  # fmt: skip
+
+
+class Kernel:
+    """The functions of adam.c on tensors. Gradients are fp32 or bf16, everything else fp32."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._adam = library.meshwright_adam
+        self._adam.argtypes = [pointer, flag, flag]
+        self._adam.restype = None
+        self._accumulate = library.meshwright_accumulate
+        self._accumulate.argtypes = [pointer, pointer, flag, flag, number, flag]
+        self._accumulate.restype = None
+
+    def adam(self, works: list[AdamWork], num_threads: int) -> None:
+        self._adam((AdamWork * len(works))(*works), len(works), num_threads)
+
+    def accumulate(self, total: Tensor, gradient: Tensor, is_first: bool, num_threads: int) -> None:
+        self._accumulate(
+            total.data_ptr(), gradient.data_ptr(), _kind(gradient), is_first, total.numel(), num_threads
+        )  # fmt: skip
+
+
+def adam_work(
+    weight: Tensor, first: Tensor, second: Tensor, gradient: Tensor, narrow: Tensor | None, settings: AdamSettings
+) -> AdamWork:
+    """narrow: where the new parameter also goes in bf16; the gradient's own memory will do."""
+    return AdamWork(
+        weight.data_ptr(), first.data_ptr(), second.data_ptr(), gradient.data_ptr(),
+        None if narrow is None else narrow.data_ptr(), weight.numel(), _kind(gradient), settings,
+    )  # fmt: skip
+
+
+def _kind(gradient: Tensor) -> int:
+    return int(gradient.element_size() == 2)
+
+
+@cache
+def find_kernel() -> Kernel | None:
+    """None where it cannot be compiled."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        return None
+    library = _folder() / f"adam-{_identity(compiler)}.so"
+    if not library.exists() and not _compile(compiler, library):
+        return None
+    try:
+        return Kernel(ctypes.CDLL(str(library)))
+    except OSError:
+        return None
+
+
+def _compile(compiler: str, library: Path) -> bool:
+    """Under another name first: several ranks may be at it."""
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            draft = Path(folder) / library.name
+            command = [compiler, *OPTIONS, str(SOURCE), "-o", str(draft), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            draft.replace(library)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "meshwright" / "kernels"
+
+
+def _identity(compiler: str) -> str:
+    """Of the source, the options and the processor it is compiled for: homes are shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    processor = next((line for line in lines if line.startswith("flags")), "")
+    facts = [SOURCE.read_text(), *OPTIONS, compiler, processor]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]

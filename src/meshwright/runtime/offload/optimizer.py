@@ -1,0 +1,391 @@
+"""The optimizer of a plan that keeps its state on the host.
+
+    backward     a parameter's gradient is complete: it leaves for the host, and its memory on the device is free    -> _leave
+    host thread  updates what has landed, what the next forward needs first before the rest; the new parameter
+                 returns at once                                                                                     -> _update
+    forward      a block begins when its parameters are back; what is in no block is waited for at the start         -> _await
+
+With one rank that is how it goes. Where ranks share the work, gradients must first be reduced and settled among them: they
+leave at the end of the step. So they do where the loop is the user's own, who may look at them. The result is that of the
+optimizer on the device.
+
+clipping     the norm is known when backward ends: gradients leave as above, their updates wait for it
+accumulation gradients of each microbatch leave, and are added up in the master's dtype on the host
+delayed      the update of step t runs under step t + 1, whose gradients are taken at the parameters before it; they return
+             when backward of t + 1 is done
+share        the first parameters of a forward keep their state on the device, and are updated there as their gradients come
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from meshwright.core.errors import PlanError
+from meshwright.core.offloaded import num_kept, order_of_need, place_of
+from meshwright.core.plan import Plan
+from meshwright.runtime.clip import local
+from meshwright.runtime.lowered import Values, fill_rest
+from meshwright.runtime.offload.host import HostMemory, check_host_memory
+from meshwright.runtime.offload.kept import Kept
+from meshwright.runtime.offload.link import Link
+from meshwright.runtime.offload.pieces import MOMENTS, Layout, Piece, Return, Shipped, Slot, ship
+from meshwright.runtime.offload.rules import AdamRule, Task, TorchRule, find_rule, is_by_entry
+from meshwright.runtime.offload.updater import Job, Updater
+
+CORES_LEFT = 2
+"""Cores that the updates leave to the threads that drive the device."""
+
+
+class _Sum(NamedTuple):
+    """A gradient to be added up."""
+
+    piece: Piece
+    slot: Slot
+    is_measured: bool = False
+
+
+class _Update(NamedTuple):
+    one: Shipped
+    piece: Piece
+    slot: Slot
+    back: Return
+
+
+class HostOptimizer:
+    """Made by `apply` and `wrap` around the user's optimizer, whose groups (learning rates) stay the ones that count."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        link: Link,
+        device: torch.device,
+        values: Values | None = None,
+        max_norm: float | None = None,
+        is_own_loop: bool = False,
+        num_ranks_here: int = 1,
+    ) -> None:
+        """values: of parameters that the device has in 16 bits, still without them. max_norm: what gradients that leave early are
+        clipped to. is_own_loop: whether the loop around it is the user's."""
+        self.module, self.optimizer, self.plan, self.link = module, optimizer, plan, link
+        self.leaves_early = plan.world == 1 and plan.precision != "fp16" and not is_own_loop
+        self.max_norm = max_norm if self.leaves_early else None
+        self.num_steps = 0
+        self._is_last = True
+        self._scales: dict[int, float] = {}
+        self._norms: list[Tensor] = []
+        self._held: list[Job] = []
+        found = self._trained()
+        self._check_shape_free([parameter for _, parameter in found])
+        sizes = [local(parameter.detach()).numel() for _, parameter in found]
+        kept = num_kept(sizes, plan.offload.share)
+        dtype = found[0][1].dtype if found else torch.float32
+        master_dtype = dtype if values is None else torch.float32
+        self._device_rule = TorchRule(optimizer)
+        threads = max(1, ((os.cpu_count() or 1) - CORES_LEFT) // num_ranks_here)
+        self.rule = find_rule(optimizer, master_dtype, threads)
+        self.layout = Layout(
+            dtype=dtype,
+            master_dtype=master_dtype,
+            num_slots=2 if plan.offload.delayed else 1,
+            has_sums=plan.num_microbatches > 1 and self.leaves_early,
+            num_moments=len(MOMENTS) if isinstance(self.rule, AdamRule) else 0,
+        )
+        self.memory = self._take_memory(sizes[kept:], device, num_ranks_here)
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        by_entry = is_by_entry(optimizer)
+        self.shipped = [
+            ship(
+                name, parameter, place, groups[id(parameter)], self.layout, self.memory,
+                _taken(values, name, parameter), by_entry,
+            )
+            for place, (name, parameter) in enumerate(found[kept:], start=kept)
+        ]  # fmt: skip
+        self.kept = [
+            Kept(name, parameter, groups[id(parameter)], _master(values, name, parameter))
+            for name, parameter in found[:kept]
+        ]
+        if values is not None:
+            fill_rest(module, values)
+        holders: list[Shipped | Kept] = [*self.kept, *self.shipped]
+        self._holders = {id(one.parameter): one for one in holders}
+        self.updater = Updater(self._work)
+        self.observer: Callable[[str, Tensor], None] | None = None
+        """Sees the gradient of each parameter, microbatch by microbatch, where they leave early."""
+        self.before_step: Callable[[], None] | None = None
+        self._handles = [*self._watch_gradients(), *self._watch_forwards()]
+
+    # ------------------------------------------------------------ what the step calls
+
+    def begin(self, is_last: bool) -> None:
+        """Before a microbatch: whether its backward completes the gradients."""
+        self._is_last = is_last
+
+    def step(self) -> Tensor | None:
+        """The step's gradients are on their way, or ready to leave. The norm they had, where they are clipped here."""
+        self.updater.raise_failure()
+        if self.before_step is not None:
+            self.before_step()
+        self._is_last = True
+        for one in self._holders.values():
+            if not one.was_sent and one.parameter.grad is not None:
+                self._leave(one)
+            one.was_sent = False
+        norm = self._clip()
+        for job in self._held:
+            self.updater.give(job)
+        self._held = []
+        self._return_late_ones()
+        if self.plan.mesh.pp > 1:
+            self._await_all(self._pieces())  # stages are run in parts: there is no one forward to wait in
+        self._scales = {step: scale for step, scale in self._scales.items() if step >= self.num_steps - 1}
+        self.num_steps += 1
+        return norm
+
+    def settle(self) -> None:
+        """Until every parameter on the device is the newest."""
+        self.updater.settle()
+        self.link.hold_back()
+        for piece in self._pieces():
+            if piece.late is not None:
+                piece.late.allow()
+                piece.newest, piece.late = piece.late, None
+            self._await(piece)
+
+    def close(self) -> None:
+        """Give back threads and memory."""
+        for handle in self._handles:
+            handle.remove()
+        self.updater.close()
+        self.link.close()
+        for memory in self.memory:
+            memory.close()
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(memory.num_bytes for memory in self.memory)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the update of the step at hand runs under the next one."""
+        return self.plan.offload.delayed and self.num_steps >= self.plan.offload.warmup_steps
+
+    # ------------------------------------------------------------ gradients leave
+
+    def _leave(self, one: Shipped | Kept) -> None:
+        gradient = local(one.parameter.grad)  # type: ignore[arg-type]
+        one.parameter.grad = None
+        one.was_sent = self._is_last
+        if self.observer is not None:
+            self.observer(one.name, gradient)
+        if self.max_norm is not None and self._is_last and self.plan.num_microbatches == 1:
+            self._norms.append(torch.linalg.vector_norm(gradient, dtype=self.layout.master_dtype))
+        if isinstance(one, Kept):
+            self._keep(one, gradient)
+            return
+        flat = gradient.reshape(-1)
+        for piece in one.pieces:
+            part = flat[piece.first : piece.last] if piece.on_device.dim() == 1 else gradient
+            self._send(one, piece, part.view_as(piece.on_device))
+
+    def _keep(self, one: Kept, gradient: Tensor) -> None:
+        if not self._is_last:
+            one.add(gradient)
+            return
+        whole = one.whole(gradient)
+        if self.max_norm is None:
+            one.update(whole, self._device_rule, 1.0)
+            return
+        one.gradient = whole
+        if self.plan.num_microbatches > 1:
+            self._norms.append(torch.linalg.vector_norm(whole, dtype=self.layout.master_dtype))
+
+    def _send(self, one: Shipped, piece: Piece, gradient: Tensor) -> None:
+        slot = piece.slots[self.num_steps % len(piece.slots)]
+        self.updater.wait_for(slot.is_free)
+        slot.is_free.clear()
+        arrival = self.link.to_host(gradient, slot.memory)
+        number, size = self.num_steps, piece.last - piece.first
+        if not self._is_last:
+            self.updater.give(Job(number, False, one.place, arrival, size, _Sum(piece, slot)))
+            return
+        back = Return(self.link, piece.on_device, may_go=not self.is_delayed)
+        if not self.is_delayed:
+            piece.newest = back
+        else:
+            piece.newest, piece.late = piece.late or piece.newest, back
+        update = Job(number, True, one.place, arrival, size, _Update(one, piece, slot, back))
+        if self.max_norm is None:
+            self.updater.give(update)
+            return
+        if piece.total is not None:
+            self.updater.give(Job(number, False, one.place, arrival, size, _Sum(piece, slot, is_measured=True)))
+        self._held.append(update)
+
+    def _clip(self) -> Tensor | None:
+        """What the gradients of this step are multiplied with is known now."""
+        if self.max_norm is None:
+            return None
+        if self.layout.has_sums:
+            self.updater.settle()  # of sums the norms are taken on the host
+            self._norms += [piece.norm for piece in self._pieces() if piece.norm is not None]
+        device = self._norms[0].device if self._norms else torch.device("cpu")
+        norms = torch.stack([norm.to(device) for norm in self._norms]) if self._norms else torch.zeros(1)
+        self._norms = []
+        norm: Tensor = torch.linalg.vector_norm(norms)
+        scale = float((self.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._scales[self.num_steps] = scale
+        for one in self.kept:
+            if one.gradient is not None:
+                one.update(one.gradient, self._device_rule, scale)
+                one.gradient = None
+        return norm
+
+    # ------------------------------------------------------------ on the updater's thread
+
+    @torch.no_grad()
+    def _work(self, jobs: list[Job]) -> None:
+        if jobs[0].is_update:
+            self._update([job.what for job in jobs], self._scales.get(jobs[0].step, 1.0))
+        else:
+            for job in jobs:
+                self._add(job.what)
+
+    def _add(self, job: _Sum) -> None:
+        piece = job.piece
+        assert piece.total is not None
+        self.rule.accumulate(piece.total, job.slot.memory, is_first=piece.num_summed == 0)
+        piece.num_summed += 1
+        if job.is_measured:
+            piece.norm = torch.linalg.vector_norm(piece.total)
+        job.slot.is_free.set()
+
+    def _update(self, jobs: list[_Update], scale: float) -> None:
+        self.rule.update([self._task(job, scale) for job in jobs])
+        for _, piece, slot, back in jobs:
+            if self.layout.is_narrow:
+                back.offer(slot.memory)
+            elif len(piece.slots) > 1:
+                back.offer(slot.memory.copy_(piece.master))  # the master may change again before this has returned
+            else:
+                back.offer(piece.master)
+            slot.is_free.set()
+
+    def _task(self, job: _Update, scale: float) -> Task:
+        one, piece, slot, _ = job
+        gradient = slot.memory
+        if piece.num_summed and piece.total is not None:
+            if piece.norm is None:  # else the last one is in the sum
+                self.rule.accumulate(piece.total, slot.memory, is_first=False)
+            gradient, piece.num_summed, piece.norm = piece.total, 0, None
+        return Task(
+            piece.master, piece.state, gradient, slot.memory if self.layout.is_narrow else None, one.group, scale
+        )
+
+    # ------------------------------------------------------------ parameters return
+
+    def _return_late_ones(self) -> None:
+        """Backward is over: what was updated under it may take the place of what it used."""
+        if not self.plan.offload.delayed:
+            return
+        self.link.hold_back()
+        for piece in self._pieces():
+            if piece.newest is not None and not piece.newest.may_go:
+                piece.newest.allow()
+
+    def _await(self, piece: Piece) -> None:
+        """What the device is given from now on sees the newest parameter."""
+        back = piece.newest
+        if back is None:
+            return
+        self.updater.wait_for(back.is_on_way)
+        back.wait_on_device()
+        piece.newest = None
+
+    def _watch_gradients(self) -> Iterable[Any]:
+        if not self.leaves_early:
+            return
+        for one in self._holders.values():
+            yield one.parameter.register_post_accumulate_grad_hook(partial(_call, self._leave, one))
+
+    def _watch_forwards(self) -> Iterable[Any]:
+        """A block waits for its own parameters, the whole module for those in no block; for all of them where ranks gather
+        parameters ahead of their use."""
+        by_block: dict[str, list[Piece]] = {}
+        for one in self.shipped:
+            place = place_of(one.name, self.plan.blocks) if self.plan.world == 1 else ""
+            by_block.setdefault(place, []).extend(one.pieces)
+        for name, pieces in by_block.items():
+            part = self.module.get_submodule(name)
+            yield part.register_forward_pre_hook(partial(_call, self._await_all, pieces), prepend=True)
+
+    def _await_all(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._await(piece)
+
+    def _pieces(self) -> Iterable[Piece]:
+        return (piece for one in self.shipped for piece in one.pieces)
+
+    # ------------------------------------------------------------ how it is made
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer updates, as forward needs it."""
+        mine = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        named = [(name, parameter) for name, parameter in self.module.named_parameters() if id(parameter) in mine]
+        return order_of_need(named, self.plan.blocks)
+
+    def _check_shape_free(self, parameters: list[nn.Parameter]) -> None:
+        if not is_by_entry(self.optimizer) and any(isinstance(parameter, DTensor) for parameter in parameters):
+            raise PlanError(
+                f"{type(self.optimizer).__name__} may look at whole tensors, but ranks hold parts of them, and offload updates "
+                "each part by itself: use an optimizer that treats every entry by itself (AdamW, SGD), or a plan without ZeRO"
+            )
+
+    def _take_memory(self, sizes: list[int], device: torch.device, num_ranks: int) -> tuple[HostMemory, HostMemory]:
+        pinned, plain = self.layout.pinned_bytes(sizes), self.layout.plain_bytes(sizes)
+        words = f"offload of the optimizer state of {sum(sizes):,} parameters"
+        check_host_memory((pinned + plain) * num_ranks, words)
+        first = HostMemory(pinned, device, words)
+        return first, HostMemory(plain, torch.device("cpu"), words)
+
+
+def _taken(values: Values | None, name: str, parameter: nn.Parameter) -> Tensor:
+    """What a master on the host starts with; the device gets it too, where it has nothing yet."""
+    value = None if values is None else values.take(name)
+    if value is None:
+        return local(parameter.detach())
+    parameter.detach().copy_(value)
+    return value
+
+
+def _master(values: Values | None, name: str, parameter: nn.Parameter) -> Tensor | None:
+    """The same for one on the device; None where the parameter is its own master."""
+    if values is None:
+        return None
+    return _taken(values, name, parameter).to(parameter.device, copy=True)
+
+
+def step_on_host(optimizer: Optimizer, host: HostOptimizer, before: Callable[[], None]) -> None:
+    """`optimizer.step()` of a user's own loop updates on the host; `zero_grad` and the groups stay as they are."""
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        before()
+        host.step()
+        return loss
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _call(work: Any, subject: Any, *_: Any) -> None:
+    work(subject)
