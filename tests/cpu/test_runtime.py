@@ -119,7 +119,7 @@ NOT_YET = {
         "compile": True,
     },
     "compile with tp or cp": {"mesh": Mesh(tp=2), "global_batch": 2, "compile": True},
-    "offload of optimizer": {"offload": Offload(what="optimizer")},
+    "offload of parameters": {"offload": Offload(what="parameters")},
     "schedule gpipe without pp": {"schedule": "gpipe"},
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from meshwright.runtime.offload.rules import Rule, State, Task
 @dataclass(eq=False)
 class Kept:
     name: str
+    block: str
     parameter: nn.Parameter
     group: State
     master: Tensor | None

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
+
+BLOCKS_AHEAD = 3
+"""Enough for the device never to wait for a launch."""
 
 
 class Arrival(ABC):
@@ -53,6 +57,13 @@ class Link(ABC):
         """Copies to the device from now on start after all that the device was given so far."""
 
     @abstractmethod
+    def pace(self) -> None:
+        """Called at every block: who drives the device stays no more than a few blocks ahead of it.
+
+        A launch into a full queue blocks with Python's interpreter in hand; a wait here leaves it to the updates.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Nothing is copied afterwards."""
 
@@ -68,6 +79,7 @@ class CudaLink(Link):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._passed: deque[torch.cuda.Event] = deque()
 
     def to_host(self, source: Tensor, target: Tensor) -> Arrival:
         self._out.wait_stream(torch.cuda.current_stream(self.device))
@@ -86,6 +98,13 @@ class CudaLink(Link):
 
     def hold_back(self) -> None:
         self._in.wait_stream(torch.cuda.current_stream(self.device))
+
+    def pace(self) -> None:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+        self._passed.append(event)
+        if len(self._passed) > BLOCKS_AHEAD:
+            self._passed.popleft().synchronize()
 
     def close(self) -> None:
         self._out.synchronize()
@@ -125,6 +144,9 @@ class ThrottledLink(Link):
 
     def hold_back(self) -> None:
         """The device is the host: what it was given is done."""
+
+    def pace(self) -> None:
+        """The device is the host: nobody is ahead of it."""
 
     def close(self) -> None:
         for way in (self._out, self._in):

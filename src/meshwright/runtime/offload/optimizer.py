@@ -19,6 +19,7 @@ share        the first parameters of a forward keep their state on the device, a
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
@@ -43,6 +44,9 @@ from meshwright.runtime.offload.updater import Job, Updater
 
 CORES_LEFT = 2
 """Cores that the updates leave to the threads that drive the device."""
+
+SWITCH_SECONDS = 5e-4
+"""How long a thread may keep Python's interpreter from one that waits for it: updates come back for it many times a step."""
 
 
 class _Sum(NamedTuple):
@@ -83,6 +87,7 @@ class HostOptimizer:
         self.num_steps = 0
         self._is_last = True
         self._scales: dict[int, float] = {}
+        self._block = ""
         self._norms: list[Tensor] = []
         self._held: list[Job] = []
         found = self._trained()
@@ -106,13 +111,13 @@ class HostOptimizer:
         by_entry = is_by_entry(optimizer)
         self.shipped = [
             ship(
-                name, parameter, place, groups[id(parameter)], self.layout, self.memory,
+                name, place_of(name, plan.blocks), parameter, place, groups[id(parameter)], self.layout, self.memory,
                 _taken(values, name, parameter), by_entry,
             )
             for place, (name, parameter) in enumerate(found[kept:], start=kept)
         ]  # fmt: skip
         self.kept = [
-            Kept(name, parameter, groups[id(parameter)], _master(values, name, parameter))
+            Kept(name, place_of(name, plan.blocks), parameter, groups[id(parameter)], _master(values, name, parameter))
             for name, parameter in found[:kept]
         ]
         if values is not None:
@@ -120,6 +125,8 @@ class HostOptimizer:
         holders: list[Shipped | Kept] = [*self.kept, *self.shipped]
         self._holders = {id(one.parameter): one for one in holders}
         self.updater = Updater(self._work)
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._interval, SWITCH_SECONDS))
         self.observer: Callable[[str, Tensor], None] | None = None
         """Sees the gradient of each parameter, microbatch by microbatch, where they leave early."""
         self.before_step: Callable[[], None] | None = None
@@ -166,6 +173,7 @@ class HostOptimizer:
         """Give back threads and memory."""
         for handle in self._handles:
             handle.remove()
+        sys.setswitchinterval(self._interval)
         self.updater.close()
         self.link.close()
         for memory in self.memory:
@@ -190,6 +198,9 @@ class HostOptimizer:
             self.observer(one.name, gradient)
         if self.max_norm is not None and self._is_last and self.plan.num_microbatches == 1:
             self._norms.append(torch.linalg.vector_norm(gradient, dtype=self.layout.master_dtype))
+        if one.block != self._block:  # of the blocks, backward has come to the next
+            self._block = one.block
+            self.link.pace()
         if isinstance(one, Kept):
             self._keep(one, gradient)
             return
@@ -323,13 +334,14 @@ class HostOptimizer:
         parameters ahead of their use."""
         by_block: dict[str, list[Piece]] = {}
         for one in self.shipped:
-            place = place_of(one.name, self.plan.blocks) if self.plan.world == 1 else ""
+            place = one.block if self.plan.world == 1 else ""
             by_block.setdefault(place, []).extend(one.pieces)
         for name, pieces in by_block.items():
             part = self.module.get_submodule(name)
             yield part.register_forward_pre_hook(partial(_call, self._await_all, pieces), prepend=True)
 
     def _await_all(self, pieces: Iterable[Piece]) -> None:
+        self.link.pace()
         for piece in pieces:
             self._await(piece)
 

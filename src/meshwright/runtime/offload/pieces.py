@@ -95,6 +95,8 @@ class Shipped:
     """One parameter with its pieces."""
 
     name: str
+    block: str
+    """Empty where it is in none."""
     parameter: nn.Parameter
     place: int
     group: State
@@ -136,7 +138,7 @@ class Layout:
 
 
 def ship(
-    name: str, parameter: nn.Parameter, place: int, group: State, layout: Layout, memory: tuple[HostMemory, HostMemory],
+    name: str, block: str, parameter: nn.Parameter, place: int, group: State, layout: Layout, memory: tuple[HostMemory, HostMemory],
     values: Tensor, by_entry: bool,
 ) -> Shipped:  # fmt: skip
     """Give a parameter its place on the host: (pinned, plain) memory. values: what its master starts with."""
@@ -162,7 +164,7 @@ def ship(
         for slot in piece.slots:
             slot.is_free.set()
         pieces.append(piece)
-    return Shipped(name, parameter, place, group, master, pieces)
+    return Shipped(name, block, parameter, place, group, master, pieces)
 
 
 def _stretches(own: Tensor, by_entry: bool) -> Iterator[tuple[int, int]]:
