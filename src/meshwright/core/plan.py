@@ -106,6 +106,10 @@ class Offload(Value, kw_only=True):
     where: Literal["host", "disk"] = "host"
     share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     delayed: bool = False
+    window: Annotated[int, Meta(ge=2)] = 2
+    """Of streamed parameters: how many blocks lie on the device, the one that runs and those on their way."""
+    stash: Literal["device", "host"] = "device"
+    """Where the inputs of streamed blocks wait for backward."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError)
@@ -155,7 +159,7 @@ class Plan(Value, kw_only=True, dict=True):
     @property
     def casting(self) -> Casting:
         """How it reaches 16 bits: whole parameters by autocast, sharded ones are gathered in 16 bits."""
-        return casting_of(self.precision, self.zero)
+        return casting_of(self.precision, self.zero, self.offload.what)
 
     @property
     def placement(self) -> Placement:
@@ -196,8 +200,10 @@ class Plan(Value, kw_only=True, dict=True):
         return " + ".join(f"{mode} ({count} blocks)" for mode, count in counts.items()) or "none"
 
 
-def casting_of(precision: Precision, zero: int) -> Casting:
-    return "parameters" if precision in ("bf16", "fp16") and zero > 0 else "autocast"
+def casting_of(precision: Precision, zero: int, offloaded: str = "none") -> Casting:
+    """Parameters that are gathered, or come from the host, come in 16 bits."""
+    come = zero > 0 or offloaded == "parameters"
+    return "parameters" if precision in ("bf16", "fp16") and come else "autocast"
 
 
 def _check_batch(plan: Plan) -> None:

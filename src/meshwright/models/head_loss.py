@@ -97,7 +97,7 @@ def _postponed(head: nn.Linear, hidden: Tensor) -> Tensor:
     return PostponedLogits.of(hidden, head.weight, head.bias)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def cross_entropy_in_pieces(logits: PostponedLogits, labels: Tensor, ignored: int) -> Tensor:
     """Mean over the labels that count; zero where none does."""
     own = vars(logits)
@@ -122,7 +122,7 @@ class _PiecewiseLoss(torch.autograd.Function):
         return sums.loss / num_counted
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("a loss in pieces goes backward once: its gradients are given away, not kept")
         made, ctx.gradients = ctx.gradients, None

@@ -26,6 +26,7 @@ from meshwright.runtime.deferred import materialise
 from meshwright.runtime.experts import spread_experts
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, data_mesh
 from meshwright.runtime.nan import NanFinder
+from meshwright.runtime.offload.build import stream
 from meshwright.runtime.optimizer import OptimizerFactory, check_optimizer, make_optimizer, named_parameters
 from meshwright.runtime.pipeline.cut import cut
 from meshwright.runtime.pipeline.draw import draw
@@ -56,6 +57,9 @@ def apply(
     find_nan: look at every block in every step, so that a loss that is not finite is traced to its origin; slow.
     """
     watch = Watch(recorder)
+    if plan.offload.what == "parameters":
+        check_runs(plan)
+        return stream(module, plan, optimizer, objective, max_norm, watch, device or join().device)
     spread = _spread(module, plan, optimizer, device, watch, objective)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
     finder = NanFinder(inner(spread.module), plan, dist.get_rank()) if find_nan else None
@@ -81,6 +85,8 @@ def wrap(
             f"the plan has pp={plan.mesh.pp}: one forward and backward are not the order of its stages; use apply(...).step, or "
             "a plan without stages"
         )
+    if plan.offload.what == "parameters":
+        raise PlanError("a plan that streams its parameters runs backward block by block: use apply(...).step")
     found = _spread(module, plan, optimizer, device, Watch(None), DEFAULT)
     counter = _MicrobatchCounter(found.module, plan, found.mesh, found.split)
     found.module.register_forward_pre_hook(counter.before_forward)

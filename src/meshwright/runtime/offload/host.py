@@ -64,8 +64,8 @@ class HostMemory:
             status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         if int(status) != 0:
             raise InfeasibleError(
-                f"the driver could not pin {format_bytes(memory.numel())} of host memory (CUDA error {int(status)}): raise the limit "
-                "of locked memory (ulimit -l), or offload a smaller share"
+                f"the driver could not pin {format_bytes(memory.numel())} of host memory (CUDA error {int(status)}): raise the "
+                "limit of locked memory (ulimit -l), or offload a smaller share"
             )
         self._is_pinned = True
 

@@ -3,6 +3,7 @@
     call                      the copy waits for                      who waits for the copy
     to_host(source, target)   what the device was given so far        Arrival.wait_on_host
     to_device(source, target) nothing: the host has made the source   Arrival.wait_on_device
+    refill(source, target)    what the device was given so far        Arrival.wait_on_device
 
 Where the device is the host (CPU), a thread each way stands in for the streams, as slow as it is told to be: ordering, waiting
 and memory are then the same as with a GPU, and can be tested without one.
@@ -44,7 +45,11 @@ class Link(ABC):
     @abstractmethod
     def to_device(self, source: Tensor, target: Tensor) -> Arrival: ...
 
-    def close(self) -> None:
+    def refill(self, source: Tensor, target: Tensor) -> Arrival:
+        """To the device, into memory that the device may still be reading or writing."""
+        return self.to_device(source, target)
+
+    def close(self) -> None:  # noqa: B027 (the driver ends its own streams)
         """Nothing is copied afterwards."""
 
 
@@ -74,6 +79,10 @@ class CudaLink(Link):
             target.record_stream(self._in)
             self.bytes_in += _bytes(source)
             return _Recorded(self._in.record_event())
+
+    def refill(self, source: Tensor, target: Tensor) -> Arrival:
+        self._in.wait_stream(torch.cuda.current_stream(self.device))
+        return self.to_device(source, target)
 
 
 class _Recorded(Arrival):
