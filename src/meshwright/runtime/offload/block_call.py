@@ -91,7 +91,7 @@ class BlockCall:
     def begin_graph(self, result: Any) -> Any:
         leaves, structure = tree_flatten(result)
         numbers = [number for number, leaf in enumerate(leaves) if _carries_gradient(leaf)]
-        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        anchor = torch.zeros((), requires_grad=True)  # without it torch would take the results for constants
         apply: Callable[..., tuple[Tensor, ...]] = _Beginning.apply
         begun = apply(anchor, self, numbers, [leaves[number].detach() for number in numbers])
         for number, tensor in zip(numbers, begun, strict=True):
@@ -117,6 +117,7 @@ class BlockCall:
             )
         for handed in self.new:
             handed.stashed.drop()
+            handed.gradient = None
         self.given, self.new, self.gradients = [], [], {}
 
     def _run_again(self) -> None:

@@ -76,9 +76,7 @@ def stream(
     )
     module.register_load_state_dict_post_hook(lambda *_: streaming.refresh())
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
-    return StreamedProgram(
-        module, made, plan, schedule, mesh, objective, max_norm=max_norm, watch=watch, streams=streams
-    )
+    return StreamedProgram(module, made, plan, schedule, mesh, objective, max_norm, watch, streams)
 
 
 def _homes(module: nn.Module, plan: Plan) -> dict[str, BlockHome]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.models.objective import Batch, map_batch
+from meshwright.core.plan import Plan
+from meshwright.core.schedule import Schedule
+from meshwright.models.objective import Batch, Objective, map_batch
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.offload.departures import Departures
 from meshwright.runtime.offload.host import HostMemory
@@ -27,6 +30,7 @@ from meshwright.runtime.precision import LOWER
 from meshwright.runtime.program import Program
 from meshwright.runtime.scaling import Scales
 from meshwright.runtime.step import StepOutput
+from meshwright.runtime.watch import Watch
 
 
 class TornError(MeshwrightError):
@@ -47,8 +51,19 @@ class Streams:
 
 
 class StreamedProgram(Program):
-    def __init__(self, *arguments: Any, streams: Streams, max_norm: float | None, **options: Any) -> None:
-        super().__init__(*arguments, max_norm=max_norm, **options)
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        schedule: Schedule,
+        mesh: DeviceMesh,
+        objective: Objective,
+        max_norm: float | None,
+        watch: Watch,
+        streams: Streams,
+    ) -> None:
+        super().__init__(module, optimizer, plan, schedule, mesh, objective, max_norm, watch)
         self.streams, self.max_norm = streams, max_norm
         self._is_torn = False
 
