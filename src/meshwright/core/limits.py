@@ -34,6 +34,11 @@ def not_yet(plan: Plan) -> dict[str, str]:
             "set offload to none, and shard with ZeRO or recompute to save memory",
             plan.offload.what == "optimizer",
         ),
+        (
+            "offload of activations of compiled blocks, whose code decides itself what it keeps",
+            "leave compile out, or recompute these blocks",
+            bool(plan.offload.activations) and plan.compile,
+        ),
         *_streaming(plan),
         (
             f"schedule {schedule} without pp",

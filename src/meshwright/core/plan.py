@@ -110,6 +110,8 @@ class Offload(Value, kw_only=True):
     """Of streamed parameters: how many blocks lie on the device, the one that runs and those on their way."""
     stash: Literal["device", "host"] = "device"
     """Where the inputs of streamed blocks wait for backward."""
+    activations: tuple[str, ...] = ()
+    """Blocks whose activations wait on the host for backward, instead of being kept or recomputed."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError)
@@ -307,3 +309,12 @@ def _check_recompute(plan: Plan) -> None:
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         raise PlanError(f"recompute names block '{repeated[0]}' more than once: give each block one mode")
+    away = expand_names(plan.offload.activations)
+    unknown = set(away) - set(plan.blocks)
+    if unknown:
+        raise PlanError(
+            f"activations of block '{min(unknown)}' are offloaded, but it is in no stage: name blocks of a stage"
+        )
+    both = [name for name in away if name in counts]
+    if both:
+        raise PlanError(f"block '{both[0]}' is both recomputed and has its activations offloaded: choose one for it")

@@ -26,6 +26,7 @@ from meshwright.runtime.deferred import materialise
 from meshwright.runtime.experts import spread_experts
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, data_mesh
 from meshwright.runtime.nan import NanFinder
+from meshwright.runtime.offload.activations import offload_activations
 from meshwright.runtime.offload.build import stream
 from meshwright.runtime.optimizer import OptimizerFactory, check_optimizer, make_optimizer, named_parameters
 from meshwright.runtime.pipeline.cut import cut
@@ -130,6 +131,7 @@ def _spread(
     sync_batch_norms(module, plan, mesh)
     found = cut(module, plan, sketch, mesh.get_local_rank("pp")) if sketch else None
     mark_recompute(module, plan, watch)
+    offload_activations(module, plan, device)
     compile_blocks(module, plan)  # after recompute, which belongs inside a compiled block
     pipeline = None
     if sketch is not None and found is not None:

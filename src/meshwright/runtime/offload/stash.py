@@ -72,9 +72,9 @@ class _Here(Stashed):
 
 
 class HostStash(Stash):
-    def __init__(self, link: Link, device: torch.device, num_expected: int) -> None:
+    def __init__(self, link: Link, device: torch.device, num_expected: int, most_in_flight: int = IN_FLIGHT) -> None:
         """num_expected: how many tensors of a size may wait at a time; host memory is taken for that many at once."""
-        self.link, self.device, self.num_expected = link, device, num_expected
+        self.link, self.device, self.num_expected, self.most_in_flight = link, device, num_expected, most_in_flight
         self.in_flight: deque[_Away] = deque()
         self.device_bytes = self.peak_device_bytes = 0
         """Held on the device for what leaves or comes back."""
@@ -82,9 +82,9 @@ class HostStash(Stash):
         self._memory: list[HostMemory] = []
 
     def keep(self, tensor: Tensor) -> Stashed:
-        away = _Away(self, tensor.detach().contiguous())
+        away = _Away(self, _dense(tensor.detach()))
         self.in_flight.append(away)
-        while len(self.in_flight) > IN_FLIGHT:
+        while len(self.in_flight) > self.most_in_flight:
             self.in_flight.popleft().let_go()
         return away
 
@@ -122,7 +122,7 @@ class _Away(Stashed):
     def __init__(self, stash: HostStash, tensor: Tensor) -> None:
         self.stash = stash
         self.num_bytes = tensor.numel() * tensor.element_size()
-        self.like = (tensor.shape, tensor.dtype)
+        self.like = (tensor.shape, tensor.stride(), tensor.dtype)
         self.room: Tensor | None = stash.take_room(self.num_bytes)
         self.departure: Arrival = stash.link.to_host(tensor, self._view(self.room))
         self.device_tensor: Tensor | None = tensor
@@ -138,9 +138,9 @@ class _Away(Stashed):
         if self.device_tensor is not None:
             return
         assert self.room is not None, "it was dropped"
-        shape, dtype = self.like
+        shape, strides, dtype = self.like
         self.stash.hold(self.num_bytes)
-        self.device_tensor = torch.empty(shape, dtype=dtype, device=self.stash.device)
+        self.device_tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.stash.device)
         self.arrival = self.stash.link.refill(self._view(self.room), self.device_tensor)
 
     def take(self) -> Tensor:
@@ -166,5 +166,15 @@ class _Away(Stashed):
         self.device_tensor = self.arrival = None
 
     def _view(self, room: Tensor) -> Tensor:
-        shape, dtype = self.like
-        return room.view(dtype).view(shape)
+        shape, strides, dtype = self.like
+        return room.view(dtype).as_strided(shape, strides)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Without gaps; a tensor that has none keeps the order of its dims, as kernels of its backward may want it."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return tensor.contiguous()
+        expected *= size
+    return tensor
