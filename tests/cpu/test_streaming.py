@@ -265,7 +265,7 @@ def refused_on_rank(case: Case, offload: dict[str, Any]) -> str:
 def test_what_does_not_run_is_refused(pool: Pools) -> None:
     gpt = Case("gpt", 0, "full", 1, precision="fp32")
     assert "set recompute to full" in pool(1).run(refused_on_rank, Case("gpt", precision="fp32"), {})[0]
-    assert "set where to host" in pool(1).run(refused_on_rank, gpt, {"where": "disk"})[0]
+    assert "set share to 1" in pool(1).run(refused_on_rank, gpt, {"share": 0.5})[0]
     assert "set zero to 3" in pool(2).run(refused_on_rank, gpt, {})[0]
 
 
@@ -282,7 +282,7 @@ def host_too_small_on_rank() -> str:
 def test_too_little_host_memory_is_refused_before_it_is_taken(pool: Pools) -> None:
     found = pool(1).run(host_too_small_on_rank)[0]
     assert found.startswith("InfeasibleError: streaming the parameters of 2 blocks")
-    assert "9.77 KiB are available" in found or "9.8 KiB are available" in found, found
+    assert "9.77 KiB are available" in found
 
 
 def interrupted_on_rank(in_backward: bool) -> tuple[str, str]:

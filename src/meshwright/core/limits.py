@@ -77,7 +77,6 @@ def _streaming(plan: Plan) -> list[tuple[str, str, bool]]:
         ),
         ("offload of parameters in fp16", "use bf16", plan.precision == "fp16"),
         ("offload of parameters with synchronised batch norm", "set sync_batch_norm to false", plan.sync_batch_norm),
-        ("offload of parameters to disk", "set where to host", offload.where == "disk"),
         ("offload of a share of the parameters", "set share to 1", offload.share < 1),
         ("delayed updates of streamed parameters", "set delayed to false", offload.delayed),
     ]

@@ -104,6 +104,8 @@ class Offload(Value, kw_only=True):
 
     what: Literal["none", "optimizer", "parameters"] = "none"
     where: Literal["host", "disk"] = "host"
+    folder: str = ""
+    """On disk: where, on every host; each rank has a folder of its own in it."""
     share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     delayed: bool = False
     window: Annotated[int, Meta(ge=2)] = 2
@@ -115,6 +117,10 @@ class Offload(Value, kw_only=True):
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError)
+        if (self.where == "disk") != bool(self.folder):
+            raise PlanError(
+                f"offload.where is '{self.where}' with folder '{self.folder}': name a folder for disk, and none for host"
+            )
 
 
 class Plan(Value, kw_only=True, dict=True):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.runtime.offload.host import HostMemory, padded
+from meshwright.runtime.offload.host import padded
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,27 @@ class BlockHome:
     def trainable(self) -> bool:
         return any(member.trainable for member in self.members)
 
-    def move_in(self, values: list[Tensor], pinned: HostMemory, plain: HostMemory, working: torch.dtype) -> None:
-        """values: what this rank holds of each member, in the dtype that is stored."""
-        stored = values[0].dtype if values else working
-        self._working = pinned.take(self.local_elements, working)
-        self._master = self._working if stored == working else plain.take(self.local_elements, stored)
-        for view, value in zip(self.local_views(self._master), values, strict=True):
-            view.copy_(value)
+    def move_in(self, working: Tensor, master: Tensor) -> None:
+        """Both flat, with what this rank holds of each member; the same memory where the dtype is the same."""
+        self._working = working
+        self._master = master
         self.masters = [
             nn.Parameter(view, member.trainable)
-            for view, member in zip(self.local_views(self._master), self.members, strict=True)
+            for view, member in zip(self.local_views(master), self.members, strict=True)
         ]
-        self.refresh()
         self.restore()
+
+    def fill(self, values: list[Tensor]) -> None:
+        """values: what this rank holds of each member."""
+        for master, value in zip(self.masters, values, strict=True):
+            master.detach().copy_(value)
+        self.refresh()
+
+    def rebase(self, master: Tensor) -> None:
+        """The masters are in other memory from now on."""
+        self._master = master
+        for parameter, view in zip(self.masters, self.local_views(master), strict=True):
+            parameter.data = view
 
     def refresh(self) -> None:
         """After an update, or when masters were loaded: the working copy follows."""

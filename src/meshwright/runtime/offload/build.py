@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import InputError, PlanError
 from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
@@ -22,8 +23,9 @@ from meshwright.runtime.deferred import materialise
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan
 from meshwright.runtime.offload.block_home import BlockHome, Member, find_members
 from meshwright.runtime.offload.departures import Departures
+from meshwright.runtime.offload.disk_state import NUM_STAGED, DiskState, state_keys
 from meshwright.runtime.offload.host import HostMemory, check_host_memory, padded
-from meshwright.runtime.offload.host_updates import NUM_BUFFERS, HostUpdates
+from meshwright.runtime.offload.host_updates import NUM_BUFFERS, HostUpdates, InMemory, StatePlace
 from meshwright.runtime.offload.kept import Kept
 from meshwright.runtime.offload.link import Link, open_link
 from meshwright.runtime.offload.stash import DeviceStash, HostStash, Stash
@@ -58,20 +60,28 @@ def stream(
     store(module, plan, CPU)
     group = mesh.get_group("dp") if plan.mesh.dp > 1 else None
     homes = _homes(module, plan)
-    memory = _move_in(module, homes, plan, device, group, clips=max_norm is not None)
-    kept = _keep(module, homes, plan, device, mesh, group)
-    compile_blocks(module, plan)
-    postpone_logits(module)
+    memory = _Memory(homes, plan, device, clips=max_norm is not None)
+    try:
+        place = _move_in(module, homes, memory, lambda: _sample(optimizer), device, group)
+        kept = _keep(module, homes, plan, device, group)
+        compile_blocks(module, plan)
+        postpone_logits(module)
+        made = make_optimizer(optimizer, module, before)
+        check_optimizer(made, plan)
+    except BaseException:
+        memory.close()
+        raise
+    if isinstance(place, DiskState):
+        place.optimizer = made
+        place.commit()
     link = open_link(device)
     streaming = Streaming(module, homes, kept, Window(homes, plan.offload.window, link, device, group), link, device)
-    made = make_optimizer(optimizer, module, before)
-    check_optimizer(made, plan)
     streams = Streams(
         streaming=streaming,
         departures=Departures(homes, STORED[plan.precision], device, link, group),
-        updates=HostUpdates(made, _buffers(homes, plan, memory[0], max_norm is not None), max_norm is not None),
+        updates=HostUpdates(made, memory.buffers(), max_norm is not None, place),
         stash=_stash(plan, link, device, len(homes)),
-        memory=memory,
+        memory=(memory.pinned, memory.plain),
         group=group,
     )
     module.register_load_state_dict_post_hook(lambda *_: streaming.refresh())
@@ -91,33 +101,75 @@ def _homes(module: nn.Module, plan: Plan) -> dict[str, BlockHome]:
     return homes
 
 
+class _Memory:
+    """The host's memory of a streamed program: for working copies and gradients, and for masters."""
+
+    def __init__(self, homes: dict[str, BlockHome], plan: Plan, device: torch.device, clips: bool) -> None:
+        self.homes, self.plan = homes, plan
+        self.stored, self.working = STORED[plan.precision], working_dtype(plan)
+        self.num_buffers = len(homes) if clips else min(NUM_BUFFERS, len(homes))
+        self.largest = max(home.local_elements for home in homes.values())
+        pinned = sum(home.num_bytes(self.working.itemsize) for home in homes.values())
+        pinned += self.num_buffers * padded(self.largest * self.stored.itemsize)
+        masters = sum(home.num_bytes(self.stored.itemsize) for home in homes.values())
+        on_disk = plan.offload.where == "disk"
+        self.shares = self.stored == self.working and not on_disk
+        """Whether masters and working copies are the same."""
+        plain = 0 if self.shares or on_disk else masters
+        states = NUM_STAGED * padded(self.largest * self.stored.itemsize) if on_disk else ASSUMED_STATES * masters
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        what = f"streaming the parameters of {len(homes)} blocks"
+        check_host_memory((pinned + plain + states) * here, f"{what}, with what the optimizer keeps for them,")
+        self.pinned = HostMemory(pinned, device, what, here)
+        self.plain = HostMemory(plain, CPU, what, here)
+
+    def move_in(self, home: BlockHome) -> None:
+        working = self.pinned.take(home.local_elements, self.working)
+        if self.plan.offload.where == "disk":  # they have no memory until they have a place there
+            master = torch.empty(home.local_elements, dtype=self.stored)
+        else:
+            master = working if self.shares else self.plain.take(home.local_elements, self.stored)
+        home.move_in(working, master)
+
+    def buffers(self) -> list[Tensor]:
+        """For gradients that arrive."""
+        return [self.pinned.take(self.largest, self.stored) for _ in range(self.num_buffers)]
+
+    def close(self) -> None:
+        self.pinned.close()
+        self.plain.close()
+
+
 def _move_in(
     module: nn.Module,
     homes: dict[str, BlockHome],
-    plan: Plan,
+    memory: _Memory,
+    optimizer: Callable[[], Optimizer],
     device: torch.device,
     group: dist.ProcessGroup | None,
-    clips: bool,
-) -> tuple[HostMemory, ...]:
+) -> StatePlace:
     """Every block to its home, one after the other: of a deferred model, no more than one is elsewhere at a time."""
-    stored, working = STORED[plan.precision], _working(plan)
-    pinned_bytes = sum(home.num_bytes(working.itemsize) for home in homes.values())
-    pinned_bytes += _num_buffers(homes, clips) * _buffer_bytes(homes, stored)
-    plain_bytes = 0 if stored == working else sum(home.num_bytes(stored.itemsize) for home in homes.values())
-    states = ASSUMED_STATES * sum(home.local_elements for home in homes.values() if home.trainable) * stored.itemsize
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    what = f"streaming the parameters of {len(homes)} blocks"
-    check_host_memory((pinned_bytes + plain_bytes + states) * here, f"{what}, with what the optimizer keeps for them,")
-    pinned = HostMemory(pinned_bytes, device, what, here)
-    try:
-        plain = HostMemory(plain_bytes, CPU, what, here)
-        for name, home in homes.items():
-            materialise(module.get_submodule(name))
-            home.move_in([_own_part(member, device, group) for member in home.members], pinned, plain, working)
-    except BaseException:
-        pinned.close()
-        raise
-    return pinned, plain
+    place = None
+    for name, home in homes.items():
+        materialise(module.get_submodule(name))
+        values = [_own_part(member, device, group) for member in home.members]
+        memory.move_in(home)
+        if memory.plan.offload.where == "host":
+            home.fill(values)
+            continue
+        if place is None:
+            place = _on_disk(homes, memory, state_keys(optimizer()))
+        place.place_first(home, values)
+    return place or InMemory()
+
+
+def _on_disk(homes: dict[str, BlockHome], memory: _Memory, keys: tuple[str, ...]) -> DiskState:
+    folder = Path(memory.plan.offload.folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; make it, or name another in offload.folder")
+    own = folder / f"rank-{dist.get_rank()}"
+    own.mkdir(exist_ok=True)
+    return DiskState(own, homes, memory.stored, keys)
 
 
 def _own_part(member: Member, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
@@ -135,7 +187,6 @@ def _keep(
     homes: dict[str, BlockHome],
     plan: Plan,
     device: torch.device,
-    mesh: DeviceMesh,
     group: dist.ProcessGroup | None,
 ) -> Kept:
     """All else, on the device."""
@@ -151,25 +202,16 @@ def _keep(
         apart = [one for one in (*module.parameters(), *module.buffers()) if id(one) not in streamed]
         for tensor in apart:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
-    return Kept(module, streamed, _working(plan))
+    return Kept(module, streamed, working_dtype(plan))
 
 
-def _working(plan: Plan) -> torch.dtype:
+def working_dtype(plan: Plan) -> torch.dtype:
     return LOWER.get(plan.precision, STORED[plan.precision])
 
 
-def _num_buffers(homes: dict[str, BlockHome], clips: bool) -> int:
-    return len(homes) if clips else min(NUM_BUFFERS, len(homes))
-
-
-def _buffer_bytes(homes: dict[str, BlockHome], stored: torch.dtype) -> int:
-    return padded(max(home.local_elements for home in homes.values()) * stored.itemsize)
-
-
-def _buffers(homes: dict[str, BlockHome], plan: Plan, pinned: HostMemory, clips: bool) -> list[Tensor]:
-    """For gradients that arrive."""
-    size = max(home.local_elements for home in homes.values())
-    return [pinned.take(size, STORED[plan.precision]) for _ in range(_num_buffers(homes, clips))]
+def _sample(optimizer: Optimizer | OptimizerFactory) -> Optimizer:
+    """One of its kind, to see what it keeps."""
+    return optimizer if isinstance(optimizer, Optimizer) else optimizer([nn.Parameter(torch.zeros(1))])
 
 
 def _stash(plan: Plan, link: Link, device: torch.device, num_blocks: int) -> Stash:

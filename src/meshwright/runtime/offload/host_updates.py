@@ -8,8 +8,10 @@ all have arrived: then every block has a buffer, and updates run at the end.
 from __future__ import annotations
 
 import queue
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +49,52 @@ class Arrived:
             master.grad = None
 
 
+class StatePlace(ABC):
+    """Where masters and optimizer state of blocks are kept between updates."""
+
+    @abstractmethod
+    def request(self, home: BlockHome) -> None:
+        """The block is updated soon."""
+
+    @abstractmethod
+    def at_hand(self, home: BlockHome) -> AbstractContextManager[None]:
+        """Its masters and state are in memory."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """A step is done."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """A step has failed: masters and state are those of the last step that was done, as far as they are known."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class InMemory(StatePlace):
+    """They are always at hand."""
+
+    def request(self, home: BlockHome) -> None:
+        pass
+
+    def at_hand(self, home: BlockHome) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def commit(self) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class HostUpdates:
-    def __init__(self, optimizer: Optimizer, buffers: Iterable[Tensor], waits_for_all: bool) -> None:
+    def __init__(self, optimizer: Optimizer, buffers: Iterable[Tensor], waits_for_all: bool, place: StatePlace) -> None:
         """waits_for_all: updates run when they are told to (`run_held`), not as gradients arrive."""
-        self.optimizer, self.waits_for_all = optimizer, waits_for_all
+        self.optimizer, self.waits_for_all, self.place = optimizer, waits_for_all, place
         self.held: list[Arrived] = []
         self._free: queue.Queue[Tensor] = queue.Queue()
         for buffer in buffers:
@@ -66,30 +110,43 @@ class HostUpdates:
         """Update a block when its gradients are there; settings of the optimizer are those of now."""
         if self.waits_for_all:
             self.held.append(arrived)
-            return
-        part = part_of(self.optimizer, arrived.home.masters)
-        self._running.append(self._worker.submit(self._update, arrived, part))
+        else:
+            self._start(arrived)
 
     def run_held(self) -> None:
-        for arrived in self.held:
-            part = part_of(self.optimizer, arrived.home.masters)
-            self._running.append(self._worker.submit(self._update, arrived, part))
-        self.held = []
+        held, self.held = self.held, []
+        for arrived in held:
+            self._start(arrived)
+
+    def _start(self, arrived: Arrived) -> None:
+        self.place.request(arrived.home)
+        part = part_of(self.optimizer, arrived.home.masters)
+        self._running.append(self._worker.submit(self._update, arrived, part))
 
     def settle(self) -> None:
         """Until all that were submitted are done; what went wrong is raised here."""
         running, self._running = self._running, []
         for future in running:
             future.result()
+        self.place.commit()
+
+    def give_up(self) -> None:
+        """After an error: nothing runs any more."""
+        running, self._running, self.held = self._running, [], []
+        for future in running:
+            future.exception()
+        self.place.rest()
 
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
+        self.place.close()
 
     def _update(self, arrived: Arrived, part: Optimizer) -> None:
         try:
             arrived.give()
-            step_of_class(part)
-            arrived.home.refresh()
+            with self.place.at_hand(arrived.home):
+                step_of_class(part)
+                arrived.home.refresh()
         finally:
             arrived.take_back()
             self._free.put(arrived.buffer)

@@ -120,11 +120,12 @@ class StreamedProgram(Program):
                 with self.watch.region("backward"):
                     streaming.backward(tapes, streams.departures, streams.updates, self.watch)
                 marks.append(("backward", mark(self.device)))
+            with self.watch.region("update"):
+                norm = self._finish_updates()
         except BaseException:
             streaming.give_up()
+            streams.updates.give_up()
             raise
-        with self.watch.region("update"):
-            norm = self._finish_updates()
         self._is_torn = False
         marks.append(("update", mark(self.device)))
         work = dist.all_reduce(sums, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
