@@ -38,8 +38,8 @@ def streamed(case: Case, **offload: Any) -> Plan:
 
 
 def compare_on_rank(case: Case, num_steps: int, throttled: bool, offload: dict[str, Any]) -> ParityResult:
-    slow = partial(open_link, bytes_per_second=SLOW_LINK if throttled else None)
-    with mock.patch.object(build, "open_link", slow):
+    rate = SLOW_LINK if throttled else None
+    with mock.patch.object(build, "open_link", lambda device, _: open_link(device, rate)):
         return compare(source_of(case.model).small(), streamed(case, **offload), num_steps, this_rank(), update_in_turn)
 
 
@@ -214,7 +214,7 @@ def inference_on_rank() -> tuple[bool, int]:
     whole = source_of(deep(6)).build()
     program = program_of(deep(6), plan)
     batch = batch_of(deep(6), 4)
-    with torch.no_grad(), program.streams.streaming.kept.in_place():
+    with torch.no_grad(), program.streams.streaming.resident.in_place():
         found = call(program.module, batch) + 0
     return torch.equal(found, call(whole, batch)), program.streams.streaming.window.num_bytes
 

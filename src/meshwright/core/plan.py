@@ -166,8 +166,14 @@ class Plan(Value, kw_only=True, dict=True):
 
     @property
     def casting(self) -> Casting:
-        """How it reaches 16 bits: whole parameters by autocast, sharded ones are gathered in 16 bits."""
-        return casting_of(self.precision, self.zero, self.offload.what)
+        """How it reaches 16 bits: whole parameters by autocast, sharded ones are gathered in 16 bits, and those whose masters
+        are on the host are stored in them."""
+        return casting_of(self.precision, self.zero, self.stores_16_bits)
+
+    @property
+    def stores_16_bits(self) -> bool:
+        """Whether the device holds parameters in 16 bits, and the optimizer's fp32 masters of them lie with its state."""
+        return stores_16_bits(self.precision, self.offload.what, self.world)
 
     @property
     def placement(self) -> Placement:
@@ -208,10 +214,13 @@ class Plan(Value, kw_only=True, dict=True):
         return " + ".join(f"{mode} ({count} blocks)" for mode, count in counts.items()) or "none"
 
 
-def casting_of(precision: Precision, zero: int, offloaded: str = "none") -> Casting:
-    """Parameters that are gathered, or come from the host, come in 16 bits."""
-    come = zero > 0 or offloaded == "parameters"
-    return "parameters" if precision in ("bf16", "fp16") and come else "autocast"
+def casting_of(precision: Precision, zero: int, stores_16_bits: bool = False) -> Casting:
+    return "parameters" if precision in ("bf16", "fp16") and (zero > 0 or stores_16_bits) else "autocast"
+
+
+def stores_16_bits(precision: Precision, offload: str, world: int) -> bool:
+    """fp16 needs fp32 gradients to unscale; where ranks share parameters, they are gathered in 16 bits from fp32 shards."""
+    return precision == "bf16" and offload != "none" and world == 1
 
 
 def _check_batch(plan: Plan) -> None:

@@ -34,6 +34,7 @@ from meshwright.cost.offload import Offloaded, offloaded
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.play import Play, enough_microbatches, play_schedule
 from meshwright.cost.stages import StageCost, StageCosts
+from meshwright.cost.streaming import StreamedCost, is_streamed
 from meshwright.cost.timing import StageSeconds
 
 
@@ -143,11 +144,24 @@ class Estimator:
         return exposed + (constants.step_overhead_seconds if constants else 0.0)
 
     def offloaded(self, coordinate: int, played_seconds: float) -> Offloaded:
+        if self.cluster.host_link is not None and (streamed := self.streamed) is not None:
+            found = streamed.seconds(self.cluster, self.stages)
+            return Offloaded(found.transfer_seconds, found.update_seconds)
         return offloaded(self.holdings(coordinate), self.plan, self.cluster, self.stages, played_seconds)
 
     # ------------------------------------------------------------ memory
 
+    @property
+    def streamed(self) -> StreamedCost | None:
+        """Where the plan streams its parameters: blocks run in another order, and other things are held."""
+        if not is_streamed(self.plan):
+            return None
+        return StreamedCost(self.graph, self.plan, self.recipe, self.divisions)
+
     def worst_moment(self) -> Moment:
+        if (streamed := self.streamed) is not None:
+            worst = streamed.worst()
+            return Moment(0, worst.when, worst.memory)
         cost = MemoryCost(self.plan, self.recipe, self.divisions, self.passes, self.holdings)
         return cost.worst(self.memory_order, self.cluster.device)
 
@@ -178,6 +192,8 @@ class Estimator:
         ranks = min(self.plan.world, self.cluster.devices_per_host)
         if self.cluster.device.kind == "cpu":
             return ranks * peak
+        if (streamed := self.streamed) is not None:
+            return ranks * streamed.host_bytes()
         if self.plan.offload.what == "none":
             return 0
         return ranks * max(self.holdings(coordinate).host_bytes for coordinate in range(self.plan.mesh.pp))

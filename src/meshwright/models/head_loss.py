@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.core.names import is_list_item
+from meshwright.core.pieces import PIECE_BYTES
 from meshwright.runtime._torch import DisableTorchFunction
 
-PIECE_BYTES = 256 * 2**20
-"""Room for one piece of logits in fp32: large enough that each product fills a device, small beside what a model keeps."""
 KNOWN_BEFOREHAND = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.ndim.__get__}  # type: ignore[attr-defined]
 """What can be asked of postponed logits without making them."""
 

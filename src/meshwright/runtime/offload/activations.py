@@ -109,7 +109,7 @@ def _unpack(packed: Any) -> Tensor:
 def _key(tensor: Tensor) -> Key:
     """Same memory, same place in it, not changed in between. The weak reference keeps the storage's address from being reused."""
     storage = StorageWeakRef(tensor.untyped_storage())
-    return (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+    return (storage, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:

@@ -26,8 +26,8 @@ from meshwright.runtime.offload.departures import Departures
 from meshwright.runtime.offload.disk_state import NUM_STAGED, DiskState, state_keys
 from meshwright.runtime.offload.host import HostMemory, check_host_memory, padded
 from meshwright.runtime.offload.host_updates import NUM_BUFFERS, HostUpdates, InMemory, StatePlace
-from meshwright.runtime.offload.kept import Kept
 from meshwright.runtime.offload.link import Link, open_link
+from meshwright.runtime.offload.resident import Resident
 from meshwright.runtime.offload.stash import DeviceStash, HostStash, Stash
 from meshwright.runtime.offload.streamed_program import StreamedProgram, Streams
 from meshwright.runtime.offload.streaming import Streaming
@@ -50,7 +50,9 @@ def stream(
     max_norm: float | None,
     watch: Watch,
     device: torch.device,
+    host_link: float | None = None,
 ) -> StreamedProgram:
+    """host_link: bytes a second of the link's stand-in where the device is a CPU."""
     check_same_plan(plan)
     check_optimizer(optimizer, plan)
     mesh = build_mesh(plan, device)
@@ -63,7 +65,7 @@ def stream(
     memory = _Memory(homes, plan, device, clips=max_norm is not None)
     try:
         place = _move_in(module, homes, memory, lambda: _sample(optimizer), device, group)
-        kept = _keep(module, homes, plan, device, group)
+        resident = _stay(module, homes, plan, device, group)
         compile_blocks(module, plan)
         postpone_logits(module)
         made = make_optimizer(optimizer, module, before)
@@ -74,8 +76,10 @@ def stream(
     if isinstance(place, DiskState):
         place.optimizer = made
         place.commit()
-    link = open_link(device)
-    streaming = Streaming(module, homes, kept, Window(homes, plan.offload.window, link, device, group), link, device)
+    link = open_link(device, host_link)
+    streaming = Streaming(
+        module, homes, resident, Window(homes, plan.offload.window, link, device, group), link, device
+    )
     streams = Streams(
         streaming=streaming,
         departures=Departures(homes, STORED[plan.precision], device, link, group),
@@ -182,13 +186,13 @@ def _own_part(member: Member, device: torch.device, group: dist.ProcessGroup | N
     return whole.chunk(member.parts)[group.rank()] if member.parts > 1 else whole
 
 
-def _keep(
+def _stay(
     module: nn.Module,
     homes: dict[str, BlockHome],
     plan: Plan,
     device: torch.device,
     group: dist.ProcessGroup | None,
-) -> Kept:
+) -> Resident:
     """All else, on the device."""
     materialise(module)
     streamed = {id(master) for home in homes.values() for master in home.masters}
@@ -202,7 +206,7 @@ def _keep(
         apart = [one for one in (*module.parameters(), *module.buffers()) if id(one) not in streamed]
         for tensor in apart:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
-    return Kept(module, streamed, working_dtype(plan))
+    return Resident(module, streamed, working_dtype(plan))
 
 
 def working_dtype(plan: Plan) -> torch.dtype:

@@ -190,7 +190,8 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().view(torch.uint8).numpy())
+    array: Any = tensor.detach().view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -27,7 +27,7 @@ class HostMemory:
         """what: what it is for, in words. num_ranks_here: how many ranks of this host take as much."""
         check_host_memory(num_bytes * num_ranks_here, what)
         self.num_bytes, self.device = num_bytes, device
-        self._map = mmap.mmap(-1, max(num_bytes, 1))
+        self._map = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._all: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)

@@ -3,7 +3,6 @@
     call                      the copy waits for                      who waits for the copy
     to_host(source, target)   what the device was given so far        Arrival.wait_on_host
     to_device(source, target) nothing: the host has made the source   Arrival.wait_on_device
-    refill(source, target)    what the device was given so far        Arrival.wait_on_device
 
 Where the device is the host (CPU), a thread each way stands in for the streams, as slow as it is told to be: ordering, waiting
 and memory are then the same as with a GPU, and can be tested without one.
@@ -31,6 +30,10 @@ class Arrival(ABC):
     def wait_on_device(self) -> None:
         """What the device is given from now on starts after it; the host goes on."""
 
+    @abstractmethod
+    def is_there(self) -> bool:
+        """Without waiting."""
+
 
 class Link(ABC):
     """One device's link to its host. Tensors given to it may be dropped at once: it holds them until they have been read."""
@@ -45,11 +48,12 @@ class Link(ABC):
     @abstractmethod
     def to_device(self, source: Tensor, target: Tensor) -> Arrival: ...
 
-    def refill(self, source: Tensor, target: Tensor) -> Arrival:
-        """To the device, into memory that the device may still be reading or writing."""
-        return self.to_device(source, target)
+    @abstractmethod
+    def hold_back(self) -> None:
+        """Copies to the device from now on start after all that the device was given so far."""
 
-    def close(self) -> None:  # noqa: B027 (the driver ends its own streams)
+    @abstractmethod
+    def close(self) -> None:
         """Nothing is copied afterwards."""
 
 
@@ -71,29 +75,36 @@ class CudaLink(Link):
             target.copy_(source, non_blocking=True)
             source.record_stream(self._out)
             self.bytes_out += _bytes(target)
-            return _Recorded(self._out.record_event())
+            return _Recorded(self._out)
 
     def to_device(self, source: Tensor, target: Tensor) -> Arrival:
         with torch.cuda.stream(self._in):
             target.copy_(source, non_blocking=True)
             target.record_stream(self._in)
             self.bytes_in += _bytes(source)
-            return _Recorded(self._in.record_event())
+            return _Recorded(self._in)
 
-    def refill(self, source: Tensor, target: Tensor) -> Arrival:
+    def hold_back(self) -> None:
         self._in.wait_stream(torch.cuda.current_stream(self.device))
-        return self.to_device(source, target)
+
+    def close(self) -> None:
+        self._out.synchronize()
+        self._in.synchronize()
 
 
 class _Recorded(Arrival):
-    def __init__(self, event: Any) -> None:
-        self.event = event
+    def __init__(self, stream: Any) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # who waits for it sleeps, and leaves its core to the updates
+        self.event.record(stream)
 
     def wait_on_host(self) -> None:
         self.event.synchronize()
 
     def wait_on_device(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
+
+    def is_there(self) -> bool:
+        return bool(self.event.query())
 
 
 class ThrottledLink(Link):
@@ -111,6 +122,9 @@ class ThrottledLink(Link):
     def to_device(self, source: Tensor, target: Tensor) -> Arrival:
         self.bytes_in += _bytes(source)
         return _Promised(self._in.submit(self._copy, source, target.detach()))
+
+    def hold_back(self) -> None:
+        """The device is the host: what it was given is done."""
 
     def close(self) -> None:
         for way in (self._out, self._in):
@@ -134,6 +148,9 @@ class _Promised(Arrival):
 
     def wait_on_device(self) -> None:
         self.future.result()
+
+    def is_there(self) -> bool:
+        return self.future.done()
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -141,7 +141,8 @@ class _Away(Stashed):
         shape, strides, dtype = self.like
         self.stash.hold(self.num_bytes)
         self.device_tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.stash.device)
-        self.arrival = self.stash.link.refill(self._view(self.room), self.device_tensor)
+        self.stash.link.hold_back()  # its memory may be that of a tensor which is still being read
+        self.arrival = self.stash.link.to_device(self._view(self.room), self.device_tensor)
 
     def take(self) -> Tensor:
         self.request()

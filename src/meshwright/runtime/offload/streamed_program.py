@@ -83,7 +83,7 @@ class StreamedProgram(Program):
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         streaming = self.streams.streaming
-        with streaming.kept.in_place():
+        with streaming.resident.in_place():
             try:
                 return super().evaluate(batches)
             finally:
@@ -112,7 +112,7 @@ class StreamedProgram(Program):
         streaming, streams = self.streams.streaming, self.streams
         streaming.dropped_sums = sums[2:]
         try:
-            with streaming.kept.in_place():
+            with streaming.resident.in_place():
                 with self.watch.region("forward"):
                     tapes = streaming.forward(parts, streams.stash)
                 marks.append(("forward", mark(self.device)))
@@ -138,17 +138,17 @@ class StreamedProgram(Program):
         (loss * scales.of(index).to(loss.dtype)).backward(retain_graph=True)
 
     def _finish_updates(self) -> Tensor | None:
-        streams, kept = self.streams, self.streams.streaming.kept
-        kept.average(streams.group)
+        streams, resident = self.streams, self.streams.streaming.resident
+        resident.average(streams.group)
         norm = None if self.max_norm is None else self._clip(self.max_norm)
         streams.updates.run_held()
-        kept.update(self.optimizer)
+        resident.update(self.optimizer)
         streams.updates.settle()
         return norm
 
     def _clip(self, max_norm: float) -> Tensor:
         gradients: dict[bool, list[Tensor]] = {True: [], False: []}
-        gradients[False] += [one.grad for one in self.streams.streaming.kept.parameters if one.grad is not None]
+        gradients[False] += [one.grad for one in self.streams.streaming.resident.parameters if one.grad is not None]
         for arrived in self.streams.updates.held:
             arrived.give()
             for member, master in zip(arrived.home.members, arrived.home.masters, strict=True):

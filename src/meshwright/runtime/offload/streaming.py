@@ -29,9 +29,9 @@ from meshwright.runtime.offload.block_call import Tape
 from meshwright.runtime.offload.block_home import BlockHome
 from meshwright.runtime.offload.departures import Departures
 from meshwright.runtime.offload.host_updates import HostUpdates
-from meshwright.runtime.offload.kept import Kept
 from meshwright.runtime.offload.link import Link
 from meshwright.runtime.offload.lockstep import Lockstep
+from meshwright.runtime.offload.resident import Resident
 from meshwright.runtime.offload.stash import HostStash, Stash
 from meshwright.runtime.offload.window import Window
 from meshwright.runtime.watch import Watch
@@ -46,14 +46,14 @@ class Holdings:
 
     window: int
     lanes: int
-    kept: int
+    resident: int
     stash_peak: int
     """On the device, of inputs that leave or come back; none where the stash is the device."""
     host: int
 
     @property
     def device(self) -> int:
-        return self.window + self.lanes + self.kept + self.stash_peak
+        return self.window + self.lanes + self.resident + self.stash_peak
 
 
 class Streaming:
@@ -61,15 +61,15 @@ class Streaming:
         self,
         module: nn.Module,
         homes: dict[str, BlockHome],
-        kept: Kept,
+        resident: Resident,
         window: Window,
         link: Link,
         device: torch.device,
     ) -> None:
-        self.module, self.homes, self.kept, self.window, self.link, self.device = (
+        self.module, self.homes, self.resident, self.window, self.link, self.device = (
             module,
             homes,
-            kept,
+            resident,
             window,
             link,
             device,
@@ -162,13 +162,13 @@ class Streaming:
         self.window.forget_all()
         for home in self.homes.values():
             home.refresh()
-        self.kept.refresh()
+        self.resident.refresh()
 
     def holdings(self, departures: Departures | None, stash: Stash | None, host_bytes: int) -> Holdings:
         return Holdings(
             window=self.window.num_bytes,
             lanes=0 if departures is None else departures.num_bytes,
-            kept=self.kept.num_bytes,
+            resident=self.resident.num_bytes,
             stash_peak=stash.peak_device_bytes if isinstance(stash, HostStash) else 0,
             host=host_bytes + (0 if stash is None else stash.host_bytes),
         )

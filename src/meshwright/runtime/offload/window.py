@@ -87,7 +87,8 @@ class Window:
         slot = min(free, key=lambda slot: slot.last_used if slot.block else -1)
         working = self.homes[name].working
         slot.block = name
-        slot.arrival = self.link.refill(working, slot.arriving[: working.numel()])
+        self.link.hold_back()  # until the block that was there before has run
+        slot.arrival = self.link.to_device(working, slot.arriving[: working.numel()])
         self.num_fetched += 1
 
     def forget(self, name: str) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from meshwright.runtime.offload.host_updates import part_of, step_of_class
 
 
-class Kept:
+class Resident:
     def __init__(self, module: nn.Module, streamed: set[int], working: torch.dtype) -> None:
         """streamed: ids of the parameters that are not kept."""
         self.places: list[tuple[nn.Module, str, nn.Parameter]] = [
