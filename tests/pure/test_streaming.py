@@ -106,3 +106,27 @@ def test_a_slow_host_shows_what_backward_is_too_short_for() -> None:
 def test_inputs_that_go_to_the_host_cross_the_link() -> None:
     slow = hosted(link=1e5)
     assert cost(cluster=slow, stash="host").time_seconds.transfer > cost(cluster=slow).time_seconds.transfer
+
+
+# ------------------------------------------------------------ activations
+
+
+def away(num_blocks: int, link: float = 1e12) -> Estimate:
+    graph = model(LAYERS)
+    names = graph.repeated_blocks[:num_blocks]
+    return estimate(graph, flat_plan(graph, microbatch=512, offload=Offload(activations=names)), hosted(link), RECIPE)
+
+
+def test_activations_of_a_block_move_to_the_host() -> None:
+    none, some, more = away(0), away(3), away(6)
+    assert none.host_bytes == 0
+    assert more.host_bytes == 2 * some.host_bytes
+    assert none.memory_bytes.activations - some.memory_bytes.activations == pytest.approx(some.host_bytes, rel=0.01)
+
+
+def test_they_cost_no_second_forward_and_what_the_link_takes_beyond_compute() -> None:
+    none, hidden, slow = away(0).time_seconds, away(6).time_seconds, away(6, link=1e3).time_seconds
+    assert hidden.recompute == hidden.transfer == 0
+    assert hidden.backward == none.backward
+    moved = 2 * away(6).host_bytes / 1e3
+    assert slow.transfer == pytest.approx(moved - slow.forward_total - slow.backward_total, rel=1e-6)
