@@ -38,6 +38,10 @@ class CaptureError(MeshwrightError):
     """A module whose forward or backward could not be followed on fake tensors."""
 
 
+class DiskError(MeshwrightError):
+    """A file that training state lives in could not be read or written."""
+
+
 class GuessWarning(UserWarning):
     """A graph that rests on a guess: the module read a value that is not known before it runs."""
 

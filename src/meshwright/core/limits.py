@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.errors import PlanError
+from meshwright.core.names import is_list_item
 from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 
 
@@ -29,15 +30,16 @@ def not_yet(plan: Plan) -> dict[str, str]:
             plan.compile and (plan.mesh.tp > 1 or plan.mesh.cp > 1),
         ),
         (
-            "offload of parameters",
-            "set offload to optimizer, or to none and shard with ZeRO or recompute to save memory",
-            plan.offload.what == "parameters",
+            "optimizer state on disk beside parameters on the device",
+            "offload to the host, and a smaller share where its memory is short; or offload parameters too",
+            plan.offload.what == "optimizer" and plan.offload.where == "disk",
         ),
         (
-            "offload to disk",
-            "offload to the host, and a smaller share where its memory is short",
-            plan.offload.what != "none" and plan.offload.where == "disk",
+            "offload of activations of compiled blocks, whose code decides itself what it keeps",
+            "leave compile out, or recompute these blocks",
+            bool(plan.offload.activations) and plan.compile,
         ),
+        *_streaming(plan),
         (
             f"schedule {schedule} without pp",
             "raise pp, or leave the schedule out",
@@ -55,3 +57,26 @@ def not_yet(plan: Plan) -> dict[str, str]:
         ),
     ]
     return {words: instead for words, instead, asked in parts if asked}
+
+
+def _streaming(plan: Plan) -> list[tuple[str, str, bool]]:
+    """What streamed parameters cannot be combined with."""
+    if plan.offload.what != "parameters":
+        return []
+    mesh, offload = plan.mesh, plan.offload
+    repeated = {name for name in plan.blocks if is_list_item(name)}
+    others = [f"{axis}={degree}" for axis in ("pp", "tp", "cp", "ep") if (degree := getattr(mesh, axis)) > 1]
+    sharded = plan.zero == 3 and plan.hybrid is None
+    return [
+        (f"offload of parameters with {' and '.join(others)}", "set these axes to 1, or offload to none", bool(others)),
+        ("offload of parameters over dp without ZeRO 3", "set zero to 3, without hybrid", mesh.dp > 1 and not sharded),
+        (
+            "offload of parameters without full recompute of every repeated block",
+            "set recompute to full: a block is run again from its input when its parameters come back",
+            plan.recomputed("full") != repeated,
+        ),
+        ("offload of parameters in fp16", "use bf16", plan.precision == "fp16"),
+        ("offload of parameters with synchronised batch norm", "set sync_batch_norm to false", plan.sync_batch_norm),
+        ("offload of a share of the parameters", "set share to 1", offload.share < 1),
+        ("delayed updates of streamed parameters", "set delayed to false", offload.delayed),
+    ]

@@ -104,13 +104,25 @@ class Offload(Value, kw_only=True):
 
     what: Literal["none", "optimizer", "parameters"] = "none"
     where: Literal["host", "disk"] = "host"
+    folder: str = ""
+    """On disk: where, on every host; each rank has a folder of its own in it."""
     share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     delayed: bool = False
     warmup_steps: Annotated[int, Meta(ge=0)] = 40
     """Steps before updates may be late: gradients change fastest at the beginning."""
+    window: Annotated[int, Meta(ge=2)] = 2
+    """Of streamed parameters: how many blocks lie on the device, the one that runs and those on their way."""
+    stash: Literal["device", "host"] = "device"
+    """Where the inputs of streamed blocks wait for backward."""
+    activations: tuple[str, ...] = ()
+    """Blocks whose activations wait on the host for backward, instead of being kept or recomputed."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError)
+        if (self.where == "disk") != bool(self.folder):
+            raise PlanError(
+                f"offload.where is '{self.where}' with folder '{self.folder}': name a folder for disk, and none for host"
+            )
 
 
 class Plan(Value, kw_only=True, dict=True):
@@ -314,3 +326,12 @@ def _check_recompute(plan: Plan) -> None:
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         raise PlanError(f"recompute names block '{repeated[0]}' more than once: give each block one mode")
+    away = expand_names(plan.offload.activations)
+    unknown = set(away) - set(plan.blocks)
+    if unknown:
+        raise PlanError(
+            f"activations of block '{min(unknown)}' are offloaded, but it is in no stage: name blocks of a stage"
+        )
+    both = [name for name in away if name in counts]
+    if both:
+        raise PlanError(f"block '{both[0]}' is both recomputed and has its activations offloaded: choose one for it")

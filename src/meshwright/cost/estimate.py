@@ -23,6 +23,7 @@ from meshwright.core.schedule import Order
 from meshwright.core.schedules import make_order
 from meshwright.core.stages import check_blocks
 from meshwright.core.units import format_bytes
+from meshwright.cost.away import away_bytes, exposed_away_seconds
 from meshwright.cost.beside import beside
 from meshwright.cost.block_calls import block_calls
 from meshwright.cost.communication import Call, as_collectives, times, transfer_calls
@@ -34,6 +35,7 @@ from meshwright.cost.offload import Offloaded, offloaded
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.play import Play, enough_microbatches, play_schedule
 from meshwright.cost.stages import StageCost, StageCosts
+from meshwright.cost.streaming import StreamedCost, is_streamed
 from meshwright.cost.timing import StageSeconds
 
 
@@ -120,7 +122,7 @@ class Estimator:
             exposed_reduce=sum(count * cost.reduce_each + cost.reduce_once for cost in mine),
             exposed_inner=count * sum(cost.inner_forward + cost.inner_backward for cost in mine),
             bubble=played.idle_seconds[worst],
-            transfer=played.exposed_seconds[worst] + moved.transfer_seconds,
+            transfer=played.exposed_seconds[worst] + moved.transfer_seconds + self.away_seconds(mine),
             update=self.update_seconds(worst) if moved.update_seconds is None else moved.update_seconds,
             other=self.other_seconds(worst),
         )
@@ -143,11 +145,33 @@ class Estimator:
         return exposed + (constants.step_overhead_seconds if constants else 0.0)
 
     def offloaded(self, coordinate: int, played_seconds: float) -> Offloaded:
+        if self.cluster.host_link is not None and (streamed := self.streamed) is not None:
+            found = streamed.seconds(self.cluster, self.stages)
+            return Offloaded(found.transfer_seconds, found.update_seconds)
         return offloaded(self.holdings(coordinate), self.plan, self.cluster, self.stages, played_seconds)
+
+    def away_seconds(self, stages: list[StageCost]) -> float:
+        """What shows of activations that go to the host and come back."""
+        if not self.plan.offload.activations:
+            return 0.0
+        return self.plan.num_microbatches * exposed_away_seconds(self._away_bytes(), self.cluster, stages)
+
+    def _away_bytes(self) -> float:
+        return away_bytes(self.plan, self.recipe, self.divisions) / self.plan.mesh.pp
 
     # ------------------------------------------------------------ memory
 
+    @property
+    def streamed(self) -> StreamedCost | None:
+        """Where the plan streams its parameters: blocks run in another order, and other things are held."""
+        if not is_streamed(self.plan):
+            return None
+        return StreamedCost(self.graph, self.plan, self.recipe, self.divisions)
+
     def worst_moment(self) -> Moment:
+        if (streamed := self.streamed) is not None:
+            worst = streamed.worst()
+            return Moment(0, worst.when, worst.memory)
         cost = MemoryCost(self.plan, self.recipe, self.divisions, self.passes, self.holdings)
         return cost.worst(self.memory_order, self.cluster.device)
 
@@ -178,9 +202,12 @@ class Estimator:
         ranks = min(self.plan.world, self.cluster.devices_per_host)
         if self.cluster.device.kind == "cpu":
             return ranks * peak
+        if (streamed := self.streamed) is not None:
+            return ranks * streamed.host_bytes()
+        away = round(self._away_bytes()) * min(self.plan.mesh.pp, self.plan.num_microbatches)
         if self.plan.offload.what == "none":
-            return 0
-        return ranks * max(self.holdings(coordinate).host_bytes for coordinate in range(self.plan.mesh.pp))
+            return ranks * away
+        return ranks * (away + max(self.holdings(coordinate).host_bytes for coordinate in range(self.plan.mesh.pp)))
 
     # ------------------------------------------------------------ collectives
 

@@ -16,7 +16,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.births import Births
 from meshwright.cost.division import Division
 from meshwright.cost.fusion import Fused, is_fused
-from meshwright.cost.redone import Mode, dropped_ops, kept_for_core, modes_of, read_behind, redone_ops
+from meshwright.cost.redone import Mode, dropped_ops, kept_for_core, memory_modes_of, read_behind, redone_ops
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Footprints:
     def __init__(self, plan: Plan, recipe: Recipe) -> None:
         self.plan, self.recipe = plan, recipe
         self.samples = plan.microbatch
-        self.modes = modes_of(plan, recipe)
+        self.modes = memory_modes_of(plan, recipe)
         self._known: dict[tuple[int, int, str], Footprint] = {}
         self._fused: dict[int, Fused | None] = {}
         self._outputs: dict[int, frozenset[int]] = {}
@@ -89,7 +89,7 @@ class Footprints:
         kept, _, _ = self._levels(division, forward)
         one, ops = division.kind.passes[forward], division.kind.ops
         output = one.output_bytes.at(self.samples) * division.result_share("@input")
-        if mode == "full":
+        if mode in ("full", "offloaded"):
             return max(0.0, kept - output)
         if mode == "selective":
             return min(kept, self._core_bytes(division, one))

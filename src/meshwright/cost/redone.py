@@ -13,10 +13,12 @@ from typing import Literal
 
 from meshwright.core.cluster import FLOP_KINDS
 from meshwright.core.graph import Kind
+from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 
-Mode = Literal["none", "selective", "selective core", "selective ops", "full"]
+Mode = Literal["none", "selective", "selective core", "selective ops", "full", "offloaded"]
+"""offloaded: nothing is done again, and what backward needs comes back from the host."""
 
 
 def modes_of(plan: Plan, recipe: Recipe) -> dict[str, Mode]:
@@ -28,6 +30,11 @@ def modes_of(plan: Plan, recipe: Recipe) -> dict[str, Mode]:
         **dict.fromkeys(plan.recomputed("selective"), selective),
         **dict.fromkeys(plan.recomputed("full"), "full"),
     }
+
+
+def memory_modes_of(plan: Plan, recipe: Recipe) -> dict[str, Mode]:
+    """The same, and the blocks whose activations are offloaded: they too keep only what they hand on."""
+    return {**modes_of(plan, recipe), **dict.fromkeys(expand_names(plan.offload.activations), "offloaded")}
 
 
 def redone_ops(kind: Kind, mode: Mode) -> frozenset[int]:

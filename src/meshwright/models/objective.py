@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.head_loss import PostponedLogits, cross_entropy_in_pieces
+
 IGNORED_LABEL = -100
 """Positions with this label do not count, as in torch and Hugging Face."""
 
@@ -78,6 +80,8 @@ def default_loss(output: Any, batch: Batch) -> Tensor:
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean over the labels that count; zero, not NaN, where none does."""
+    if isinstance(logits, PostponedLogits):
+        return cross_entropy_in_pieces(logits, labels, IGNORED_LABEL)
     total = F.cross_entropy(
         widened(logits).flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )

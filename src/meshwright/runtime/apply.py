@@ -28,6 +28,8 @@ from meshwright.runtime.experts import spread_experts
 from meshwright.runtime.lowered import Values, lower
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, data_mesh, local_device
 from meshwright.runtime.nan import NanFinder
+from meshwright.runtime.offload.activations import offload_activations
+from meshwright.runtime.offload.build import stream
 from meshwright.runtime.offload.link import open_link
 from meshwright.runtime.offload.optimizer import HostOptimizer, step_on_host
 from meshwright.runtime.optimizer import OptimizerFactory, check_optimizer, make_optimizer, named_parameters
@@ -62,6 +64,9 @@ def apply(
     host_link: bytes a second that a CPU's stand-in for the link between device and host moves each way; without it, all it can.
     """
     watch = Watch(recorder)
+    if plan.offload.what == "parameters":
+        check_runs(plan)
+        return stream(module, plan, optimizer, objective, max_norm, watch, device or join().device, host_link)
     spread = _spread(module, plan, optimizer, device, watch, objective)
     host = _offload(spread, plan, host_link, max_norm)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
@@ -88,6 +93,8 @@ def wrap(
             f"the plan has pp={plan.mesh.pp}: one forward and backward are not the order of its stages; use apply(...).step, or "
             "a plan without stages"
         )
+    if plan.offload.what == "parameters":
+        raise PlanError("a plan that streams its parameters runs backward block by block: use apply(...).step")
     found = _spread(module, plan, optimizer, device, Watch(None), DEFAULT)
     counter = _MicrobatchCounter(found.module, plan, found.mesh, found.split)
     found.module.register_forward_pre_hook(counter.before_forward)
@@ -153,6 +160,7 @@ def _spread(
     sync_batch_norms(module, plan, mesh)
     found = cut(module, plan, sketch, mesh.get_local_rank("pp")) if sketch else None
     mark_recompute(module, plan, watch)
+    offload_activations(module, plan, device)
     compile_blocks(module, plan)  # after recompute, which belongs inside a compiled block
     pipeline = None
     if sketch is not None and found is not None:

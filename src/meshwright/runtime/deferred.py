@@ -43,9 +43,9 @@ def deferred() -> Iterator[None]:
 
 
 def building(plan: Plan) -> AbstractContextManager[None]:
-    """What to build a module in: deferred where the plan divides it."""
+    """What to build a module in: deferred where the plan divides it, or has it live on the host."""
     mesh = plan.mesh
-    divided = plan.zero > 0 or mesh.tp * mesh.pp * mesh.ep > 1
+    divided = plan.zero > 0 or plan.offload.what == "parameters" or mesh.tp * mesh.pp * mesh.ep > 1
     return deferred() if divided else nullcontext()
 
 

@@ -22,7 +22,8 @@ LOOK_AT_WHOLE_TENSORS = ("LBFGS", "Adafactor", "Muon", "Lamb", "LARS", "Shampoo"
 def check_optimizer(optimizer: Optimizer | OptimizerFactory, plan: Plan) -> None:
     """Where ranks hold plain parts of tensors, an optimizer must treat every entry by itself. A factory that hides its class is
     asked again by what it makes."""
-    axes = [f"{axis}={degree}" for axis in ("tp", "ep") if (degree := getattr(plan.mesh, axis)) > 1]
+    cutting = ("tp", "ep", "dp") if plan.offload.what == "parameters" else ("tp", "ep")
+    axes = [f"{axis}={degree}" for axis in cutting if (degree := getattr(plan.mesh, axis)) > 1]
     kind = _class_of(optimizer)
     found = next((one.__name__ for one in kind.__mro__ if one.__name__ in LOOK_AT_WHOLE_TENSORS), None)
     if axes and found is not None:

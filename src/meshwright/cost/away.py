@@ -1,0 +1,41 @@
+"""Activations that wait on the host (runtime/offload/activations.py): their bytes, and the time that shows of their two ways.
+
+bytes    of one microbatch: of each block what its forward keeps, less what it hands on               -> away_bytes
+exposed  max(0, bytes / link - forward) + max(0, bytes / link - backward)                    -> exposed_away_seconds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import InputError
+from meshwright.core.names import expand_names
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.cost.division import Division
+from meshwright.cost.footprint import Footprints
+from meshwright.cost.stages import StageCost
+
+
+def away_bytes(plan: Plan, recipe: Recipe, divisions: dict[str, Division]) -> float:
+    footprints, total = Footprints(plan, recipe), 0.0
+    for name in expand_names(plan.offload.activations):
+        division = divisions[name]
+        for number, one in enumerate(division.kind.passes):
+            if one.phase == "backward":
+                total += footprints.of(division, name, number).rebuilt
+    return total
+
+
+def exposed_away_seconds(num_bytes: float, cluster: Cluster, stages: Sequence[StageCost]) -> float:
+    """Of one microbatch."""
+    if cluster.host_link is None:
+        raise InputError(
+            f"cluster '{cluster.name}' has no figure for the link between device and host, which offload of activations needs: "
+            "add host_link to its file"
+        )
+    seconds = num_bytes / cluster.host_link.bytes_per_second
+    forward = sum(stage.forward_seconds for stage in stages)
+    backward = sum(stage.backward_seconds for stage in stages)
+    return max(0.0, seconds - forward) + max(0.0, seconds - backward)

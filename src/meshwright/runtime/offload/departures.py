@@ -1,0 +1,84 @@
+"""Departures: the gradients of the block that goes backward, added up over its microbatches, and their way to the host.
+
+Two buffers on the device take turns: while one is read by the link, the next block fills the other. Gradients add up in the dtype
+the plan stores, whatever the block computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.runtime.offload.block_home import BlockHome
+from meshwright.runtime.offload.host_updates import Arrived, HostUpdates
+from meshwright.runtime.offload.link import Arrival, Link
+from meshwright.runtime.offload.shards import reduce
+
+NUM_LANES = 2
+
+
+class Departures:
+    def __init__(
+        self,
+        homes: Mapping[str, BlockHome],
+        dtype: torch.dtype,
+        device: torch.device,
+        link: Link,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        size = max(home.full_elements for home in homes.values())
+        self.link, self.group = link, group
+        self._lanes = [torch.empty(size, dtype=dtype, device=device) for _ in range(NUM_LANES)]
+        self._departing: list[Arrival | None] = [None] * NUM_LANES
+        self._turn = 0
+        self._used: set[int] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(lane.numel() * lane.element_size() for lane in self._lanes)
+
+    def begin(self) -> None:
+        """A block goes backward: the lane it fills must have been read."""
+        self._turn = (self._turn + 1) % NUM_LANES
+        departing = self._departing[self._turn]
+        if departing is not None:
+            departing.wait_on_device()
+        self._departing[self._turn] = None
+        self._used = set()
+
+    def add(self, home: BlockHome, parameters: list[nn.Parameter]) -> None:
+        """What one microbatch's backward left in them."""
+        for number, (view, parameter) in enumerate(zip(home.full_views(self._lane), parameters, strict=True)):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            if number in self._used:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+                self._used.add(number)
+
+    def send(self, home: BlockHome, updates: HostUpdates) -> None:
+        if not home.trainable:
+            return
+        self._fill_up(home)
+        local = self._lane[: home.full_elements] if self.group is None else reduce(home, self._lane, self.group)
+        buffer = updates.take_buffer()
+        arrival = self.link.to_host(local, buffer[: local.numel()])
+        self._departing[self._turn] = arrival
+        updates.submit(Arrived(home, frozenset(self._used), buffer, arrival))
+
+    def _fill_up(self, home: BlockHome) -> None:
+        """Ranks add up the same parameters; alone, one without a gradient stays without."""
+        for number, (view, member) in enumerate(zip(home.full_views(self._lane), home.members, strict=True)):
+            if number not in self._used:
+                view.zero_()
+                if self.group is not None and member.trainable:
+                    self._used.add(number)
+
+    @property
+    def _lane(self) -> Tensor:
+        return self._lanes[self._turn]

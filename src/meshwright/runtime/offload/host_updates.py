@@ -1,0 +1,192 @@
+"""Updates of streamed blocks on the host, in a thread of their own, while the device goes on with backward.
+
+A block's gradients arrive in a buffer of the host, its masters are updated by the user's own optimizer, and its working copy
+follows. There are a few buffers: backward waits when all are full. Where gradients are clipped, their norm is known only when
+all have arrived: then every block has a buffer, and updates run at the end.
+"""
+
+from __future__ import annotations
+
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.runtime.offload.block_home import BlockHome
+from meshwright.runtime.offload.link import Arrival
+
+NUM_BUFFERS = 3
+"""One that arrives, one that is used, one that is free for the next."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The gradients of a block, on the host or on their way."""
+
+    home: BlockHome
+    used: frozenset[int]
+    """Numbers of the members that have a gradient."""
+    buffer: Tensor
+    arrival: Arrival
+
+    def give(self) -> None:
+        """To the masters, as an optimizer looks for them."""
+        self.arrival.wait_on_host()
+        for number, (master, view) in enumerate(
+            zip(self.home.masters, self.home.local_views(self.buffer), strict=True)
+        ):
+            master.grad = view if number in self.used else None
+
+    def take_back(self) -> None:
+        for master in self.home.masters:
+            master.grad = None
+
+
+class StatePlace(ABC):
+    """Where masters and optimizer state of blocks are kept between updates."""
+
+    @abstractmethod
+    def request(self, home: BlockHome) -> None:
+        """The block is updated soon."""
+
+    @abstractmethod
+    def at_hand(self, home: BlockHome) -> AbstractContextManager[None]:
+        """Its masters and state are in memory."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """A step is done."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """A step has failed: masters and state are those of the last step that was done, as far as they are known."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class InMemory(StatePlace):
+    """They are always at hand."""
+
+    def request(self, home: BlockHome) -> None:
+        pass
+
+    def at_hand(self, home: BlockHome) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def commit(self) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class HostUpdates:
+    def __init__(self, optimizer: Optimizer, buffers: Iterable[Tensor], waits_for_all: bool, place: StatePlace) -> None:
+        """waits_for_all: updates run when they are told to (`run_held`), not as gradients arrive."""
+        self.optimizer, self.waits_for_all, self.place = optimizer, waits_for_all, place
+        self.held: list[Arrived] = []
+        self._free: queue.Queue[Tensor] = queue.Queue()
+        for buffer in buffers:
+            self._free.put(buffer)
+        self._worker = ThreadPoolExecutor(1, "host-update")
+        self._running: list[Future[None]] = []
+
+    def take_buffer(self) -> Tensor:
+        """Waits until one is free."""
+        return self._free.get()
+
+    def submit(self, arrived: Arrived) -> None:
+        """Update a block when its gradients are there; settings of the optimizer are those of now."""
+        if self.waits_for_all:
+            self.held.append(arrived)
+        else:
+            self._start(arrived)
+
+    def run_held(self) -> None:
+        held, self.held = self.held, []
+        for arrived in held:
+            self._start(arrived)
+
+    def _start(self, arrived: Arrived) -> None:
+        self.place.request(arrived.home)
+        part = part_of(self.optimizer, arrived.home.masters)
+        self._running.append(self._worker.submit(self._update, arrived, part))
+
+    def settle(self) -> None:
+        """Until all that were submitted are done; what went wrong is raised here."""
+        running, self._running = self._running, []
+        for future in running:
+            future.result()
+        self.place.commit()
+
+    def give_up(self) -> None:
+        """After an error: nothing runs any more."""
+        running, self._running, self.held = self._running, [], []
+        for future in running:
+            future.exception()
+        self.place.rest()
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self.place.close()
+
+    def _update(self, arrived: Arrived, part: Optimizer) -> None:
+        try:
+            arrived.give()
+            with self.place.at_hand(arrived.home):
+                step_of_class(part)
+                arrived.home.refresh()
+        finally:
+            arrived.take_back()
+            self._free.put(arrived.buffer)
+
+
+def part_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """An optimizer over some of the parameters of another: it shares their state and hooks, and has the settings of now."""
+    wanted = {id(parameter) for parameter in parameters}
+    part: Optimizer = object.__new__(type(optimizer))
+    vars(part).update(vars(optimizer))
+    part.param_groups = [
+        {**group, "params": [one for one in group["params"] if id(one) in wanted]} for group in optimizer.param_groups
+    ]
+    return part
+
+
+def step_of_class(optimizer: Optimizer) -> None:
+    """The class's own step: a scheduler puts a wrapper of the whole optimizer's step on the object."""
+    step: Any = type(optimizer).step
+    step(optimizer)
+
+
+def clip_together(gradients: Mapping[bool, list[Tensor]], max_norm: float, group: Any) -> Tensor:
+    """Scale gradients to a global norm; True: those of which each rank of the group has its own part. Returns the norm they had."""
+    import torch.distributed as dist
+
+    squares = {
+        is_part: sum((one.double().square().sum().cpu() for one in found), torch.zeros((), dtype=torch.float64))
+        for is_part, found in gradients.items()
+    }
+    own = squares.get(True, torch.zeros((), dtype=torch.float64))
+    if group is not None:
+        device = next((one.device for found in gradients.values() for one in found if one.is_cuda), own.device)
+        moved = own.to(device)
+        dist.all_reduce(moved, group=group)
+        own = moved.cpu()
+    norm = (own + squares.get(False, 0.0)).sqrt()
+    coefficient = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if coefficient < 1.0:
+        for found in gradients.values():
+            for one in found:
+                one.mul_(coefficient)
+    return norm

@@ -1,0 +1,157 @@
+"""A Program whose parameters are streamed: the same step, in another order (`streaming.py`).
+
+An update begins while backward still runs. Where a step fails after that, some blocks are updated and others are not: such a
+program refuses to go on, and the last checkpoint counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.plan import Plan
+from meshwright.core.schedule import Schedule
+from meshwright.models.objective import Batch, Objective, map_batch
+from meshwright.runtime.clock import Mark, mark
+from meshwright.runtime.offload.departures import Departures
+from meshwright.runtime.offload.host import HostMemory
+from meshwright.runtime.offload.host_updates import HostUpdates, clip_together
+from meshwright.runtime.offload.stash import Stash
+from meshwright.runtime.offload.streaming import Holdings, Streaming
+from meshwright.runtime.precision import LOWER
+from meshwright.runtime.program import Program
+from meshwright.runtime.scaling import Scales
+from meshwright.runtime.step import StepOutput
+from meshwright.runtime.watch import Watch
+
+
+class TornError(MeshwrightError):
+    """A step failed between the updates of two blocks."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What a streamed program runs with."""
+
+    streaming: Streaming
+    departures: Departures
+    updates: HostUpdates
+    stash: Stash
+    memory: tuple[HostMemory, ...]
+    group: dist.ProcessGroup | None
+    """The ranks that blocks are cut over."""
+
+
+class StreamedProgram(Program):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        schedule: Schedule,
+        mesh: DeviceMesh,
+        objective: Objective,
+        max_norm: float | None,
+        watch: Watch,
+        streams: Streams,
+    ) -> None:
+        super().__init__(module, optimizer, plan, schedule, mesh, objective, max_norm, watch)
+        self.streams, self.max_norm = streams, max_norm
+        self._is_torn = False
+
+    def holdings(self) -> Holdings:
+        """Bytes on the device and the host."""
+        streams = self.streams
+        host = sum(memory.num_bytes for memory in streams.memory)
+        return streams.streaming.holdings(streams.departures, streams.stash, host)
+
+    def close(self) -> None:
+        """Give the host's memory back; the module's parameters must not be used any more."""
+        self.streams.updates.close()
+        self.streams.stash.close()
+        self.streams.streaming.link.close()
+        for memory in self.streams.memory:
+            memory.close()
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        streaming = self.streams.streaming
+        with streaming.resident.in_place():
+            try:
+                return super().evaluate(batches)
+            finally:
+                streaming.window.leave()
+
+    def _moved(self, microbatch: Batch) -> Batch:
+        """Floating inputs in the dtype that blocks compute in."""
+        moved, lower = super()._moved(microbatch), LOWER.get(self.plan.precision)
+        if lower is None:
+            return moved
+        return map_batch(lambda tensor: tensor.to(lower) if tensor.is_floating_point() else tensor, moved)
+
+    def _step(self, batch: Batch, signal: float) -> StepOutput:
+        if self._is_torn:
+            raise TornError(
+                "an earlier step failed between the updates of two blocks, and the parameters are of two steps: start again from "
+                "the last checkpoint"
+            )
+        marks: list[tuple[str, Mark]] = [("start", mark(self.device))]
+        microbatches = self._microbatches(batch)
+        counts = [self.objective.count(microbatch) for microbatch in microbatches]
+        total_count, counting = self._sum_counts(sum(counts))
+        sums = torch.tensor([0.0, signal, 0.0, 0.0], dtype=torch.float64, device=self.device)
+        scales = Scales(counts, self.plan.mesh.dp, total_count, counting)
+        parts = [partial(self._forward_part, one, index, scales, sums) for index, one in enumerate(microbatches)]
+        streaming, streams = self.streams.streaming, self.streams
+        streaming.dropped_sums = sums[2:]
+        try:
+            with streaming.resident.in_place():
+                with self.watch.region("forward"):
+                    tapes = streaming.forward(parts, streams.stash)
+                marks.append(("forward", mark(self.device)))
+                self._is_torn = True
+                with self.watch.region("backward"):
+                    streaming.backward(tapes, streams.departures, streams.updates, self.watch)
+                marks.append(("backward", mark(self.device)))
+            with self.watch.region("update"):
+                norm = self._finish_updates()
+        except BaseException:
+            streaming.give_up()
+            streams.updates.give_up()
+            raise
+        self._is_torn = False
+        marks.append(("update", mark(self.device)))
+        work = dist.all_reduce(sums, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
+        return StepOutput(sums, total_count, work, marks, norm)
+
+    def _forward_part(self, microbatch: Batch, index: int, scales: Scales, sums: Tensor) -> None:
+        """The forward of one microbatch, and backward from its loss to what the last blocks returned."""
+        loss = self._loss(self._moved(microbatch))
+        sums[0] += loss.detach() * scales.counts[index]
+        (loss * scales.of(index).to(loss.dtype)).backward(retain_graph=True)
+
+    def _finish_updates(self) -> Tensor | None:
+        streams, resident = self.streams, self.streams.streaming.resident
+        resident.average(streams.group)
+        norm = None if self.max_norm is None else self._clip(self.max_norm)
+        streams.updates.run_held()
+        resident.update(self.optimizer)
+        streams.updates.settle()
+        return norm
+
+    def _clip(self, max_norm: float) -> Tensor:
+        gradients: dict[bool, list[Tensor]] = {True: [], False: []}
+        gradients[False] += [one.grad for one in self.streams.streaming.resident.parameters if one.grad is not None]
+        for arrived in self.streams.updates.held:
+            arrived.give()
+            for member, master in zip(arrived.home.members, arrived.home.masters, strict=True):
+                if master.grad is not None:
+                    gradients[member.parts > 1].append(master.grad)
+        return clip_together(gradients, max_norm, self.streams.group)
