@@ -1,28 +1,34 @@
-"""The rule for attention: heads are cut, tokens are whole.
+"""The rule for attention: along tp the heads come cut; along cp tokens come cut, and the plan says how they meet.
 
-Along tp the heads come cut. Along cp tokens come cut: an all-to-all each for query, key and value gives every rank all tokens of
-some heads, and what the attention made goes back by another when the next weight reads it (runtime/split/contraction.py).
-Heads of keys and values that several heads of queries read are repeated where they are too few for the ranks.
+heads: an all-to-all each for query, key and value gives every rank all tokens of some heads, and what the attention made goes
+back by another when the next weight reads it (runtime/split/contraction.py). Heads of keys and values that several heads of
+queries read are repeated where they are too few for the ranks.
+ring: queries stay, keys and values go round (runtime/split/ring.py); what the attention made lies as the queries do.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from meshwright.core.attention import key_repeats
+from meshwright.core.context import key_repeats
 from meshwright.runtime.split.arguments import Args, Options, by_name
-from meshwright.runtime.split.layout import Cut, cuts, lay, layout_of
+from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of
+from meshwright.runtime.split.ring import Ring, ring_attention
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 
-HEADS = -3
+HEADS, TOKENS = -3, -2
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 
 
 def attention(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
-    names = ("query", "key", "value", "attn_mask")
+    names = NAMES[:4]
     given = by_name(args, kwargs, names)
     query, key, value = (split.summed(tensor) for tensor in given[:3])
+    if split.context == "ring" and any("cp" in cuts(layout_of(tensor)) for tensor in (query, key, value)):
+        return _round(split, (query, key, value), by_name(args, kwargs, NAMES)[3:])
     if kwargs.get("enable_gqa"):
         key, value = (_repeated(split, tensor) for tensor in (key, value))
     query, key, value = (_by_heads(split, tensor) for tensor in (query, key, value))
@@ -49,9 +55,67 @@ def _by_heads(split: Splitter, tensor: Tensor) -> Tensor:
         raise NotSplit("attention without a dim for the heads")
     heads = tensor.dim() + HEADS
     for axis, cut in cuts(layout_of(tensor)).items():
-        if cut.dim > heads:
+        if cut.dim > heads and not (axis == "cp" and split.context == "ring"):
             tensor = split.swap(tensor, axis, Cut(heads))
     return tensor
+
+
+# ---------------------------------------------------------------- ring
+
+
+def _round(split: Splitter, tensors: tuple[Tensor, ...], options: list[Any]) -> Tensor:
+    mask, dropout, causal, scale = options
+    query, key, value = (_cast(_by_heads(split, tensor)) for tensor in tensors)
+    layout = layout_of(query) or {}
+    _check_round((query, key, value), mask, dropout, causal)
+    mask = _rows_of_mask(split, mask, layout, query.dim())
+    ring = Ring(split.axes["cp"], bool(causal), scale or query.shape[-1] ** -0.5, mask)
+    return lay(ring_attention(query, key, value, ring), layout)
+
+
+def _check_round(tensors: tuple[Tensor, ...], mask: Tensor | None, dropout: float | None, causal: bool | None) -> None:
+    query, key, value = tensors
+    reasons = [
+        (
+            "query, key and value do not lie alike",
+            any(cuts(layout_of(t)) != cuts(layout_of(query)) for t in (key, value)),
+        ),
+        ("tokens are cut otherwise than in order", cuts(layout_of(query))["cp"] != Cut(query.dim() + TOKENS)),
+        ("queries and keys are not of the same samples", query.shape[:HEADS] != key.shape[:HEADS]),
+        ("no token looks ahead, but keys are of other tokens", causal and query.shape[TOKENS] != key.shape[TOKENS]),
+        ("weights are dropped at random", bool(dropout)),
+        ("a bias is learned", mask is not None and mask.requires_grad),
+    ]
+    for reason, applies in reasons:
+        if applies:
+            raise NotSplit(f"attention in a ring in which {reason}: set context to heads")
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    """As autocast would, which knows nothing of kernels that are called by name."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return lay(tensor.to(torch.get_autocast_dtype(kind)), layout_of(tensor))
+
+
+def _rows_of_mask(split: Splitter, mask: Tensor | None, layout: Layout, num_dims: int) -> Tensor | None:
+    """Of this rank's queries and heads, and of all keys."""
+    if mask is None:
+        return None
+    mask = split.gather_dims(split.summed(mask), [mask.dim() - 1])
+    away = num_dims - mask.dim()
+    for axis, cut in cuts(layout_of(mask)).items():
+        if cuts(layout).get(axis) != Cut(cut.dim + away, cut.runs):
+            mask = split.gather(mask, axis)
+    for axis, cut in cuts(layout).items():
+        dim = cut.dim - away
+        if axis not in cuts(layout_of(mask)) and dim >= 0 and split.shape(mask)[dim] > 1:
+            mask = split.narrow(mask, axis, Cut(dim, cut.runs))
+    return mask
+
+
+# ---------------------------------------------------------------- masks
 
 
 def _mask_part(split: Splitter, mask: Tensor | None, query: Tensor) -> Tensor | None:

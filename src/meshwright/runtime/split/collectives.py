@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,38 @@ class Ranks:
                 dist.all_to_all_single(received.view(-1), pieces.view(-1), group=self.group)
         arrived = [_runs(_joined(piece, then), now) for piece in received.unbind(0)]
         return _joined(torch.cat(arrived, dim=now.dim + 1), now)
+
+    def pass_on(self, tensor: Tensor) -> Hop:
+        """To the next rank, while the same comes from the one before; the last is before the first."""
+        if self.group is None:
+            return Hop(torch.empty_like(tensor), tensor, ())
+        over_host = (
+            tensor.device.type == "cuda" and dist.get_backend(self.group) == "gloo"
+        )  # gloo has no sends for a GPU
+        leaving = tensor.cpu() if over_host else tensor
+        landing = torch.empty_like(leaving)
+        ranks = dist.get_process_group_ranks(self.group)
+        calls = [
+            dist.P2POp(dist.isend, leaving, ranks[(self.rank + 1) % self.size], self.group),
+            dist.P2POp(dist.irecv, landing, ranks[(self.rank - 1) % self.size], self.group),
+        ]
+        with along(self.axis):
+            return Hop(landing, leaving, tuple(dist.batch_isend_irecv(calls)), tensor.device)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A message under way: kept at both ends until it has arrived."""
+
+    landing: Tensor
+    leaving: Tensor
+    calls: tuple[Any, ...]
+    device: torch.device | None = None
+
+    def wait(self) -> Tensor:
+        for call in self.calls:
+            call.wait()
+        return self.landing.to(self.device) if self.device else self.landing
 
 
 def _runs(tensor: Tensor, cut: Cut) -> Tensor:

@@ -82,7 +82,7 @@ def split_model(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitModel |
     ]
     if not axes:
         return None
-    splitter = Splitter(axes, plan.sequence_parallel)
+    splitter = Splitter(axes, plan.sequence_parallel, plan.context)
     if "tp" in splitter.axes:
         cut_weights(module, plan, splitter.axes["tp"])
     named = list(module.named_parameters(remove_duplicate=False))
