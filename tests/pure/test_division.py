@@ -149,8 +149,11 @@ def test_heads_must_divide_over_tp_and_cp_together(attention: str, tp: int, cp: 
     graph = transformer_graph(heads=4, hidden=64, seq=32, attention=attention)
     said = r"4 attention heads in blocks of kind 'Block' do not divide over tp · cp = 8, as the exchange of tokens for heads"
     with pytest.raises(PlanError, match=said):
-        divide(graph, plan_for(graph, tp=tp, cp=cp))
+        divide(graph, plan_for(graph, tp=tp, cp=cp, context="heads"))
     assert divide(graph, plan_for(graph, tp=tp, cp=4 // tp))
+    assert plan_for(graph, tp=tp, cp=4 // tp).context == "heads"
+    assert plan_for(graph, tp=tp, cp=cp).context == "ring"
+    assert divide(graph, plan_for(graph, tp=tp, cp=cp))
 
 
 def grouped_graph(key_heads: int) -> Graph:
@@ -226,3 +229,25 @@ def test_a_rank_multiplies_its_share_of_the_flops(sizes: Sizes, layout: dict[str
                 size = matmul_size(division, number, 3)
                 flops = 2 * size.batch * size.rows * size.columns * size.depth
                 assert flops == pytest.approx(division.work_share(number) * op.flops.at(3)), (name, op.inputs)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_in_a_ring_all_wait_for_the_rank_of_the_last_tokens(cp: int) -> None:
+    """It attends with cp - 1 pieces in full and one by half, where an even share is cp / 2 pieces."""
+    graph = transformer_graph(heads=4, hidden=64, seq=32)
+    for causal in (False, True):
+        kinds = tuple(replace(kind, ops=tuple(replace(op, causal=causal) for op in kind.ops)) for kind in graph.kinds)
+        division = block_of(replace(graph, kinds=kinds), cp=cp, context="ring")
+        shares = {op.kind: division.work_share(number) for number, op in enumerate(division.kind.ops)}
+        assert shares["matmul"] == 1 / cp
+        assert shares["attention"] == pytest.approx((cp - 1 / 2) / (cp / 2) / cp if causal else 1 / cp)
+
+
+def test_what_goes_round_lies_beside_an_attention() -> None:
+    graph = transformer_graph(heads=4, hidden=64, seq=32)
+    ring, heads = block_of(graph, cp=2, context="ring"), block_of(graph, cp=2)
+    numbers = {op.phase: number for number, op in enumerate(ring.kind.ops) if op.kind == "attention"}
+    keys = 32 * 64 // 2
+    assert ring.passing_bytes(numbers["forward"], 3) == 3 * 2 * keys * (2 * 2)
+    assert ring.passing_bytes(numbers["backward"], 3) == 3 * 2 * keys * (2 * 2 + 3 * 4)
+    assert {heads.passing_bytes(number, 3) for number in numbers.values()} == {0.0}

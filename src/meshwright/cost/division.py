@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 
-from meshwright.core.context import FUSED_DIMS, key_repeats, num_heads, slowest_share
+from meshwright.core.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats, num_heads, slowest_share
 from meshwright.core.errors import PlanError
-from meshwright.core.graph import Graph, Kind, Op, Source
+from meshwright.core.graph import PRECISION_BYTES, Graph, Kind, Op, Source
 from meshwright.core.labels import Label, Labels, Way, labels_of
 from meshwright.core.plan import ContextWay, Plan, check_experts
 from meshwright.core.sharding import ways_by_block
@@ -54,10 +54,13 @@ class Division:
 
     @cached_property
     def repeats(self) -> dict[Source, int]:
-        """Keys and values that more cp ranks read than they have heads for: how often each head is exchanged and kept."""
+        """Keys and values that more cp ranks read than they have heads for: how often each head is exchanged and kept. Where
+        heads stay, those of explicit attention are gathered, and kept whole."""
         found: dict[Source, int] = {}
-        exchanges = self.degrees.cp > 1 and self.degrees.context == "heads"
-        for number, op in enumerate(self.kind.ops if exchanges else ()):
+        if self.degrees.context == "ring":
+            products = (op for op in self.kind.ops if op.kind == "matmul" and op.region == "attention")
+            return {op.inputs[1]: self.degrees.cp for op in products if op.phase == "forward"}
+        for number, op in enumerate(self.kind.ops if self.degrees.cp > 1 else ()):
             if op.kind == "attention" and op.phase == "forward":
                 tp = self.tp_degree(number)
                 for source, shape in zip(op.inputs[1:3], op.input_shapes[1:3], strict=False):
@@ -74,6 +77,19 @@ class Division:
     def goes_round(self, op: Op) -> bool:
         """Whether it is an attention whose keys and values go round the cp ranks."""
         return self.degrees.context == "ring" and self.degrees.cp > 1 and op.kind == "attention"
+
+    def passing_bytes(self, number: int, samples: float) -> float:
+        """What is under way and worked on beside an attention's own tensors: forward two messages of keys and values; backward
+        two more of the sums of their gradients, and one that is being added."""
+        op = self.kind.ops[number]
+        if not self.goes_round(op):
+            return 0.0
+        backward = op.phase == "backward"
+        shapes = op.input_shapes[2:4] if backward else op.input_shapes[1:3]
+        count = sum(prod(dim.at(samples) for dim in shape) for shape in shapes)
+        count /= self.degrees.cp * self.tp_degree(number)
+        item = PRECISION_BYTES[op.dtype]
+        return count * (2 * item + (3 * max(item, ACCUMULATED_BYTES) if backward else 0))
 
     def tp_degree(self, number: int) -> int:
         return self.degrees.tp if self.labels.work_split[number] or self.along_tokens(number) else 1

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from meshwright.core.context import key_repeats
 from meshwright.runtime.split.arguments import Args, Options, by_name
+from meshwright.runtime.split.dropout import seed_of_part
 from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of
+from meshwright.runtime.split.pieces import Dropping
 from meshwright.runtime.split.ring import Ring, ring_attention
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 
@@ -67,13 +69,14 @@ def _round(split: Splitter, tensors: tuple[Tensor, ...], options: list[Any]) -> 
     mask, dropout, causal, scale = options
     query, key, value = (_cast(_by_heads(split, tensor)) for tensor in tensors)
     layout = layout_of(query) or {}
-    _check_round((query, key, value), mask, dropout, causal)
+    _check_round((query, key, value), mask, causal)
     mask = _rows_of_mask(split, mask, layout, query.dim())
-    ring = Ring(split.axes["cp"], bool(causal), scale or query.shape[-1] ** -0.5, mask)
+    dropping = Dropping(dropout, seed_of_part(split, layout)) if dropout else None
+    ring = Ring(split.axes["cp"], bool(causal), scale or query.shape[-1] ** -0.5, mask, dropping)
     return lay(ring_attention(query, key, value, ring), layout)
 
 
-def _check_round(tensors: tuple[Tensor, ...], mask: Tensor | None, dropout: float | None, causal: bool | None) -> None:
+def _check_round(tensors: tuple[Tensor, ...], mask: Tensor | None, causal: bool | None) -> None:
     query, key, value = tensors
     reasons = [
         (
@@ -83,7 +86,6 @@ def _check_round(tensors: tuple[Tensor, ...], mask: Tensor | None, dropout: floa
         ("tokens are cut otherwise than in order", cuts(layout_of(query))["cp"] != Cut(query.dim() + TOKENS)),
         ("queries and keys are not of the same samples", query.shape[:HEADS] != key.shape[:HEADS]),
         ("no token looks ahead, but keys are of other tokens", causal and query.shape[TOKENS] != key.shape[TOKENS]),
-        ("weights are dropped at random", bool(dropout)),
         ("a bias is learned", mask is not None and mask.requires_grad),
     ]
     for reason, applies in reasons:

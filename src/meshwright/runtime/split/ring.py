@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.runtime.split.collectives import Ranks
-from meshwright.runtime.split.pieces import Piece
+from meshwright.runtime.split.pieces import Dropping, Piece
 
 HEADS = -3
 
@@ -33,6 +33,7 @@ class Ring:
     scale: float
     mask: Tensor | None = None
     """[..., queries of this rank, all keys]: True where a key is seen, or what is added to the scores."""
+    dropping: Dropping | None = None
 
     @property
     def owners(self) -> list[int]:
@@ -47,7 +48,8 @@ class Ring:
         if times > 1:
             key, value = (tensor.repeat_interleave(times, HEADS) for tensor in (key, value))
         looks_back = self.causal and owner == self.ranks.rank
-        return Piece(query, key, value, self.scale, looks_back, self._mask_of(query, key.shape[-2], owner))
+        dropping = self.dropping.of(owner) if self.dropping else None
+        return Piece(query, key, value, self.scale, looks_back, self._mask_of(query, key.shape[-2], owner), dropping)
 
     def _mask_of(self, query: Tensor, num_keys: int, owner: int) -> Tensor | None:
         if self.mask is None:
@@ -55,9 +57,9 @@ class Ring:
         mask = self.mask
         if mask.shape[-1] > 1:
             mask = mask.narrow(-1, owner * num_keys, num_keys)
-        if mask.dtype != torch.bool:
-            return mask.to(query.dtype)
-        return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -torch.inf)
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -torch.inf)
+        return mask.to(query.dtype).expand(*query.shape[:-1], num_keys)
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
