@@ -231,16 +231,11 @@ def test_a_rank_multiplies_its_share_of_the_flops(sizes: Sizes, layout: dict[str
                 assert flops == pytest.approx(division.work_share(number) * op.flops.at(3)), (name, op.inputs)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_in_a_ring_all_wait_for_the_rank_of_the_last_tokens(cp: int) -> None:
-    """It attends with cp - 1 pieces in full and one by half, where an even share is cp / 2 pieces."""
-    graph = transformer_graph(heads=4, hidden=64, seq=32)
-    for causal in (False, True):
-        kinds = tuple(replace(kind, ops=tuple(replace(op, causal=causal) for op in kind.ops)) for kind in graph.kinds)
-        division = block_of(replace(graph, kinds=kinds), cp=cp, context="ring")
-        shares = {op.kind: division.work_share(number) for number, op in enumerate(division.kind.ops)}
-        assert shares["matmul"] == 1 / cp
-        assert shares["attention"] == pytest.approx((cp - 1 / 2) / (cp / 2) / cp if causal else 1 / cp)
+def test_a_ring_needs_two_pieces_a_rank() -> None:
+    graph = transformer_graph(heads=4, hidden=64, seq=12)
+    assert divide(graph, plan_for(graph, cp=4))
+    with pytest.raises(PlanError, match="12 tokens a sample do not divide over cp=4, two pieces each, as a ring needs"):
+        divide(graph, plan_for(graph, cp=4, context="ring"))
 
 
 def test_what_goes_round_lies_beside_an_attention() -> None:

@@ -10,10 +10,9 @@ get those its queries read:
 
     q query heads, k key heads, c ranks:   lcm(k, c) / k times      q is a multiple of k and of c, so also of lcm(k, c)
 
-ring: where no token looks ahead, the rank of the last tokens attends with c-1 pieces in full and with its own by half; all
-wait for it:
-
-    (c - 1/2) / c² of all pairs of tokens, where an even share of those that count is 1 / 2c:   2 - 1/c times as much
+ring: a rank has one early and one late piece of the tokens, so that where none looks ahead all have as much to do. Tokens must
+divide into 2 c pieces. Attention for which torch has no fused kernel (written out, with dropout, with a learned bias) gathers keys
+and values instead.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ def context_way(graph: Graph, tp: int, cp: int) -> ContextWay:
     return "ring" if any(number % (tp * cp) for number in heads) else "heads"
 
 
+def num_pieces(cp: int, context: ContextWay) -> int:
+    """Into how many pieces the tokens of a sample divide."""
+    return 2 * cp if context == "ring" else cp
+
+
 def key_repeats(num_key_heads: int, cp: int) -> int:
     """How often each head of keys and values is sent. num_key_heads: those of one tp rank."""
     return lcm(num_key_heads, cp) // num_key_heads
-
-
-def slowest_share(op: Op, cp: int) -> float:
-    """Work of the slowest rank of a ring over an even share of it."""
-    return 2 - 1 / cp if op.causal else 1.0
 
 
 def num_heads(op: Op) -> tuple[int, int]:

@@ -2,8 +2,7 @@
 
     tp    an op on a split tensor does 1/tp of its work and its result takes 1/tp of the memory        (core/labels.py)
     sp    between the split parts the tokens lie over tp: whole tensors with tokens take 1/tp too
-    cp    tokens lie over cp: everything that grows with the samples takes 1/cp; in a ring that looks back only, the last
-          rank attends with more than that (core/context.py)
+    cp    tokens lie over cp: everything that grows with the samples takes 1/cp
     ep    experts lie over ep: each rank keeps 1/ep of their weights and still works on as many tokens
 
 A quantity that grows with the samples is one that has tokens; weights and their gradients do not.
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, prod
 
-from meshwright.core.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats, num_heads, slowest_share
+from meshwright.core.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats, num_heads, num_pieces
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import PRECISION_BYTES, Graph, Kind, Op, Source
 from meshwright.core.labels import Label, Labels, Way, labels_of
@@ -70,9 +69,7 @@ class Division:
 
     def work_share(self, number: int) -> float:
         """Of an op's work, what one rank does."""
-        op = self.kind.ops[number]
-        share = self.token_share(op) / self.tp_degree(number)
-        return share * slowest_share(op, self.degrees.cp) if self.goes_round(op) else share
+        return self.token_share(self.kind.ops[number]) / self.tp_degree(number)
 
     def goes_round(self, op: Op) -> bool:
         """Whether it is an attention whose keys and values go round the cp ranks."""
@@ -189,8 +186,9 @@ def check_degrees(graph: Graph, plan: Plan) -> None:
     tokens = _tokens_per_sample(graph)
     if cp > 1 and not tokens:
         raise PlanError(f"cp={cp} cuts samples by their tokens, but '{graph.model}' looks up no tokens: set cp to 1")
-    if cp > 1 and tokens % cp:
-        raise PlanError(f"{tokens} tokens a sample do not divide over cp={cp}: change the sequence length or cp")
+    if cp > 1 and tokens % num_pieces(cp, plan.context):
+        twice = ", two pieces each, as a ring needs" if plan.context == "ring" else ""
+        raise PlanError(f"{tokens} tokens a sample do not divide over cp={cp}{twice}: change the sequence length or cp")
     if plan.sequence_parallel and not tokens:
         raise PlanError(f"sequence parallel lays tokens over tp, but '{graph.model}' looks up no tokens: leave it out")
     if plan.sequence_parallel and tokens % (tp * cp):

@@ -130,7 +130,9 @@ def flash_gradients(
     else:
         on_cuda = torch.ops.aten._scaled_dot_product_flash_attention_backward
         lengths = (tensors[0].shape[-2], tensors[1].shape[-2])
-        undrawn = torch.empty(0, dtype=torch.long, device=gradient.device)  # nothing is dropped
+        undrawn = torch.zeros(
+            2, dtype=torch.uint64, device=gradient.device
+        )  # as forward gives it where nothing is dropped
         of_query, of_key, of_value = on_cuda(
             gradient, *tensors, None, None, *lengths, 0.0, causal, undrawn, undrawn, scale=scale
         )

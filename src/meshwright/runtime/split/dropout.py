@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshwright.runtime.split.arguments import Args, Options
-from meshwright.runtime.split.layout import Layout, cuts, lay, layout_of
+from meshwright.runtime.split.layout import cuts, lay, layout_of
 from meshwright.runtime.split.splitter import Splitter
 
 APART = 1_000_003
@@ -25,23 +25,12 @@ def dropout(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     layout = layout_of(tensor)
     if not training or not probability:
         return lay(function(tensor, *args[1:], **kwargs), layout)
-    with torch.random.fork_rng(devices=[tensor.device] if tensor.is_cuda else []):
-        seed = int(torch.randint(2**62, ()))
-        torch.manual_seed(seed + APART * number_of_part(split, layout))
-        made = function(tensor, *args[1:], **kwargs)
-    torch.rand(())  # the common state moves on
-    return lay(made, layout)
-
-
-def number_of_part(split: Splitter, layout: Layout | None) -> int:
-    """Of this rank's part of a tensor: ranks that have the same part have the same number."""
     number = 0
     for axis in cuts(layout):
         number = number * split.degrees[axis] + split.axes[axis].rank
-    return number
-
-
-def seed_of_part(split: Splitter, layout: Layout | None) -> int:
-    """For draws that are made apart from torch's own. Nothing is drawn where ranks are pretended: no tensor has a value."""
-    pretended = any(ranks.group is None for ranks in split.axes.values())
-    return 0 if pretended else int(torch.randint(2**60, ())) + APART * number_of_part(split, layout)
+    with torch.random.fork_rng(devices=[tensor.device] if tensor.is_cuda else []):
+        seed = int(torch.randint(2**62, ()))
+        torch.manual_seed(seed + APART * number)
+        made = function(tensor, *args[1:], **kwargs)
+    torch.rand(())  # the common state moves on
+    return lay(made, layout)

@@ -76,7 +76,13 @@ class SplitModel:
 def split_model(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitModel | None:
     """None where neither tp nor cp divides the work."""
     axes = [
-        Ranks(axis, getattr(plan.mesh, axis), mesh.get_local_rank(axis), mesh.get_group(axis))
+        Ranks(
+            axis,
+            getattr(plan.mesh, axis),
+            mesh.get_local_rank(axis),
+            mesh.get_group(axis),
+            axis == "cp" and plan.context == "ring",
+        )
         for axis in ("cp", "tp")
         if getattr(plan.mesh, axis) > 1
     ]

@@ -7,12 +7,8 @@ result of all pieces together, so that p = exp(s - lse) is this piece's part of 
 
     dv = pᵀ do      ds = p ∘ (do vᵀ - Σ_width do ∘ out)      dq = scale · ds k      dk = scale · dsᵀ q
 
-Where weights are dropped at random, k holds 0 or 1/(1-p) for each, drawn again in backward from the same seed:
-
-    out = (k ∘ exp(s - lse)) v      dv = (k ∘ p)ᵀ do      ds = p ∘ (k ∘ do vᵀ - Σ_width do ∘ out)
-
-torch's flash kernels give and take an lse: used where they run and nothing is dropped. Elsewhere the formulas run on some rows
-of queries at a time: in neither is there ever a matrix of all queries and all keys.
+torch's flash kernels give and take an lse: used where they run. Elsewhere the formulas run on some rows of queries
+at a time: in neither is there ever a matrix of all queries and all keys.
 """
 
 from __future__ import annotations
@@ -29,26 +25,8 @@ from meshwright.runtime._torch import flash_attention, flash_gradients
 HALVES = (torch.float16, torch.bfloat16)
 ROWS = 512
 """Queries at a time, where no flash kernel runs."""
-SEEDS = 2**62
 FLASH_WIDTH, MOST_FLASH_WIDTH = 8, 256
 """CUDA's takes heads whose width is a multiple of the one, up to the other."""
-
-
-@dataclass(frozen=True)
-class Dropping:
-    """Weights that are dropped at random."""
-
-    share: float
-    seed: int
-
-    def of(self, number: int) -> Dropping:
-        """The same, drawn apart from other numbers."""
-        return replace(self, seed=hash((self.seed, number)) % SEEDS)
-
-    def factors(self, weights: Tensor) -> Tensor:
-        generator = torch.Generator(weights.device).manual_seed(self.seed)
-        drawn = torch.rand(weights.shape, generator=generator, device=weights.device)
-        return (drawn >= self.share).to(weights.dtype) / (1 - self.share)
 
 
 @dataclass(frozen=True)
@@ -63,7 +41,6 @@ class Piece:
     """Queries and keys are of the same tokens, of which none looks ahead."""
     mask: Tensor | None = None
     """What is added to the scores, as large as they are."""
-    dropping: Dropping | None = None
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """The result of this piece alone, and its lse [..., heads, queries]: -inf where all is hidden."""
@@ -88,17 +65,16 @@ class Piece:
             weights = (part._scores() - own_lse[..., None]).exp()
             own_gradient = _wide(own_gradient)
             shift = (own_gradient * own_out).sum(-1, keepdim=True)
-            of_weights = part._thinned(own_gradient @ part.value.mT)
-            of_scores = weights * (of_weights - shift) * part.scale
+            of_scores = weights * (own_gradient @ part.value.mT - shift) * part.scale
             of_queries.append(of_scores @ part.key)
             of_key += of_scores.mT @ part.query
-            of_value += part._thinned(weights).mT @ own_gradient
+            of_value += weights.mT @ own_gradient
         return torch.cat(of_queries, -2), of_key, of_value
 
     @property
     def _is_flash(self) -> bool:
         query, value = self.query, self.value
-        if query.dim() != 4 or query.shape[-1] != value.shape[-1] or self.dropping is not None:
+        if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
             return False
         if query.device.type == "cpu":
             return True
@@ -118,25 +94,13 @@ class Piece:
                 places = torch.arange(num_queries, device=query.device)
                 ahead = places > places[first : first + ROWS, None]
                 mask = query.new_zeros(ahead.shape).masked_fill(ahead, -inf)
-            yield replace(
-                self,
-                query=query,
-                key=_wide(self.key),
-                value=_wide(self.value),
-                mask=mask,
-                causal=False,
-                dropping=self.dropping.of(first) if self.dropping else None,
-            )
+            yield replace(self, query=query, key=_wide(self.key), value=_wide(self.value), mask=mask, causal=False)
 
     def _rows_attend(self) -> tuple[Tensor, Tensor]:
         scores = self._scores()
         lse = scores.logsumexp(-1)
         weights = (scores - lse.masked_fill(lse == -inf, 0.0)[..., None]).exp()
-        return self._thinned(weights) @ self.value, lse
-
-    def _thinned(self, weights: Tensor) -> Tensor:
-        """As dropout leaves them."""
-        return weights * self.dropping.factors(weights) if self.dropping else weights
+        return weights @ self.value, lse
 
     def _scores(self) -> Tensor:
         found = self.query @ self.key.mT * self.scale

@@ -224,9 +224,10 @@ class Splitter(TorchFunctionMode):
         """size / degree; refused where it does not divide."""
         if axis == "tp":
             self.divided.add(size)
-        degree = self.degrees[axis]
-        if size % degree:
-            raise Indivisible(f"{words}: {size} does not divide over {axis}={degree}", size)
+        degree, num_pieces = self.degrees[axis], self.axes[axis].num_pieces
+        if size % num_pieces:
+            twice = ", two pieces each" if num_pieces > degree else ""
+            raise Indivisible(f"{words}: {size} does not divide over {axis}={degree}{twice}", size)
         return size // degree
 
     def read(self, batch: Any) -> None:
