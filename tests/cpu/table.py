@@ -71,6 +71,7 @@ class Row:
         dp = f"dp{self.dp} ZeRO {asked.zero or 0}" if self.dp > 1 else ""
         dp += f" hybrid{asked.hybrid}" if asked.hybrid else ""
         cp, ep = (f"{axis}{degree}" if degree else "" for axis, degree in (("cp", asked.cp), ("ep", asked.ep)))
+        cp += f" {asked.context}" if asked.context else ""
         again = f"recompute {asked.recompute}" if asked.recompute else ""
         norms = "synchronised norms" if asked.sync_batch_norm else ""
         return " · ".join(filter(None, (pp, tp, cp, ep, dp, again, norms)))
@@ -99,6 +100,7 @@ ALONE = (
     row(2, tp=2),
     row(2, tp=2, sequence_parallel=True),
     row(2, cp=2),
+    row(2, cp=2, context="ring"),
     row(2, ep=2),
     *(row(2, pp=2, schedule=schedule) for schedule in SCHEDULES),
     row(2, recompute="full"),
@@ -109,6 +111,7 @@ PAIRS = (
     row(4, tp=2, sequence_parallel=True, zero=2),
     row(4, cp=2, zero=0),
     row(4, cp=2, zero=3),
+    row(4, cp=2, context="ring", zero=3),
     row(4, ep=2, zero=0),
     row(4, ep=2, zero=3),
     row(4, pp=2, zero=1),
@@ -116,17 +119,23 @@ PAIRS = (
     row(4, pp=2, zero=2, schedule="zbv"),
     row(4, tp=2, cp=2),
     row(4, tp=2, sequence_parallel=True, cp=2),
+    row(4, tp=2, cp=2, context="ring"),
+    row(4, tp=2, sequence_parallel=True, cp=2, context="ring"),
+    row(4, cp=4, context="ring"),
     row(4, tp=2, ep=2),
     row(4, tp=2, sequence_parallel=True, ep=2),
     row(4, tp=2, pp=2),
     row(4, tp=2, sequence_parallel=True, pp=2, schedule="zb"),
     row(4, cp=2, ep=2),
     row(4, cp=2, pp=2, schedule="interleaved"),
+    row(4, cp=2, context="ring", pp=2),
     row(4, ep=2, pp=2),
     row(2, tp=2, recompute="full"),
     row(2, tp=2, sequence_parallel=True, recompute="selective"),
     row(2, cp=2, recompute="full"),
     row(2, cp=2, recompute="selective"),
+    row(2, cp=2, context="ring", recompute="full"),
+    row(2, cp=2, context="ring", recompute="selective"),
     row(2, ep=2, recompute="full"),
     row(2, ep=2, recompute="selective"),
     row(2, pp=2, recompute="full"),

@@ -124,7 +124,7 @@ def test_optimizers_that_look_at_whole_tensors(pool: Pools, optimizer: Any) -> N
 def test_compiled_blocks_are_not_divided(pool: Pools, axis: str) -> None:
     for said in pool(2).run(refused, plan_of(GPT, 2, compile=True, **{axis: 2}), torch.optim.AdamW):
         assert said.startswith(
-            "this version cannot yet run compile with tp or cp, whose rules the compiler does not see"
+            "this version cannot yet run compile with tp or cp, whose exchanges the compiler cannot follow"
         )
 
 

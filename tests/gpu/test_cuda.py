@@ -58,6 +58,7 @@ AXES: dict[str, dict[str, Any]] = {
     "tp by tokens, ZeRO 1": {"tp": 2, "sequence_parallel": True, "zero": 1},
     "cp": {"cp": 2},
     "cp, ZeRO 3": {"cp": 2, "zero": 3},
+    "cp in a ring": {"cp": 2, "context": "ring"},
     "pp": {"pp": 2},
     "pp in halves": {"pp": 2, "schedule": "zb"},
     "pp twice round": {"pp": 2, "schedule": "interleaved"},

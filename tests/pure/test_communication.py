@@ -94,6 +94,23 @@ def test_cp_exchanges_tokens_for_heads_and_back(attention: str, cp: int) -> None
     assert found == {phase: [("all_to_all", STREAM // cp)] * 4 for phase in ("forward", "backward")}
 
 
+@pytest.mark.parametrize("cp", [2, 4])
+def test_in_a_ring_keys_and_values_go_round_and_their_gradients_come_home(cp: int) -> None:
+    """In bf16 the gradients are added up in fp32."""
+    found = inner(transformer_graph(seq=32, hidden=64, attention="fused"), cp=cp, context="ring")
+    message = ("send", 2 * STREAM // cp)
+    assert found["forward"] == [message] * (cp - 1)
+    assert found["backward"] == [message] * (cp - 1) + [("send", 4 * STREAM // cp)] * cp
+
+
+def test_in_a_ring_explicit_attention_gathers_keys_and_values() -> None:
+    found = inner(transformer_graph(seq=32, hidden=64, attention="eager"), cp=4, context="ring")
+    assert found == {
+        "forward": [("all_gather", STREAM // 4)] * 2,
+        "backward": [("reduce_scatter", STREAM)] * 2,
+    }
+
+
 def test_cp_beside_tp_exchanges_the_heads_a_rank_has() -> None:
     """Sums over tp are of 1/cp of the tokens; what attention reads and makes is 1/cp of the tokens of 1/tp of the heads."""
     found = inner(transformer_graph(SIZES), cp=2, tp=2)

@@ -149,8 +149,11 @@ def test_heads_must_divide_over_tp_and_cp_together(attention: str, tp: int, cp: 
     graph = transformer_graph(heads=4, hidden=64, seq=32, attention=attention)
     said = r"4 attention heads in blocks of kind 'Block' do not divide over tp · cp = 8, as the exchange of tokens for heads"
     with pytest.raises(PlanError, match=said):
-        divide(graph, plan_for(graph, tp=tp, cp=cp))
+        divide(graph, plan_for(graph, tp=tp, cp=cp, context="heads"))
     assert divide(graph, plan_for(graph, tp=tp, cp=4 // tp))
+    assert plan_for(graph, tp=tp, cp=4 // tp).context == "heads"
+    assert plan_for(graph, tp=tp, cp=cp).context == "ring"
+    assert divide(graph, plan_for(graph, tp=tp, cp=cp))
 
 
 def grouped_graph(key_heads: int) -> Graph:
@@ -226,3 +229,20 @@ def test_a_rank_multiplies_its_share_of_the_flops(sizes: Sizes, layout: dict[str
                 size = matmul_size(division, number, 3)
                 flops = 2 * size.batch * size.rows * size.columns * size.depth
                 assert flops == pytest.approx(division.work_share(number) * op.flops.at(3)), (name, op.inputs)
+
+
+def test_a_ring_needs_two_pieces_a_rank() -> None:
+    graph = transformer_graph(heads=4, hidden=64, seq=12)
+    assert divide(graph, plan_for(graph, cp=4))
+    with pytest.raises(PlanError, match="12 tokens a sample do not divide over cp=4, two pieces each, as a ring needs"):
+        divide(graph, plan_for(graph, cp=4, context="ring"))
+
+
+def test_what_goes_round_lies_beside_an_attention() -> None:
+    graph = transformer_graph(heads=4, hidden=64, seq=32)
+    ring, heads = block_of(graph, cp=2, context="ring"), block_of(graph, cp=2)
+    numbers = {op.phase: number for number, op in enumerate(ring.kind.ops) if op.kind == "attention"}
+    keys = 32 * 64 // 2
+    assert ring.passing_bytes(numbers["forward"], 3) == 3 * 2 * keys * (2 * 2)
+    assert ring.passing_bytes(numbers["backward"], 3) == 3 * 2 * keys * (2 * 2 + 3 * 4)
+    assert {heads.passing_bytes(number, 3) for number in numbers.values()} == {0.0}

@@ -175,7 +175,7 @@ def test_batch_and_offload_and_numbers() -> None:
 
 def test_experts_context_and_virtual_stages() -> None:
     words = words_of(8, dp=4, ep=2, cp=2, pp=2, virtual=4, schedule="interleaved", global_batch=32, microbatch=1)
-    assert words[0] == "2-way context parallel inside each host"
+    assert words[0] == "2-way context parallel inside each host, tokens exchanged for heads"
     assert words[1].startswith("4-way data parallel inside each host; ")
     assert words[2] == "experts 2-way parallel inside each host"
     assert words[3] == "8 pipeline stages of 6 blocks, 4 on each of 2 ranks, across hosts; schedule interleaved 1F1B"

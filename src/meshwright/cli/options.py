@@ -46,6 +46,7 @@ _DEGREES = {
     "global_batch": "Samples per optimizer step.",
 }
 _WORDS = {
+    "context": "heads or ring: how attention is done over context-parallel ranks.",
     "schedule": "gpipe, 1f1b, interleaved, zb, zbv or dualpipev.",
     "recompute": "none, selective, full or every:K.",
     "precision": "fp64, fp32, bf16 or fp16.",

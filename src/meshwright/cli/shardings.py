@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshwright.core.result import SearchResult
     from meshwright.models.source import ModelSource
 
-SHARDING_VERSION = 1
+SHARDING_VERSION = 2
 """Raised when other shardings become legal: those kept from before are then tried again."""
 
 
@@ -64,17 +64,20 @@ def search_legal(find: Callable[[tuple[LegalSharding, ...]], SearchResult], mode
 
 def answer_about(plan: Plan, model: str) -> LegalSharding | None:
     """None where there is nothing to ask."""
+    from msgspec.structs import replace
+
     from meshwright.core.errors import ModelError, PlanError
     from meshwright.core.legal import LegalSharding
 
     if plan.mesh.tp == 1 and plan.mesh.cp == 1:
         return None
-    tp, cp, parallel = plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel
+    asked = LegalSharding(
+        tp=plan.mesh.tp, cp=plan.mesh.cp, sequence_parallel=plan.sequence_parallel, context=plan.context
+    )
     try:
-        sharding = with_legal_sharding(plan, model).sharding
+        return replace(asked, sharding=with_legal_sharding(plan, model).sharding)
     except (PlanError, ModelError) as error:
-        return LegalSharding(tp=tp, cp=cp, sequence_parallel=parallel, refusal=str(error))
-    return LegalSharding(tp=tp, cp=cp, sequence_parallel=parallel, sharding=sharding)
+        return replace(asked, refusal=str(error))
 
 
 def split_tensors(sharding: tuple[BlockSharding, ...]) -> set[tuple[str, str, tuple[str, ...], int]]:
@@ -109,7 +112,7 @@ def _file(plan: Plan, model: str) -> Path | None:
     if graph is None:
         return None
     rules = [repr(rule) for rule in plan.sharding]
-    facts = [graph.name, plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, rules, SHARDING_VERSION]
+    facts = [graph.name, plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context, rules, SHARDING_VERSION]
     return graph.parent.parent / "shardings" / f"{stable_hash(facts)}.json"
 
 

@@ -3,27 +3,16 @@
 From the ops that mix positions (a fused attention, or a softmax between two products of activations), to both sides along
 the edges, as long as an op runs in the same module and reads no parameter. So the projections end it, and rotary positions,
 scaling, mask, softmax, dropout and the product with the values are in.
-
-Where fewer heads of keys and values than of queries are exchanged for tokens over cp, each is sent as often as it takes for
-every rank to get those its queries read:
-
-    q query heads, k key heads, c ranks:   lcm(k, c) / k times      q is a multiple of k and of c, so also of lcm(k, c)
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from math import lcm
 from typing import Protocol
 
 FUSED_ATTENTION = "_scaled_dot_product"
 SOFTMAXES = ("_softmax", "_safe_softmax")
-
-
-def key_repeats(num_key_heads: int, cp: int) -> int:
-    """How often each head of keys and values is sent. num_key_heads: those of one tp rank."""
-    return lcm(num_key_heads, cp) // num_key_heads
 
 
 class Step(Protocol):

@@ -7,7 +7,10 @@ are taken as the proposal says.
 from __future__ import annotations
 
 from meshwright.core.codec import Value
-from meshwright.core.plan import BlockSharding, Degree, Plan
+from meshwright.core.plan import BlockSharding, ContextWay, Degree, Plan
+
+Key = tuple[int, int, bool, ContextWay]
+"""Degrees of tp and cp, sequence parallel, and how attention is done under cp."""
 
 
 class LegalSharding(Value, kw_only=True):
@@ -16,16 +19,17 @@ class LegalSharding(Value, kw_only=True):
     tp: Degree = 1
     cp: Degree = 1
     sequence_parallel: bool = False
+    context: ContextWay = "heads"
     sharding: tuple[BlockSharding, ...] = ()
     """What runs; a tensor that stays whole though it was to be split has the reason."""
     refusal: str = ""
     """Why no plan with these degrees runs; empty where one does."""
 
     @property
-    def key(self) -> tuple[int, int, bool]:
-        return (self.tp, self.cp, self.sequence_parallel)
+    def key(self) -> Key:
+        return (self.tp, self.cp, self.sequence_parallel, self.context)
 
 
-def key_of(plan: Plan) -> tuple[int, int, bool]:
+def key_of(plan: Plan) -> Key:
     """The degrees that an answer is for."""
-    return (plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel)
+    return (plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context)

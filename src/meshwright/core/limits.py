@@ -25,7 +25,7 @@ def not_yet(plan: Plan) -> dict[str, str]:
             bool(plan.recomputed("selective")) and plan.compile,
         ),
         (
-            "compile with tp or cp, whose rules the compiler does not see",
+            "compile with tp or cp, whose exchanges the compiler cannot follow",
             "leave compile out, or set tp and cp to 1",
             plan.compile and (plan.mesh.tp > 1 or plan.mesh.cp > 1),
         ),

@@ -24,6 +24,8 @@ Degree = Annotated[int, Meta(ge=1)]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
 RecomputeMode = Literal["selective", "full"]
 ZeroStage = Literal[0, 1, 2, 3]
+ContextWay = Literal["heads", "ring"]
+"""How attention over tokens that lie over cp is done: core/attention.py."""
 
 MULTI_STAGE_SCHEDULES = ("interleaved", "zbv", "dualpipev")
 V_SCHEDULES = ("zbv", "dualpipev")
@@ -136,6 +138,8 @@ class Plan(Value, kw_only=True, dict=True):
     stages: tuple[Stage, ...]
     sharding: tuple[BlockSharding, ...] = ()
     sequence_parallel: bool = False
+    context: ContextWay = "heads"
+    """Under cp: tokens are exchanged for heads, or keys and values go round the ranks."""
     zero: ZeroStage = 0
     hybrid: Degree | None = None
     """Ranks in one sharding group of ZeRO; without it, all that hold the same parameters: dp · cp."""
@@ -159,6 +163,7 @@ class Plan(Value, kw_only=True, dict=True):
         _check_stages(self)
         _check_places(self)
         _check_sharding(self)
+        _check_context(self)
         _check_sharding_group(self)
         _check_recompute(self)
 
@@ -305,6 +310,13 @@ def _check_sharding(plan: Plan) -> None:
                         f"a dim of tensor '{tensor.tensor}' is sharded over '{axis}': "
                         f"use one of {', '.join(SHARDING_AXES)}, or leave it empty where the dim is whole"
                     )
+
+
+def _check_context(plan: Plan) -> None:
+    if plan.context == "ring" and plan.mesh.cp == 1:
+        raise PlanError(
+            "context='ring' sends keys and values round the cp ranks, but cp=1: raise cp, or leave context out"
+        )
 
 
 def _check_sharding_group(plan: Plan) -> None:

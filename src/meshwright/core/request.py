@@ -10,10 +10,11 @@ import re
 import msgspec
 
 from meshwright.core.codec import Value, check_fields
+from meshwright.core.context import context_way
 from meshwright.core.errors import InputError, PlanError
 from meshwright.core.graph import Graph, Precision
 from meshwright.core.names import compact_names
-from meshwright.core.plan import Degree, Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
+from meshwright.core.plan import ContextWay, Degree, Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
 from meshwright.core.sharding import plain_sharding
 from meshwright.core.stages import even_stages, plain_virtual
 
@@ -32,6 +33,7 @@ class PlanRequest(Value, kw_only=True):
     zero: ZeroStage | None = None
     hybrid: Degree | None = None
     sequence_parallel: bool | None = None
+    context: ContextWay | None = None
     microbatch: Degree | None = None
     global_batch: Degree | None = None
     schedule: ScheduleKind | None = None
@@ -89,6 +91,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         stages=even_stages(graph, mesh.pp, virtual, schedule),
         sharding=plain_sharding(graph) if mesh.tp > 1 else (),
         sequence_parallel=bool(request.sequence_parallel),
+        context=request.context or context_way(graph, mesh.tp, mesh.cp),
         zero=request.zero or 0,
         hybrid=request.hybrid,
         recompute=recompute_rules(request.recompute or "none", graph.repeated_blocks),

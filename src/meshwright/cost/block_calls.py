@@ -8,8 +8,11 @@
     lookups  of what is no token of the batch (positions): the ranks do them whole, and under sequence parallel take
              their tokens of it; backward gathers the gradient over tp                    -> _lookup_calls
     tokens   what is summed over tokens that lie over ranks, or runs along them           (cost/token_calls.py)
-    cp       attention: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same; heads
-             of keys that are too few for the ranks go several times (core/attention.py) -> _context_calls
+    cp       heads: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same; heads
+             of keys that are too few for the ranks go several times (core/context.py)   -> _exchange_calls
+             ring: keys and values go round in one message, cp - 1 sends; backward once more, and with them the sums of
+             their gradients, cp sends. Explicit attention gathers keys and values, and scatters their gradients
+                                                                                          -> _ring_calls
     ep       all-to-all of the tokens to their experts and back, forward and backward; before them, of how many come to
              each expert                                                                  -> _expert_calls
 
@@ -28,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from meshwright.core.context import ACCUMULATED_BYTES
 from meshwright.core.graph import PRECISION_BYTES, Op, Phase, Shape
 from meshwright.core.plan import Plan
 from meshwright.cost.block_ops import BlockOps, elements, last_needed
@@ -130,10 +134,32 @@ def _read_bytes(op: Op, plan: Plan) -> int:
 
 
 def _context_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
+    if own.plan.mesh.cp > 1:
+        yield from _exchange_calls(own, phase) if own.plan.context == "heads" else _ring_calls(own, phase)
+
+
+def _ring_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
+    plan, cp = own.plan, own.plan.mesh.cp
+    group = axis_group(plan.mesh, "cp")
+    for number, op in own:
+        item, tp = PRECISION_BYTES[op.dtype], own.division.tp_degree(number)
+        if op.kind == "attention":
+            count = sum(elements(shape, plan) for shape in op.input_shapes[1:3]) / tp
+            yield Call("send", round(count * item), cp - 1, phase, "cp", group)
+            if phase == "backward":
+                yield Call("send", round(count * max(item, ACCUMULATED_BYTES)), cp, phase, "cp", group)
+        elif op.kind == "matmul" and op.region == "attention":
+            size = round(elements(op.input_shapes[1], plan) * item / tp)
+            yield (
+                Call("all_gather", size, 1, phase, "cp", group)
+                if phase == "forward"
+                else Call("reduce_scatter", size * cp, 1, phase, "cp", group)
+            )
+
+
+def _exchange_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     """Four exchanges an attention: of what it reads three, of what it makes one. Explicit attention is two matmuls."""
     plan = own.plan
-    if plan.mesh.cp == 1:
-        return
     group = axis_group(plan.mesh, "cp")
     num_matmuls = 0
     for number, op in own:

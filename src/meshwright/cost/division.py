@@ -12,20 +12,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 
-from meshwright.core.attention import key_repeats
+from meshwright.core.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats, num_heads, num_pieces
 from meshwright.core.errors import PlanError
-from meshwright.core.graph import Graph, Kind, Op, Source
+from meshwright.core.graph import PRECISION_BYTES, Graph, Kind, Op, Source
 from meshwright.core.labels import Label, Labels, Way, labels_of
-from meshwright.core.plan import Plan, check_experts
+from meshwright.core.plan import ContextWay, Plan, check_experts
 from meshwright.core.sharding import ways_by_block
 from meshwright.cost.fusion import Fused, fused_groups
 
 STACKED_DIMS = 3
 """Matrices of several experts in one parameter."""
-FUSED_DIMS = 4
-"""What fused attention reads: [samples, heads, tokens, width]."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class Degrees:
     tp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
+    context: ContextWay = "heads"
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,12 @@ class Division:
 
     @cached_property
     def repeats(self) -> dict[Source, int]:
-        """Keys and values that more cp ranks read than they have heads for: how often each head is exchanged and kept."""
+        """Keys and values that more cp ranks read than they have heads for: how often each head is exchanged and kept. Where
+        heads stay, those of explicit attention are gathered, and kept whole."""
         found: dict[Source, int] = {}
+        if self.degrees.context == "ring":
+            products = (op for op in self.kind.ops if op.kind == "matmul" and op.region == "attention")
+            return {op.inputs[1]: self.degrees.cp for op in products if op.phase == "forward"}
         for number, op in enumerate(self.kind.ops if self.degrees.cp > 1 else ()):
             if op.kind == "attention" and op.phase == "forward":
                 tp = self.tp_degree(number)
@@ -67,6 +70,23 @@ class Division:
     def work_share(self, number: int) -> float:
         """Of an op's work, what one rank does."""
         return self.token_share(self.kind.ops[number]) / self.tp_degree(number)
+
+    def goes_round(self, op: Op) -> bool:
+        """Whether it is an attention whose keys and values go round the cp ranks."""
+        return self.degrees.context == "ring" and self.degrees.cp > 1 and op.kind == "attention"
+
+    def passing_bytes(self, number: int, samples: float) -> float:
+        """What is under way and worked on beside an attention's own tensors: forward two messages of keys and values; backward
+        two more of the sums of their gradients, and one that is being added."""
+        op = self.kind.ops[number]
+        if not self.goes_round(op):
+            return 0.0
+        backward = op.phase == "backward"
+        shapes = op.input_shapes[2:4] if backward else op.input_shapes[1:3]
+        count = sum(prod(dim.at(samples) for dim in shape) for shape in shapes)
+        count /= self.degrees.cp * self.tp_degree(number)
+        item = PRECISION_BYTES[op.dtype]
+        return count * (2 * item + (3 * max(item, ACCUMULATED_BYTES) if backward else 0))
 
     def tp_degree(self, number: int) -> int:
         return self.degrees.tp if self.labels.work_split[number] or self.along_tokens(number) else 1
@@ -104,7 +124,7 @@ def divide(graph: Graph, plan: Plan) -> dict[str, Division]:
     check_divides(graph, plan)
     ways = ways_by_block(plan, graph)
     kinds = graph.kind_by_block
-    degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel)
+    degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context)
     labels = _labels(graph, kinds, ways)
     experts = _experts(graph)
     made: dict[int, Division] = {}
@@ -166,8 +186,9 @@ def check_degrees(graph: Graph, plan: Plan) -> None:
     tokens = _tokens_per_sample(graph)
     if cp > 1 and not tokens:
         raise PlanError(f"cp={cp} cuts samples by their tokens, but '{graph.model}' looks up no tokens: set cp to 1")
-    if cp > 1 and tokens % cp:
-        raise PlanError(f"{tokens} tokens a sample do not divide over cp={cp}: change the sequence length or cp")
+    if cp > 1 and tokens % num_pieces(cp, plan.context):
+        twice = ", two pieces each, as a ring needs" if plan.context == "ring" else ""
+        raise PlanError(f"{tokens} tokens a sample do not divide over cp={cp}{twice}: change the sequence length or cp")
     if plan.sequence_parallel and not tokens:
         raise PlanError(f"sequence parallel lays tokens over tp, but '{graph.model}' looks up no tokens: leave it out")
     if plan.sequence_parallel and tokens % (tp * cp):
@@ -176,7 +197,7 @@ def check_degrees(graph: Graph, plan: Plan) -> None:
             "the sequence length"
         )
     for kind in graph.kinds:
-        _check_attention(kind, tp, cp)
+        _check_attention(kind, plan)
 
 
 def _tokens_per_sample(graph: Graph) -> int:
@@ -192,36 +213,19 @@ def _tokens_per_sample(graph: Graph) -> int:
     return min(found, default=0)
 
 
-def _check_attention(kind: Kind, tp: int, cp: int) -> None:
-    """Under cp the heads of queries are what tokens are exchanged for; fewer heads of keys are repeated."""
+def _check_attention(kind: Kind, plan: Plan) -> None:
+    """Under cp the heads of queries may be what tokens are exchanged for; fewer heads of keys are repeated."""
+    tp, cp = plan.mesh.tp, plan.mesh.cp
     for op in kind.ops:
-        heads, key_heads = _num_heads(op)
+        heads, key_heads = num_heads(op)
         if heads and (heads % tp or key_heads % tp):
             few = f" and {key_heads} of keys and values" if key_heads != heads else ""
             raise PlanError(
                 f"{heads} attention heads{few} in blocks of kind '{kind.name}' do not divide over tp={tp}: "
                 f"use a divisor of {gcd(heads, key_heads)}"
             )
-        if cp > 1 and heads % (tp * cp):
+        if cp > 1 and plan.context == "heads" and heads % (tp * cp):
             raise PlanError(
                 f"{heads} attention heads in blocks of kind '{kind.name}' do not divide over tp · cp = {tp * cp}, as the exchange "
-                f"of tokens for heads needs: use divisors of {heads}"
+                f"of tokens for heads needs: use divisors of {heads}, or set context to ring"
             )
-
-
-def _num_heads(op: Op) -> tuple[int, int]:
-    """Of queries, and of keys; 0 where the op is no attention.
-
-    Explicit attention makes [samples · heads, tokens, tokens].
-    """
-    if op.kind == "attention" and op.phase == "forward" and op.input_shapes and len(op.input_shapes[0]) == FUSED_DIMS:
-        queries, keys, *_ = [round(shape[1].fixed) for shape in op.input_shapes if len(shape) == FUSED_DIMS]
-        return queries, keys
-    scores = round(op.result_shape[0].per_sample) if _makes_scores(op) else 0
-    return scores, scores
-
-
-def _makes_scores(op: Op) -> bool:
-    """Whether it is a matmul of explicit attention, batched over samples and heads."""
-    core = op.kind == "matmul" and op.phase == "forward" and op.region == "attention"
-    return core and len(op.result_shape) == 3 and op.result_shape[0].per_sample > 0

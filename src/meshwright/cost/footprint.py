@@ -142,7 +142,8 @@ class Footprints:
             gone += size if not_kept else 0.0
             if size > 0 and isinstance(event.source, int):
                 share = births.share_before(event.source)
-                fullest = max(fullest, (level + share * births.total_bytes, level, 1 - share))
+                inside = level + division.passing_bytes(event.source, self.samples)
+                fullest = max(fullest, (inside + share * births.total_bytes, inside, 1 - share))
         at_the_end = (level + births.total_bytes, level, 0.0)
         _, peak, unborn = max(fullest, at_the_end)
         return level - gone + late, max(0.0, peak), unborn

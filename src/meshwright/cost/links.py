@@ -68,7 +68,11 @@ def collective_seconds(kind: CollectiveKind, num_bytes: float, group: Group, clu
         for point in cluster.collectives
         if point.kind == kind and point.num_ranks == group.size
     )
-    return kernel_seconds(num_bytes, points) if points else ring_seconds(kind, num_bytes, group, cluster)
+    if points:
+        return kernel_seconds(num_bytes, points)
+    if kind == "send":
+        return send_seconds(num_bytes, group, cluster)
+    return ring_seconds(kind, num_bytes, group, cluster)
 
 
 def ring_seconds(kind: CollectiveKind, num_bytes: float, group: Group, cluster: Cluster) -> float:

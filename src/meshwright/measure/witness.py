@@ -124,7 +124,7 @@ class CollectiveWatch(TorchDispatchMode):
         kind, position = COLLECTIVE_CALLS[name]
         tensors = [item for item in tree_leaves(arguments[position]) if isinstance(item, Tensor)]
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        axis: Axis = "pp" if kind == "send" else self._axis(arguments)
+        axis: Axis = (named_axis() or "pp") if kind == "send" else self._axis(arguments)
         self.found.append(Collective(kind=kind, axis=axis, count=1, total_bytes=num_bytes))
         with record_function(f"meshwright/call/{kind}/{axis}/{num_bytes}"):
             return op(*arguments, **(options or {}))

@@ -12,7 +12,7 @@ from meshwright.core.codec import Value
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, TensorSharding
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.report.plan_words import SCHEDULE_WORDS, offload_words, recompute_words, stage_counts
+from meshwright.report.plan_words import CONTEXT_WORDS, SCHEDULE_WORDS, offload_words, recompute_words, stage_counts
 from meshwright.report.words import MEMORY_WORDS, TIME_WORDS
 
 LEAST_SHOWN = 0.001
@@ -149,6 +149,7 @@ _PARTS: dict[str, Callable[[Plan], str]] = {
     "stages a rank": lambda plan: str(plan.virtual),
     "stages": _stages,
     "sequence parallel": _answer("sequence_parallel"),
+    "attention under cp": lambda plan: CONTEXT_WORDS[plan.context],
     "ZeRO": lambda plan: str(plan.zero),
     "sharding group": lambda plan: str(plan.hybrid) if plan.hybrid else "all ranks with the same parameters",
     "recompute": _recompute,
@@ -172,6 +173,7 @@ _SHORT: dict[str, Callable[[Plan], str]] = {
     "microbatch": lambda plan: f"microbatch {plan.microbatch}",
     "offload": lambda plan: f"offload {plan.offload.what}" if plan.offload.what != "none" else "no offload",
     "sequence parallel": lambda plan: "sequence parallel" if plan.sequence_parallel else "no sequence parallel",
+    "attention under cp": lambda plan: f"context {plan.context}",
     "precision": lambda plan: plan.precision,
     "compile": lambda plan: "compiled" if plan.compile else "not compiled",
     "global batch": lambda plan: f"batch {plan.global_batch}",

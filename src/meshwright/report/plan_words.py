@@ -33,6 +33,7 @@ SHARDED = {
     2: "optimizer state and gradients sharded",
     3: "optimizer state, gradients and parameters sharded",
 }
+CONTEXT_WORDS = {"heads": "tokens exchanged for heads", "ring": "keys and values in a ring"}
 MOST_STAGES_LISTED = 8
 
 
@@ -49,7 +50,7 @@ def _sentences(plan: Plan, cluster: Cluster, graph: Graph | None) -> Iterator[st
         beside = ", with sequence parallel" if plan.sequence_parallel else ""
         yield f"{mesh.tp}-way tensor parallel {_where(plan, cluster, 'tp')}{beside}"
     if mesh.cp > 1:
-        yield f"{mesh.cp}-way context parallel {_where(plan, cluster, 'cp')}"
+        yield f"{mesh.cp}-way context parallel {_where(plan, cluster, 'cp')}, {CONTEXT_WORDS[plan.context]}"
     if mesh.dp > 1:
         yield f"{mesh.dp}-way data parallel {_where(plan, cluster, 'dp')}; {state_words(plan, cluster)}"
     elif plan.zero and mesh.cp > 1:

@@ -103,3 +103,37 @@ def around_calls(module: typing.Any, wrap: typing.Any) -> None:
     """Every call of a module goes through a wrapper, its hooks included: those that shard a block belong to the block. Python
     looks `__call__` up on the class, which others share; this is the function it calls on the module itself."""
     module._call_impl = wrap(module._call_impl)
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's flash kernels with the logarithm of each row's sum of exponentials, by which results over several pieces of the
+    keys are merged: no public function gives it. The CPU's takes masks, CUDA's none."""
+    if query.device.type == "cpu":
+        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = on_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+    else:
+        on_cuda = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = on_cuda(query, key, value, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def flash_gradients(
+    gradient: torch.Tensor, tensors: tuple[torch.Tensor, ...], mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of query, key and value. tensors: these, and the result and sums of all pieces together, which no public function
+    takes."""
+    if gradient.device.type == "cpu":
+        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        of_query, of_key, of_value = on_cpu(gradient, *tensors, 0.0, causal, attn_mask=mask, scale=scale)
+    else:
+        on_cuda = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        lengths = (tensors[0].shape[-2], tensors[1].shape[-2])
+        undrawn = torch.zeros(
+            2, dtype=torch.uint64, device=gradient.device
+        )  # as forward gives it where nothing is dropped
+        of_query, of_key, of_value = on_cuda(
+            gradient, *tensors, None, None, *lengths, 0.0, causal, undrawn, undrawn, scale=scale
+        )
+    return of_query, of_key, of_value

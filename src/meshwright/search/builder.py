@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.core.errors import PlanError
-from meshwright.core.legal import LegalSharding
+from meshwright.core.legal import Key, LegalSharding, key_of
 from meshwright.core.limits import not_yet
-from meshwright.core.plan import BlockSharding, Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
+from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
 from meshwright.core.request import count_microbatches
 from meshwright.core.sharding import plain_sharding
 from meshwright.core.stages import cut_stages, even_counts
@@ -34,6 +34,7 @@ class Point:
     virtual: int = 1
     offload: str = "none"
     compile: bool = False
+    context: ContextWay = "heads"
 
     @property
     def num_stages(self) -> int:
@@ -46,7 +47,7 @@ class Builder:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.repeated = problem.graph.repeated_blocks
-        self._refused: dict[tuple[Mesh, bool], str] = {}
+        self._refused: dict[tuple[Mesh, bool, ContextWay], str] = {}
 
     def plan(self, point: Point, counts: Sequence[int], recompute: tuple[Recompute, ...] = ()) -> Plan:
         """A PlanError says why there is none."""
@@ -59,6 +60,7 @@ class Builder:
             stages=cut_stages(problem.graph, counts, point.mesh.pp, point.schedule),
             sharding=self._sharding(point),
             sequence_parallel=point.sequence_parallel,
+            context=point.context,
             zero=point.zero,
             hybrid=point.hybrid,
             recompute=recompute,
@@ -92,9 +94,9 @@ class Builder:
 
     def _refusal_of_mesh(self, plan: Plan) -> str:
         """Found once for every mesh: neither settings nor stages change it."""
-        key = (plan.mesh, plan.sequence_parallel)
+        key = (plan.mesh, plan.sequence_parallel, plan.context)
         if key not in self._refused:
-            answer = self._legal.get((plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel))
+            answer = self._legal.get(key_of(plan))
             self._refused[key] = answer.refusal if answer else ""
             try:
                 check_divides(self.problem.graph, plan)
@@ -104,13 +106,13 @@ class Builder:
 
     def _sharding(self, point: Point) -> tuple[BlockSharding, ...]:
         """What the runtime answered for these degrees; where it was not asked, the plain choice."""
-        answer = self._legal.get((point.mesh.tp, point.mesh.cp, point.sequence_parallel))
+        answer = self._legal.get((point.mesh.tp, point.mesh.cp, point.sequence_parallel, point.context))
         if answer is not None:
             return answer.sharding
         return self._plain_sharding if point.mesh.tp > 1 else ()
 
     @cached_property
-    def _legal(self) -> dict[tuple[int, int, bool], LegalSharding]:
+    def _legal(self) -> dict[Key, LegalSharding]:
         return {answer.key: answer for answer in self.problem.legal}
 
     @cached_property

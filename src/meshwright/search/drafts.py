@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from meshwright.core.errors import PlanError
+from meshwright.core.legal import Key as LegalKey
 from meshwright.core.limits import not_yet
-from meshwright.core.plan import BlockSharding, Mesh, Offload, Plan, Stage
+from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Offload, Plan, Stage
 from meshwright.core.stages import cut_stages
 from meshwright.cost.division import check_degrees, check_divides
 from meshwright.cost.state import Items, items_of
@@ -22,7 +23,7 @@ from meshwright.search.work import Divided, UnitTable, divide_units, make_table
 LARGE_MICROBATCH = 16
 """Kernels of so many samples run as well as they ever will."""
 
-Key = tuple[int, int, int, bool, int, bool, bool]
+Key = tuple[int, int, int, bool, int, bool, bool, ContextWay]
 
 
 class Drafts:
@@ -35,7 +36,7 @@ class Drafts:
         self.refusals: list[str] = []
         """Why degrees were left out."""
         self._answers = {answer.key: answer for answer in problem.legal}
-        self._shardings: dict[tuple[int, int, bool], tuple[BlockSharding, ...] | None] = {}
+        self._shardings: dict[LegalKey, tuple[BlockSharding, ...] | None] = {}
         self._divided: dict[tuple[object, ...], Divided] = {}
         self._tables: dict[Key, UnitTable | None] = {}
         self._bounds: dict[Key, Bounds] = {}
@@ -70,6 +71,7 @@ class Drafts:
             shape.microbatch,
             shape.compile,
             differs,
+            shape.context,
         )
 
     def _make_table(self, shape: Shape, sharded: bool) -> UnitTable | None:
@@ -78,7 +80,7 @@ class Drafts:
             return None
         plan = self._unit_plan(shape, sharding, sharded)
         graph = self.problem.graph_of(plan)
-        key = (shape.tp, shape.cp, shape.ep, shape.sequence_parallel, id(graph))
+        key = (shape.tp, shape.cp, shape.ep, shape.sequence_parallel, shape.context, id(graph))
         if key not in self._divided:
             self._divided[key] = divide_units(graph, plan)
         return make_table(self.problem, graph, plan, self._divided[key])
@@ -102,6 +104,7 @@ class Drafts:
             stages=self._unit_stages,
             sharding=sharding,
             sequence_parallel=shape.sequence_parallel,
+            context=shape.context,
             zero=1 if sharded else 0,
             microbatch=shape.microbatch,
             num_microbatches=1,
@@ -114,13 +117,13 @@ class Drafts:
 
     def sharding(self, shape: Shape) -> tuple[BlockSharding, ...] | None:
         """The tensors split over tp, as the runtime answered or as proposed; None where the degrees are refused."""
-        key = (shape.tp, shape.cp, shape.sequence_parallel)
+        key = (shape.tp, shape.cp, shape.sequence_parallel, shape.context)
         if key not in self._shardings:
             self._shardings[key] = self._find_sharding(shape)
         return self._shardings[key]
 
     def _find_sharding(self, shape: Shape) -> tuple[BlockSharding, ...] | None:
-        answer = self._answers.get((shape.tp, shape.cp, shape.sequence_parallel))
+        answer = self._answers.get((shape.tp, shape.cp, shape.sequence_parallel, shape.context))
         if answer is not None and answer.refusal:
             self.refusals.append(answer.refusal)
             return None
@@ -161,6 +164,7 @@ class Drafts:
                 stages=cut_stages(graph, sizes_of(cut), shape.pp, point.schedule),
                 sharding=self.sharding(shape) or (),
                 sequence_parallel=shape.sequence_parallel,
+                context=shape.context,
                 zero=point.zero,
                 hybrid=point.hybrid,
                 offload=Offload(what=point.offload),

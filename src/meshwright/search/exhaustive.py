@@ -41,7 +41,7 @@ from meshwright.cost.redone import core_ops
 from meshwright.search.builder import Builder
 from meshwright.search.builder import Point as Point
 from meshwright.search.problem import Outcome, Problem
-from meshwright.search.space import divisors
+from meshwright.search.space import context_ways, divisors
 
 MOST_PLANS = 20_000
 """A few minutes for a model of a few blocks."""
@@ -95,9 +95,12 @@ def points(problem: Problem) -> Iterator[Point]:
             _schedules(problem.request, mesh, len(builder.repeated)),
             _offloads(problem),
             _compiles(problem),
+            context_ways(problem.request, mesh),
         )
-        for sequence_parallel, (zero, hybrid), microbatch, (schedule, virtual), offload, compiled in settings:
-            point = Point(mesh, microbatch, sequence_parallel, zero, hybrid, schedule, virtual, offload, compiled)
+        for sequence_parallel, (zero, hybrid), microbatch, (schedule, virtual), offload, compiled, context in settings:
+            point = Point(
+                mesh, microbatch, sequence_parallel, zero, hybrid, schedule, virtual, offload, compiled, context
+            )
             if not builder.refusal(point):
                 yield point
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import gcd
 
 from meshwright.core.errors import PlanError
@@ -27,6 +28,7 @@ from meshwright.search.builder import Builder, Point
 from meshwright.search.exhaustive import has_attention, meshes, no_plan
 from meshwright.search.loads import Loads, loads_of
 from meshwright.search.problem import Outcome, Problem
+from meshwright.search.space import context_ways
 
 LARGEST_MICROBATCH = 32
 NUM_COSTED = 12
@@ -69,6 +71,7 @@ class Frame:
             schedule=self.plain.schedule,
             offload=self.plain.offload,
             compile=self.plain.compile,
+            context=self.plain.context,
         )
 
 
@@ -173,7 +176,7 @@ def _frame(problem: Problem, builder: Builder, mesh: Mesh) -> Frame | None:
     sizes = tuple(_microbatches(share, mesh.pp)) if request.microbatch is None else (request.microbatch,)
     wishes = (True, False) if request.sequence_parallel is None else (request.sequence_parallel,)
     schedule = request.schedule or "1f1b"
-    for sequence_parallel in wishes:
+    for sequence_parallel, context in product(wishes, context_ways(request, mesh)):
         point = Point(
             mesh,
             sizes[0],
@@ -181,6 +184,7 @@ def _frame(problem: Problem, builder: Builder, mesh: Mesh) -> Frame | None:
             schedule=schedule,
             offload=request.offload or "none",
             compile=bool(request.compile),
+            context=context,
         )
         if not builder.refusal(point):
             return Frame(point, sizes, tuple(_rungs(problem, mesh)), request.hybrid)

@@ -46,7 +46,7 @@ class ShardCosts:
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
         self.bytes_price, self.num_microbatches = bytes_price, num_microbatches
         self.kernels = KernelCosts(graph, cluster.device)
-        self.degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel)
+        self.degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context)
         self._divisions: dict[tuple[str, Label, bool], Division] = {}
 
     # ------------------------------------------------------------ kernels

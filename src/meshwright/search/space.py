@@ -7,6 +7,7 @@
     schedule       pp > 1: gpipe, 1f1b, zb, zbv, interleaved with v = 2 … MOST_VIRTUAL stages a coordinate, in deep models those
                    that make stages of equal size, and no gpipe: 1f1b is as fast and keeps less
     sharding       ZeRO 0 to 3 where dp · cp > 1, in groups of any divisor of a small dp, or of 1, 2, 4 … hosts' ranks
+    context        cp > 1: heads exchanged, or keys and values in a ring
     compile        on a GPU, where no rule of tp or cp is in its way
     offload        what the runtime can run
 
@@ -22,7 +23,8 @@ from functools import cached_property
 from itertools import islice
 from math import prod
 
-from meshwright.core.plan import MULTI_STAGE_SCHEDULES, Mesh, ScheduleKind, ZeroStage
+from meshwright.core.plan import MULTI_STAGE_SCHEDULES, ContextWay, Mesh, ScheduleKind, ZeroStage
+from meshwright.core.request import PlanRequest
 from meshwright.search.problem import OffloadKind, Problem
 from meshwright.search.units import FEW_UNITS
 
@@ -48,6 +50,7 @@ class Shape:
     microbatch: int
     num_microbatches: int
     compile: bool
+    context: ContextWay = "heads"
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -121,7 +124,15 @@ def families(problem: Problem, mesh: Mesh) -> Iterator[list[Shape]]:
     for parallel in _open(request.sequence_parallel, [False, True] if mesh.tp > 1 else [False]):
         for compiled in _open(request.compile, [False, True] if compiles else [False]):
             degrees = (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)
-            yield [Shape(*degrees, parallel, size, share // size, compiled) for size in reversed(sizes)]
+            for context in context_ways(request, mesh):
+                yield [Shape(*degrees, parallel, size, share // size, compiled, context) for size in reversed(sizes)]
+
+
+def context_ways(request: PlanRequest, mesh: Mesh) -> list[ContextWay]:
+    """Where tokens lie over ranks, both, or the one that is asked for; heads that do not divide are refused later."""
+    if mesh.cp == 1:
+        return ["heads"]
+    return ["heads", "ring"] if request.context is None else [request.context]
 
 
 def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:

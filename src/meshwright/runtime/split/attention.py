@@ -1,28 +1,35 @@
-"""The rule for attention: heads are cut, tokens are whole.
+"""The rule for attention: along tp the heads come cut; along cp tokens come cut, and the plan says how they meet.
 
-Along tp the heads come cut. Along cp tokens come cut: an all-to-all each for query, key and value gives every rank all tokens of
-some heads, and what the attention made goes back by another when the next weight reads it (runtime/split/contraction.py).
-Heads of keys and values that several heads of queries read are repeated where they are too few for the ranks.
+heads: an all-to-all each for query, key and value gives every rank all tokens of some heads, and what the attention made goes
+back by another when the next weight reads it (runtime/split/contraction.py). Heads of keys and values that several heads of
+queries read are repeated where they are too few for the ranks.
+ring: queries stay, keys and values go round (runtime/split/ring.py); what the attention made lies as the queries do. Where torch
+itself has no fused kernel (dropout, a learned bias), keys and values are gathered, as for explicit attention.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from meshwright.core.attention import key_repeats
+from meshwright.core.context import FUSED_DIMS, key_repeats
 from meshwright.runtime.split.arguments import Args, Options, by_name
 from meshwright.runtime.split.layout import Cut, cuts, lay, layout_of
+from meshwright.runtime.split.ring import Ring, ring_attention
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 
-HEADS = -3
+HEADS, TOKENS = -3, -2
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def attention(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
-    names = ("query", "key", "value", "attn_mask")
+    names = NAMES[:4]
     given = by_name(args, kwargs, names)
     query, key, value = (split.summed(tensor) for tensor in given[:3])
+    if split.context == "ring" and any("cp" in cuts(layout_of(tensor)) for tensor in (query, key, value)):
+        return _round(split, function, (query, key, value), by_name(args, kwargs, NAMES)[3:])
     if kwargs.get("enable_gqa"):
         key, value = (_repeated(split, tensor) for tensor in (key, value))
     query, key, value = (_by_heads(split, tensor) for tensor in (query, key, value))
@@ -49,9 +56,71 @@ def _by_heads(split: Splitter, tensor: Tensor) -> Tensor:
         raise NotSplit("attention without a dim for the heads")
     heads = tensor.dim() + HEADS
     for axis, cut in cuts(layout_of(tensor)).items():
-        if cut.dim > heads:
+        if cut.dim > heads and not (axis == "cp" and split.context == "ring"):
             tensor = split.swap(tensor, axis, Cut(heads))
     return tensor
+
+
+# ---------------------------------------------------------------- ring
+
+
+def _round(split: Splitter, function: Any, tensors: tuple[Tensor, ...], options: list[Any]) -> Tensor:
+    mask, dropout, causal, scale, grouped = options
+    query, key, value = (_by_heads(split, tensor) for tensor in tensors)
+    _check_round((query, key, value), causal)
+    if not _is_fused(query, value, mask, dropout):
+        if grouped:
+            times = query.shape[HEADS] // key.shape[HEADS]
+            key, value = (lay(t.repeat_interleave(times, HEADS), layout_of(t)) for t in (key, value))
+        return _with_all_keys(split, function, (query, key, value), options[:4])
+    query, key, value = (_cast(tensor) for tensor in (query, key, value))
+    ring = Ring(split.axes["cp"], bool(causal), scale or query.shape[-1] ** -0.5, _mask_part(split, mask, query))
+    return lay(ring_attention(query, key, value, ring), layout_of(query))
+
+
+def _check_round(tensors: tuple[Tensor, ...], causal: bool | None) -> None:
+    query, key, value = tensors
+    layout = cuts(layout_of(query))
+    reasons = [
+        ("query, key and value do not lie alike", any(cuts(layout_of(tensor)) != layout for tensor in (key, value))),
+        ("tokens are cut in runs", layout.get("cp") != Cut(query.dim() + TOKENS)),
+        ("queries and keys are not of the same samples", query.shape[:HEADS] != key.shape[:HEADS]),
+        ("no token looks ahead, but keys are of other tokens", causal and query.shape[TOKENS] != key.shape[TOKENS]),
+    ]
+    for reason, applies in reasons:
+        if applies:
+            raise NotSplit(f"attention in a ring in which {reason}: set context to heads")
+
+
+def _is_fused(query: Tensor, value: Tensor, mask: Tensor | None, dropout: float | None) -> bool:
+    """Whether capture sees one op of it: torch has products of matrices for the rest."""
+    is_plain = query.dim() == FUSED_DIMS and query.shape[-1] == value.shape[-1]
+    return is_plain and not dropout and not (mask is not None and mask.requires_grad)
+
+
+def _with_all_keys(split: Splitter, function: Any, tensors: tuple[Tensor, ...], options: list[Any]) -> Tensor:
+    """As explicit attention does it: each rank has the scores of its queries, and gathers keys and values."""
+    query, key, value = tensors
+    mask, dropout, causal, scale = options
+    ranks = split.axes["cp"]
+    if causal:
+        places = torch.arange(query.shape[TOKENS] * ranks.size, device=query.device)
+        mask = places <= ranks.own_part(places, Cut(0))[:, None]
+    else:
+        mask = _mask_part(split, mask, query)
+    key, value = (split.gather(tensor, "cp", read_by_parts=True) for tensor in (key, value))
+    return lay(function(query, key, value, mask, dropout or 0.0, scale=scale), layout_of(query))
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    """As autocast would, which knows nothing of kernels that are called by name."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return lay(tensor.to(torch.get_autocast_dtype(kind)), layout_of(tensor))
+
+
+# ---------------------------------------------------------------- masks
 
 
 def _mask_part(split: Splitter, mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,13 @@ class Ranks:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     """None: pretended."""
+    folded: bool = False
+    """Each rank's part is two pieces of 2 · size, one from either end: rank r has the r-th and the r-th from the last."""
+
+    @property
+    def num_pieces(self) -> int:
+        """Into how many pieces a dim that is cut must divide."""
+        return 2 * self.size if self.folded else self.size
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """The sum of every rank's tensor."""
@@ -49,11 +57,11 @@ class Ranks:
         if self.group is not None:
             with along(self.axis):
                 gather_into(parts.view(-1), runs.reshape(-1), group=self.group)
-        return _joined(torch.cat(parts.unbind(0), dim=cut.dim + 1), cut)
+        return _joined(self._unfold(torch.cat(parts.unbind(0), dim=cut.dim + 1), cut.dim + 1), cut)
 
     def scatter(self, whole: Tensor, cut: Cut) -> Tensor:
         """The sum of every rank's tensor; each gets its part of it."""
-        runs = _runs(whole, cut)
+        runs = self._fold(_runs(whole, cut), cut.dim + 1)
         parts = torch.stack(runs.chunk(self.size, dim=cut.dim + 1))
         own = torch.empty_like(parts[0])
         if self.group is not None:
@@ -63,9 +71,13 @@ class Ranks:
 
     def own_part(self, whole: Tensor, cut: Cut) -> Tensor:
         """This rank's part of a tensor that all have."""
-        runs = _runs(whole, cut)
-        size = runs.shape[cut.dim + 1] // self.size
-        return _joined(runs.narrow(cut.dim + 1, self.rank * size, size), cut)
+        return _joined(self.part_of(self.rank, _runs(whole, cut), cut.dim + 1), cut)
+
+    def part_of(self, rank: int, whole: Tensor, dim: int) -> Tensor:
+        """Another's part of a dim that is one run."""
+        size = whole.shape[dim] // self.num_pieces
+        pieces = [whole.narrow(dim, place * size, size) for place in self._places(rank)]
+        return torch.cat(pieces, dim) if self.folded else pieces[0]
 
     def padded(self, part: Tensor, cut: Cut) -> Tensor:
         """A whole tensor that is zero but for this rank's part."""
@@ -74,19 +86,73 @@ class Ranks:
         size = sizes[cut.dim + 1]
         sizes[cut.dim + 1] = size * self.size
         found = part.new_zeros(sizes)
-        found.narrow(cut.dim + 1, self.rank * size, size).copy_(runs)
+        places = self._places(self.rank)
+        for place, piece in zip(places, runs.chunk(len(places), cut.dim + 1), strict=True):
+            found.narrow(cut.dim + 1, place * size // len(places), size // len(places)).copy_(piece)
         return _joined(found, cut)
 
     def swap(self, part: Tensor, now: Cut, then: Cut) -> Tensor:
         """A part along one dim becomes a part along another: every rank sends every other a piece."""
-        runs = _runs(part, then)
+        runs = self._fold(_runs(part, then), then.dim + 1)
         pieces = torch.stack(runs.chunk(self.size, dim=then.dim + 1)).contiguous()
         received = torch.empty_like(pieces)
         if self.group is not None:
             with along(self.axis):
                 dist.all_to_all_single(received.view(-1), pieces.view(-1), group=self.group)
         arrived = [_runs(_joined(piece, then), now) for piece in received.unbind(0)]
-        return _joined(torch.cat(arrived, dim=now.dim + 1), now)
+        return _joined(self._unfold(torch.cat(arrived, dim=now.dim + 1), now.dim + 1), now)
+
+    def _places(self, rank: int) -> tuple[int, ...]:
+        """Which pieces a rank has."""
+        return (rank, 2 * self.size - 1 - rank) if self.folded else (rank,)
+
+    def _fold(self, whole: Tensor, dim: int) -> Tensor:
+        """The pieces of each rank side by side, rank by rank."""
+        return _reordered(whole, dim, self._order()) if self.folded else whole
+
+    def _unfold(self, whole: Tensor, dim: int) -> Tensor:
+        order = self._order()
+        return _reordered(whole, dim, sorted(range(len(order)), key=order.__getitem__)) if self.folded else whole
+
+    def _order(self) -> list[int]:
+        return [place for rank in range(self.size) for place in self._places(rank)]
+
+    def pass_on(self, tensor: Tensor) -> Hop:
+        """To the next rank, while the same comes from the one before; the last is before the first."""
+        if self.group is None:
+            return Hop(torch.empty_like(tensor), tensor, ())
+        over_host = (
+            tensor.device.type == "cuda" and dist.get_backend(self.group) == "gloo"
+        )  # gloo has no sends for a GPU
+        leaving = tensor.cpu() if over_host else tensor
+        landing = torch.empty_like(leaving)
+        ranks = dist.get_process_group_ranks(self.group)
+        calls = [
+            dist.P2POp(dist.isend, leaving, ranks[(self.rank + 1) % self.size], self.group),
+            dist.P2POp(dist.irecv, landing, ranks[(self.rank - 1) % self.size], self.group),
+        ]
+        with along(self.axis):
+            return Hop(landing, leaving, tuple(dist.batch_isend_irecv(calls)), tensor.device)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A message under way: kept at both ends until it has arrived."""
+
+    landing: Tensor
+    leaving: Tensor
+    calls: tuple[Any, ...]
+    device: torch.device | None = None
+
+    def wait(self) -> Tensor:
+        for call in self.calls:
+            call.wait()
+        return self.landing.to(self.device) if self.device else self.landing
+
+
+def _reordered(tensor: Tensor, dim: int, order: list[int]) -> Tensor:
+    pieces = tensor.chunk(len(order), dim)
+    return torch.cat([pieces[place] for place in order], dim)
 
 
 def _runs(tensor: Tensor, cut: Cut) -> Tensor:

@@ -7,7 +7,9 @@ Along one axis:
     a letter of the result is cut      the result is cut there; what has the letter is narrowed to it
     a summed letter is cut             each rank has a summand of the result
     operands are cut at two letters    they are laid at one: at the weight's, for which an activation is gathered; or at one
-                                       that both have and the result keeps (the heads, when queries and keys are cut by tokens)
+                                       that both have and the result keeps (the heads, when queries and keys are cut by tokens);
+                                       or, where the plan leaves heads alone, at the first's that the result keeps (the queries'),
+                                       for which the other is gathered (keys, and values)
 """
 
 from __future__ import annotations
@@ -99,7 +101,9 @@ def _at_one(
 ) -> str:
     """Operands cut at several letters, laid at one: returned. The parts are replaced in place."""
     weight = next((at for part, at in zip(parts, found, strict=True) if at and isinstance(part, nn.Parameter)), None)
-    target = weight or _shared_letter(split, axis, parts, letters, found, result)
+    kept = next((at for at in found if at and at in result), None)
+    in_ring = axis == "cp" and split.context == "ring" and kept
+    target = weight or (kept if in_ring else None) or _shared_letter(split, axis, parts, letters, found, result)
     runs = _runs_at(target, axis, parts, found)
     for number, names in enumerate(letters):
         if found[number] in (None, target):

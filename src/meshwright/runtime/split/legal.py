@@ -64,7 +64,13 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan) -> None:
     """Tokens that lie over ranks go through the whole model: it is followed once as the plan will run it."""
     degrees = {axis: getattr(plan.mesh, axis) for axis in TOKEN_AXES}
     splitter = Splitter(
-        [Ranks(axis, degrees[axis]) for axis in TOKEN_AXES if degrees[axis] > 1], plan.sequence_parallel
+        [
+            Ranks(axis, degrees[axis], folded=axis == "cp" and plan.context == "ring")
+            for axis in TOKEN_AXES
+            if degrees[axis] > 1
+        ],
+        plan.sequence_parallel,
+        plan.context,
     )
     running = [""]
     handles = [

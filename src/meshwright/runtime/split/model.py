@@ -76,13 +76,19 @@ class SplitModel:
 def split_model(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitModel | None:
     """None where neither tp nor cp divides the work."""
     axes = [
-        Ranks(axis, getattr(plan.mesh, axis), mesh.get_local_rank(axis), mesh.get_group(axis))
+        Ranks(
+            axis,
+            getattr(plan.mesh, axis),
+            mesh.get_local_rank(axis),
+            mesh.get_group(axis),
+            axis == "cp" and plan.context == "ring",
+        )
         for axis in ("cp", "tp")
         if getattr(plan.mesh, axis) > 1
     ]
     if not axes:
         return None
-    splitter = Splitter(axes, plan.sequence_parallel)
+    splitter = Splitter(axes, plan.sequence_parallel, plan.context)
     if "tp" in splitter.axes:
         cut_weights(module, plan, splitter.axes["tp"])
     named = list(module.named_parameters(remove_duplicate=False))

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
+from meshwright.core.plan import ContextWay
 from meshwright.runtime._torch import tree_leaves
 from meshwright.runtime.split import exchange
 from meshwright.runtime.split.arguments import Args, Options
@@ -70,11 +71,12 @@ _active = threading.local()
 class Splitter(TorchFunctionMode):
     """`axes`: those with more than one rank along which the model itself is split."""
 
-    def __init__(self, axes: Iterable[Ranks], sequence_parallel: bool = False) -> None:
+    def __init__(self, axes: Iterable[Ranks], sequence_parallel: bool = False, context: ContextWay = "heads") -> None:
         super().__init__()
         self.axes: dict[Axis, Ranks] = {ranks.axis: ranks for ranks in axes}
         self.degrees = {axis: ranks.size for axis, ranks in self.axes.items()}
         self.sequence_parallel = sequence_parallel
+        self.context = context
         self.names: dict[int, str] = {}
         """Parameters by identity, as borders meet them."""
         self.owed: dict[str, None] = {}
@@ -222,9 +224,10 @@ class Splitter(TorchFunctionMode):
         """size / degree; refused where it does not divide."""
         if axis == "tp":
             self.divided.add(size)
-        degree = self.degrees[axis]
-        if size % degree:
-            raise Indivisible(f"{words}: {size} does not divide over {axis}={degree}", size)
+        degree, num_pieces = self.degrees[axis], self.axes[axis].num_pieces
+        if size % num_pieces:
+            twice = ", two pieces each" if num_pieces > degree else ""
+            raise Indivisible(f"{words}: {size} does not divide over {axis}={degree}{twice}", size)
         return size // degree
 
     def read(self, batch: Any) -> None:
