@@ -49,10 +49,12 @@ class MemoryCost:
         divisions: dict[str, Division],
         stages: tuple[StagePasses, ...],
         holdings: Callable[[int], Holdings],
+        like: Footprints | None = None,
     ) -> None:
+        """like: those of a plan with the same microbatch, divided and compiled alike."""
         self.plan, self.recipe = plan, recipe
         self.divisions, self.stages, self.holdings = divisions, stages, holdings
-        self.footprints = Footprints(plan, recipe)
+        self.footprints = Footprints(plan, recipe, like)
         self._kept: dict[int, float] = {}
         self._held_by_row: dict[int, tuple[tuple[int, float, float], ...]] = {}
 

@@ -82,6 +82,19 @@ class Bounds:
         each, once = self._exposed(point)
         return SLACK * (each + once + self._after(point))
 
+    def of_state(self, point: Point, again: float) -> float:
+        """Whatever the schedule. again: seconds of recompute that a microbatch needs, over all stages."""
+        each, once = self._exposed(point)
+        shape = point.shape
+        total = (self.forward_seconds + self.backward_seconds + again) / shape.pp + each
+        return SLACK * (shape.num_microbatches * max(total, max(self.unit_seconds)) + once + self._after(point))
+
+    def with_turns(self, point: Point, again: float, schedule: ScheduleKind, virtual: int) -> float:
+        """The same with these turns, whatever it holds under them."""
+        each, once = self._exposed(point)
+        played = self._played(point.shape, schedule, virtual, each + again / point.shape.pp)
+        return max(self.of_shape(point.shape), SLACK * played) + SLACK * (once + self._after(point))
+
     def of_turns(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> float:
         """Whatever the state."""
         return max(self.of_shape(shape), SLACK * self._played(shape, schedule, virtual, 0.0))
@@ -91,9 +104,7 @@ class Bounds:
         again = recompute_seconds(self.table, point, room)
         if again == inf:
             return inf
-        each, once = self._exposed(point)
-        played = self._played(point.shape, point.schedule, point.virtual, each + again / point.shape.pp)
-        return max(self.of_shape(point.shape), SLACK * played) + SLACK * (once + self._after(point))
+        return self.with_turns(point, again, point.schedule, point.virtual)
 
     def of_cut(self, point: Point, cut: Cut, room: Room, largest: float) -> float:
         """With these stages; largest: the weight of the heaviest, with the recompute it needs, where cuts were compared."""

@@ -6,10 +6,12 @@ from dataclasses import replace
 from functools import cached_property
 
 from meshwright.core.errors import PlanError
+from meshwright.core.estimate import Estimate
 from meshwright.core.limits import not_yet
 from meshwright.core.plan import BlockSharding, Mesh, Offload, Plan, Stage
 from meshwright.core.stages import cut_stages
 from meshwright.cost.division import check_degrees, check_divides
+from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of
 from meshwright.cost.state import Items, items_of
 from meshwright.search.bounds import Bounds
 from meshwright.search.problem import Problem
@@ -39,6 +41,9 @@ class Drafts:
         self._divided: dict[tuple[object, ...], Divided] = {}
         self._tables: dict[Key, UnitTable | None] = {}
         self._bounds: dict[Key, Bounds] = {}
+        self.fitted: dict[tuple[object, ...], tuple[Plan, Estimate] | None] = {}
+        """Plans that were costed, by their identity; None where nothing made one fit."""
+        self._microbatches: dict[tuple[object, ...], Microbatch] = {}
         self._runs: dict[tuple[object, ...], bool] = {}
 
     # ------------------------------------------------------------ tables
@@ -80,8 +85,17 @@ class Drafts:
         graph = self.problem.graph_of(plan)
         key = (shape.tp, shape.cp, shape.ep, shape.sequence_parallel, id(graph))
         if key not in self._divided:
-            self._divided[key] = divide_units(graph, plan)
-        return make_table(self.problem, graph, plan, self._divided[key])
+            self._divided[key] = divide_units(self.problem, graph, plan)
+        return make_table(self.problem, graph, plan, self._divided[key], self.microbatch(plan))
+
+    def microbatch(self, plan: Plan) -> Microbatch:
+        """Of plans that are made here: their sharding follows from their degrees."""
+        key = microbatch_key(plan)
+        if key not in self._microbatches:
+            problem, mesh, graph = self.problem, plan.mesh, self.problem.graph_of(plan)
+            divided = self._divided[mesh.tp, mesh.cp, mesh.ep, plan.sequence_parallel, id(graph)]
+            self._microbatches[key] = microbatch_of(graph, plan, problem.cluster, problem.recipe, divided.divisions)
+        return self._microbatches[key]
 
     def least_device_seconds(self) -> float:
         """Device-seconds of a step at least: no way to divide the model makes a sample cheaper than one device alone does."""
