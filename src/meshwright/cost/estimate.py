@@ -61,12 +61,14 @@ class Estimator:
         """like: of a plan that differs in its recompute only; what both share is taken from it. microbatch: where it is known."""
         check_costable(graph, plan, cluster)
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
-        self.microbatch = like.microbatch if like else microbatch or microbatch_of(graph, plan, cluster, recipe)
+        self.microbatch: Microbatch = (
+            like.microbatch if like else microbatch or microbatch_of(graph, plan, cluster, recipe)
+        )
         self.divisions: dict[str, Division] = self.microbatch.divisions
         self.passes: tuple[StagePasses, ...] = like.passes if like else passes_by_stage(graph, plan)
         self.memory_order: Order = like.memory_order if like else _memory_order(plan)
         self._holdings: dict[int, Holdings] = like._holdings if like else {}
-        self.costs = StageCosts(graph, plan, cluster, recipe, self.microbatch, like.costs if like else None)
+        self.costs: StageCosts = StageCosts(graph, plan, cluster, recipe, self.microbatch, like.costs if like else None)
 
     @cached_property
     def stages(self) -> list[StageCost]:

@@ -38,11 +38,16 @@ class Footprint:
 class Footprints:
     """Looks up passes for one plan; each is walked once."""
 
-    def __init__(self, plan: Plan, recipe: Recipe, like: Footprints | None = None) -> None:
-        """like: of a plan with the same microbatch, divided and compiled alike; what it has walked is taken from it."""
+    def __init__(
+        self, plan: Plan, recipe: Recipe, like: Footprints | None = None, modes: dict[str, Mode] | None = None
+    ) -> None:
+        """like: of a plan with the same microbatch, divided and compiled alike; what it has walked is taken from it.
+
+        modes: how blocks are recomputed, if not as the plan says.
+        """
         self.plan, self.recipe = plan, recipe
         self.samples = plan.microbatch
-        self.modes = modes_of(plan, recipe)
+        self.modes = modes_of(plan, recipe) if modes is None else modes
         self._known: dict[tuple[int, int, str], Footprint] = like._known if like else {}
         self._walked: dict[tuple[int, int], tuple[float, float, float]] = like._walked if like else {}
         self._fused: dict[int, Fused | None] = like._fused if like else {}

@@ -21,13 +21,17 @@ Mode = Literal["none", "selective", "selective core", "selective ops", "full"]
 
 def modes_of(plan: Plan, recipe: Recipe) -> dict[str, Mode]:
     """Block → how it is recomputed; blocks that keep everything are left out."""
-    selective: Mode = "selective core" if recipe.selective_core else "selective"
-    if recipe.selective_ops:
-        selective = "selective ops"
     return {
-        **dict.fromkeys(plan.recomputed("selective"), selective),
+        **dict.fromkeys(plan.recomputed("selective"), selective_mode(recipe)),
         **dict.fromkeys(plan.recomputed("full"), "full"),
     }
+
+
+def selective_mode(recipe: Recipe) -> Mode:
+    """What a plan's selective recompute does again."""
+    if recipe.selective_ops:
+        return "selective ops"
+    return "selective core" if recipe.selective_core else "selective"
 
 
 def redone_ops(kind: Kind, mode: Mode) -> frozenset[int]:

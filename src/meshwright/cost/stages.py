@@ -22,7 +22,7 @@ from meshwright.cost.compute import NO_WORK, Work
 from meshwright.cost.links import axis_group, collective_seconds, send_seconds
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses
-from meshwright.cost.redone import modes_of
+from meshwright.cost.redone import Mode, modes_of
 from meshwright.cost.state import split_dims
 from meshwright.cost.step_calls import stage_calls, step_calls
 from meshwright.cost.streams import Lane, exposed_seconds, play_backward, play_forward
@@ -69,11 +69,12 @@ class StageCosts:
         recipe: Recipe,
         microbatch: Microbatch,
         like: StageCosts | None = None,
+        modes: dict[str, Mode] | None = None,
     ) -> None:
-        """like: of a plan that differs in its recompute only."""
+        """like: of a plan that differs in its recompute only. modes: how blocks are recomputed, if not as the plan says."""
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
         self.microbatch, self.divisions, self.compute = microbatch, microbatch.divisions, microbatch.compute
-        self.modes = modes_of(plan, recipe)
+        self.modes = modes_of(plan, recipe) if modes is None else modes
         self._calls: dict[int, tuple[Call, ...]] = {}
         self._stage_calls: dict[int, tuple[Call, ...]] = like._stage_calls if like else {}
         self._known: dict[tuple[object, ...], StageCost] = like._known if like else {}

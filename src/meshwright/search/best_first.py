@@ -10,13 +10,13 @@ from math import inf
 
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
-from meshwright.core.plan import Plan, ScheduleKind
-from meshwright.search.bounds import Bounds
+from meshwright.core.plan import Plan, ScheduleKind, ZeroStage
+from meshwright.search.bounds import Needs
 from meshwright.search.cuts import FEW_CUTS, best_cut, every_cut, num_cuts
 from meshwright.search.drafts import LARGE_MICROBATCH, Drafts
 from meshwright.search.fitting import fitted
 from meshwright.search.problem import Problem
-from meshwright.search.room import cut_fits, recompute_seconds
+from meshwright.search.room import cut_fits
 from meshwright.search.space import Point, Shape, families, meshes, states, turns, worlds
 from meshwright.search.units import Cut
 
@@ -101,35 +101,30 @@ class BestFirst:
         largest = next((shape for shape in family if shape.microbatch <= LARGE_MICROBATCH), family[-1])
         smallest = family[-1]
         for zero, hybrid, offload in states(self.problem, smallest):
-            bounds = self.drafts.bounds(largest, sharded=zero > 0)
-            table = self.drafts.table(smallest, sharded=zero > 0)
-            if bounds is None or table is None:
-                return inf
             point = Point(smallest, "1f1b", 1, zero, hybrid, offload)
-            if recompute_seconds(table, point, self.drafts.room(point)) < inf:
-                best = min(best, EVEN_SLACK * bounds.of_shape(largest) + bounds.of_once(replace(point, shape=largest)))
+            bounds = self.drafts.bounds(largest, sharded=zero > 0)
+            if bounds is not None and self.drafts.needs(point) is not None:
+                once = self.drafts.once(replace(point, shape=largest))
+                best = min(best, EVEN_SLACK * bounds.of_shape(largest) + once)
         return best
 
     def _of_shape(self, shape: Shape) -> float:
         """The quickest turns, under the state that adds least to them of those that fit."""
         ways = list(turns(self.problem, shape))
         best = inf
-        for rough, _, bounds, point, again in sorted(self._fitting_states(shape), key=lambda one: one[:2]):
-            if rough >= best:
+        for needs, zero in sorted(self._fitting_states(shape), key=lambda one: one[0].seconds):
+            bounds = self.drafts.bounds(shape, sharded=zero > 0)
+            if needs.seconds >= best or bounds is None:
                 break  # no turns are quicker than none
-            best = min(best, *(bounds.with_turns(point, again, *way) for way in ways))
+            best = min(best, *(bounds.with_turns(shape, needs, *way) for way in ways))
         return best
 
-    def _fitting_states(self, shape: Shape) -> Iterator[tuple[float, int, Bounds, Point, float]]:
-        """Those that may fit, each with a bound that knows of no turns, and the recompute it needs at least."""
-        for number, (zero, hybrid, offload) in enumerate(states(self.problem, shape)):
-            bounds = self.drafts.bounds(shape, sharded=zero > 0)
-            point = Point(shape, "1f1b", 1, zero, hybrid, offload)
-            if bounds is None:
-                continue
-            again = recompute_seconds(bounds.table, point, self.drafts.room(point))
-            if again < inf:
-                yield bounds.of_state(point, again), number, bounds, point, again
+    def _fitting_states(self, shape: Shape) -> Iterator[tuple[Needs, ZeroStage]]:
+        """What those that may fit need, each with its ZeRO stage."""
+        for zero, hybrid, offload in states(self.problem, shape):
+            needs = self.drafts.needs(Point(shape, "1f1b", 1, zero, hybrid, offload))
+            if needs is not None:
+                yield needs, zero
 
     def _turns(self, shape: Shape) -> Opened:
         known = [one for sharded in (False, True) if (one := self.drafts.bounds(shape, sharded=sharded)) is not None]

@@ -9,22 +9,23 @@ units give what a stage of them takes, so that bounds and cuts need no estimate 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.core.graph import Graph
-from meshwright.core.plan import Plan, Recompute, RecomputeMode
+from meshwright.core.plan import Plan
 from meshwright.cost.communication import sent_bytes
 from meshwright.cost.division import Division, divide
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.memory import MemoryCost
 from meshwright.cost.microbatch import Microbatch, microbatch_of
 from meshwright.cost.passes import StagePasses, passes_by_stage
+from meshwright.cost.redone import Mode, selective_mode
 from meshwright.cost.stages import StageCosts
 from meshwright.cost.state import split_dims, stage_parameters
 from meshwright.search.problem import Problem
@@ -78,14 +79,14 @@ class UnitTable:
     @cached_property
     def least_peak(self) -> Row:
         """Of each unit, under the mode that needs least for a moment."""
-        return np.min([self.peaks[mode] for mode in MODES], axis=0)
+        return np.asarray(np.min([self.peaks[mode] for mode in MODES], axis=0))
 
     @cached_property
     def least_running(self) -> Row:
         """Of each unit: bytes above what it keeps when it is redone, under the mode that needs least in all. What is not
         kept is made again before its backward: little is saved of the unit that runs."""
         kept = self.unit_kept
-        return np.min([self.peaks[mode] + np.diff(self.kept[mode]) - kept for mode in MODES], axis=0)
+        return np.asarray(np.min([self.peaks[mode] + np.diff(self.kept[mode]) - kept for mode in MODES], axis=0))
 
     @cached_property
     def unit_kept(self) -> Row:
@@ -152,11 +153,10 @@ def divide_units(problem: Problem, graph: Graph, plan: Plan) -> Divided:
 
 def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> UnitTable:
     """plan: one stage a unit, nothing recomputed; its mesh, microbatch and sharding count."""
-    columns: dict[str, dict[str, Row]] = {}
-    plain = _Columns(problem, graph, plan, divided, microbatch)
-    for mode in MODES:
-        seen = plain if mode == "none" else _Columns(problem, graph, _under(plan, mode, graph), divided, microbatch)
-        columns[mode] = seen.by_mode()
+    by_mode = {
+        mode: _Columns(problem, graph, plan, divided, microbatch, _modes(problem, graph, mode)) for mode in MODES
+    }
+    columns = {mode: seen.by_mode() for mode, seen in by_mode.items()}
     sent = [
         sent_bytes(divided.passes[number], plan, divided.divisions, problem.recipe)
         for number in divided.unlike
@@ -169,15 +169,17 @@ def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, mic
         sent_bytes=min(sent, default=0.0),
         elements=_sums(dense),
         expert_elements=_sums(expert),
-        **{name: _sums(values) for name, values in plain.shared().items()},  # type: ignore[arg-type]
+        **{name: _sums(values) for name, values in by_mode["none"].shared().items()},  # type: ignore[arg-type]
         **{name: {mode: _sums(columns[mode][name]) for mode in MODES} for name in columns["none"]},  # type: ignore[arg-type]
     )
 
 
-def _under(plan: Plan, mode: str, graph: Graph) -> Plan:
-    """All repeated blocks recomputed."""
-    again: RecomputeMode = "selective" if mode == "selective" else "full"
-    return msgspec.structs.replace(plan, recompute=(Recompute(mode=again, blocks=graph.repeated_blocks),))
+def _modes(problem: Problem, graph: Graph, mode: str) -> dict[str, Mode]:
+    """All repeated blocks recomputed so."""
+    if mode == "none":
+        return {}
+    again = selective_mode(problem.recipe) if mode == "selective" else "full"
+    return dict.fromkeys(graph.repeated_blocks, again)
 
 
 def _sums(values: Row | list[float]) -> Row:
@@ -185,13 +187,22 @@ def _sums(values: Row | list[float]) -> Row:
 
 
 class _Columns:
-    """What every unit has, under the recompute of one plan."""
+    """What every unit has, under one mode of recompute."""
 
-    def __init__(self, problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        graph: Graph,
+        plan: Plan,
+        divided: Divided,
+        microbatch: Microbatch,
+        modes: dict[str, Mode],
+    ) -> None:
+        recipe, passes = problem.recipe, divided.passes
         self.divided = divided
-        self.costs = StageCosts(graph, plan, problem.cluster, problem.recipe, microbatch)
+        self.costs = StageCosts(graph, plan, problem.cluster, recipe, microbatch, modes=modes)
         self.memory = MemoryCost(
-            plan, problem.recipe, divided.divisions, divided.passes, _no_holdings, microbatch.footprints
+            plan, recipe, divided.divisions, passes, _no_holdings, microbatch.footprints, modes=modes
         )
 
     def by_mode(self) -> dict[str, Row]:
@@ -213,7 +224,7 @@ class _Columns:
         names = ("forward_launch", "forward_kernel", "backward_launch", "backward_kernel", "inner_forward", "weights")
         return self._of_all(found, names)
 
-    def _of_all(self, found: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, Row]:
+    def _of_all(self, found: Sequence[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, Row]:
         """Of all units, from those that are unlike."""
         values = np.array(found, dtype=np.float64)[self.divided.kinds]
         return {name: values[:, place] for place, name in enumerate(names)}
