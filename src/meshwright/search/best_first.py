@@ -184,7 +184,8 @@ class BestFirst:
         known = self.drafts.fitted
         if key not in known or (known[key] is None and not self._must_fit):
             microbatch = self.drafts.microbatch(plan)
-            known[key] = fitted(self.problem, point, cut, plan, table, microbatch, must_fit=self._must_fit)
+            found = fitted(self.problem, point, cut, plan, table, microbatch, must_fit=self._must_fit)
+            known[key] = found if found is not None and self.problem.hosts_hold(found[1]) else None
         return known[key]
 
 

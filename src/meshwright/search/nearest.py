@@ -21,7 +21,7 @@ from meshwright.search.space import Point, Shape, families, meshes, states, worl
 from meshwright.search.units import even_cut
 
 MOST_NEAREST = 8
-"""Cuts that are costed to find the nearest miss."""
+"""Cuts that are costed to find the nearest miss, for every kind of offload."""
 
 
 def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
@@ -34,8 +34,9 @@ def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
                 points += _over(problem, drafts, family[-1:], len(points))
         if points:
             break
-    for _, _, point in heapq.nsmallest(MOST_NEAREST, points):
-        found.cost(point, even_cut(len(drafts.units), point.num_stages))
+    for offload in problem.offloads:  # each, since hosts may have no room for what needs least on the devices
+        for _, _, point in heapq.nsmallest(MOST_NEAREST, (one for one in points if one[2].offload == offload)):
+            found.cost(point, even_cut(len(drafts.units), point.num_stages))
     if not found.costed:
         raise _nothing(problem, drafts)
     return found.costed
