@@ -141,13 +141,14 @@ def test_offload_says_that_it_cannot_run_yet_and_comes_last() -> None:
     assert [bool(found.not_yet) for found in ways] == sorted(bool(found.not_yet) for found in ways)
 
 
-def test_a_host_without_the_memory_is_no_way_out() -> None:
+def test_a_host_without_the_memory_needs_more_of_it() -> None:
     plan = plan_for(GRAPH, dp=1)
-    for room, found in ((10**12, True), (16, False)):
+    for room, more in ((10**12, False), (16, True)):
         cluster = msgspec.structs.replace(named_machine(1), host_memory_bytes=room)
         budget = needed(plan, Problem(GRAPH, cluster)) - 1
         _, ways = asked(plan, budget, cluster)
-        assert any("offload" in way.words for way in ways) == found
+        way = of_kind(ways, "offload optimizer")
+        assert ("1.00 GiB of memory on a host in place of 16 B" in way.words) == more
 
 
 def test_where_nothing_is_enough_the_nearest_is_named() -> None:

@@ -10,7 +10,8 @@ name looks like a range is refused, because a plan could not tell the two apart.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import lru_cache
 
 from meshwright.core.errors import InputError
 
@@ -49,16 +50,16 @@ def is_list_item(name: str) -> bool:
     return name.rpartition(".")[2].isdigit()
 
 
-def _expand(pattern: str) -> Iterator[str]:
+@lru_cache(maxsize=4096)  # plans of one model name the same few again and again
+def _expand(pattern: str) -> tuple[str, ...]:
     match = _RANGE.fullmatch(pattern)
     if match is None:
-        yield pattern
-        return
+        return (pattern,)
     first, last, stride = int(match["first"]), int(match["last"]), int(match["stride"] or 1)
     if last < first or stride < 1:
         raise InputError(f"'{pattern}' names no block: give the smaller number first, and a stride of 1 or more")
-    for index in range(first, last + 1, stride):
-        yield f"{match['stem']}{index}{match['tail'] or ''}"
+    stem, tail = match["stem"], match["tail"] or ""
+    return tuple(f"{stem}{index}{tail}" for index in range(first, last + 1, stride))
 
 
 def _check_name(name: str) -> None:

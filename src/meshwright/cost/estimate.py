@@ -11,6 +11,7 @@ reserves for the peak, and what the driver holds beside it, stay within the devi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.collective import Collective, total
@@ -28,9 +29,10 @@ from meshwright.cost.beside import beside
 from meshwright.cost.block_calls import block_calls
 from meshwright.cost.communication import Call, as_collectives, times, transfer_calls
 from meshwright.cost.compute import accumulation_seconds, clip_seconds, update_seconds
-from meshwright.cost.division import Division, divide
+from meshwright.cost.division import Division
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.memory import MemoryCost, Moment
+from meshwright.cost.microbatch import Microbatch, microbatch_of
 from meshwright.cost.offload import Offloaded, offloaded
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.play import Play, enough_microbatches, play_schedule
@@ -50,23 +52,29 @@ class Estimator:
     """The parts of one estimate, each made once."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, like: Estimator | None = None
+        self,
+        graph: Graph,
+        plan: Plan,
+        cluster: Cluster,
+        recipe: Recipe,
+        like: Estimator | None = None,
+        microbatch: Microbatch | None = None,
     ) -> None:
-        """like: of a plan that differs in its recompute only; what both share is taken from it."""
+        """like: of a plan that differs in its recompute only; what both share is taken from it. microbatch: where it is known."""
         check_costable(graph, plan, cluster)
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
-        self.divisions: dict[str, Division] = like.divisions if like else divide(graph, plan)
-        self.passes: tuple[StagePasses, ...] = like.passes if like else passes_by_stage(graph, plan)
-        self.memory_order: Order = make_order(
-            plan.schedule,
-            plan.mesh.pp,
-            enough_microbatches(plan.schedule, plan.mesh.pp, plan.num_microbatches),
-            plan.virtual,
+        self.microbatch: Microbatch = (
+            like.microbatch if like else microbatch or microbatch_of(graph, plan, cluster, recipe)
         )
-        """With as many microbatches as fill the pipeline: more do not take more memory."""
+        self.divisions: dict[str, Division] = self.microbatch.divisions
+        self.passes: tuple[StagePasses, ...] = like.passes if like else passes_by_stage(graph, plan)
+        self.memory_order: Order = like.memory_order if like else _memory_order(plan)
         self._holdings: dict[int, Holdings] = like._holdings if like else {}
-        self.costs = StageCosts(graph, plan, cluster, recipe, self.divisions)
-        self.stages: list[StageCost] = [self.costs.of(number, passes) for number, passes in enumerate(self.passes)]
+        self.costs: StageCosts = StageCosts(graph, plan, cluster, recipe, self.microbatch, like.costs if like else None)
+
+    @cached_property
+    def stages(self) -> list[StageCost]:
+        return [self.costs.of(number, passes) for number, passes in enumerate(self.passes)]
 
     def estimate(self, budget_bytes: int | None) -> Estimate:
         played = self.played()
@@ -168,18 +176,21 @@ class Estimator:
             return None
         return StreamedCost(self.graph, self.plan, self.recipe, self.divisions)
 
+    @cached_property
+    def memory(self) -> MemoryCost:
+        known = self.microbatch.footprints
+        return MemoryCost(self.plan, self.recipe, self.divisions, self.passes, self.holdings, known)
+
     def worst_moment(self) -> Moment:
         if (streamed := self.streamed) is not None:
             worst = streamed.worst()
             return Moment(0, worst.when, worst.memory)
-        cost = MemoryCost(self.plan, self.recipe, self.divisions, self.passes, self.holdings)
-        return cost.worst(self.memory_order, self.cluster.device)
+        return self.memory.worst(self.memory_order, self.cluster.device)
 
     def needed_bytes(self) -> list[int]:
         """What a device of each coordinate must have."""
-        cost = MemoryCost(self.plan, self.recipe, self.divisions, self.passes, self.holdings)
         found = []
-        for moment in cost.peaks(self.memory_order, self.cluster.device):
+        for moment in self.memory.peaks(self.memory_order, self.cluster.device):
             reserved, context = self.beside(moment.memory.total)
             found.append(max(moment.memory.total, reserved) + context)
         return found
@@ -229,6 +240,12 @@ class Estimator:
                     *block_calls(division, self.plan, "backward", numbers, recomputed=again),
                 ]
                 yield from times(calls, self.plan.num_microbatches)
+
+
+def _memory_order(plan: Plan) -> Order:
+    """With as many microbatches as fill the pipeline: more do not take more memory."""
+    pp = plan.mesh.pp
+    return make_order(plan.schedule, pp, enough_microbatches(plan.schedule, pp, plan.num_microbatches), plan.virtual)
 
 
 def _stage_seconds(cost: StageCost) -> StageSeconds:

@@ -38,13 +38,20 @@ class Footprint:
 class Footprints:
     """Looks up passes for one plan; each is walked once."""
 
-    def __init__(self, plan: Plan, recipe: Recipe) -> None:
+    def __init__(
+        self, plan: Plan, recipe: Recipe, like: Footprints | None = None, modes: dict[str, Mode] | None = None
+    ) -> None:
+        """like: of a plan with the same microbatch, divided and compiled alike; what it has walked is taken from it.
+
+        modes: how blocks are recomputed, if not as the plan says.
+        """
         self.plan, self.recipe = plan, recipe
         self.samples = plan.microbatch
-        self.modes = memory_modes_of(plan, recipe)
-        self._known: dict[tuple[int, int, str], Footprint] = {}
-        self._fused: dict[int, Fused | None] = {}
-        self._outputs: dict[int, frozenset[int]] = {}
+        self.modes = memory_modes_of(plan, recipe) if modes is None else modes
+        self._known: dict[tuple[int, int, str], Footprint] = like._known if like else {}
+        self._walked: dict[tuple[int, int], tuple[float, float, float]] = like._walked if like else {}
+        self._fused: dict[int, Fused | None] = like._fused if like else {}
+        self._outputs: dict[int, frozenset[int]] = like._outputs if like else {}
 
     def of(self, division: Division, block: str, number: int) -> Footprint:
         mode = self.modes.get(block, "none")
@@ -126,6 +133,12 @@ class Footprints:
     def _levels(self, division: Division, number: int) -> tuple[float, float, float]:
         """Bytes when the pass ends and at its fullest, gradients of parameters included in the choice of that moment but not
         in the bytes; and the share of those gradients that is not made by then. Nothing is recomputed."""
+        key = (id(division), number)
+        if key not in self._walked:
+            self._walked[key] = self._walk_levels(division, number)
+        return self._walked[key]
+
+    def _walk_levels(self, division: Division, number: int) -> tuple[float, float, float]:
         one = division.kind.passes[number]
         births = Births(division.kind, one)
         level = gone = late = 0.0

@@ -35,7 +35,10 @@ class Holdings:
             and self.items.gathered < self.items.parameter
         )
         """Whether 16-bit copies of all parameters are kept beside those the optimizer updates."""
+        self._padded: dict[tuple[str, bool], int] = {}
+        """Elements of a group as it is packed: every shard as long as the longest."""
         self._whole = {name: total_elements(group) for name, group in self.groups.items()}
+        self._all_whole = sum(self._whole.values())
         by_block: dict[str, list[Parameter]] = {}
         for parameter in self.parameters:
             by_block.setdefault(parameter.block, []).append(parameter)
@@ -138,7 +141,7 @@ class Holdings:
             return sum(self._whole.get(name, 0) for name in names) * self.items.gathered
         if self.plan.zero == 3:
             return sum(self._whole.get(name, 0) for name in {"", block}) * self.items.gathered
-        return sum(self._whole.values()) * self.items.gathered if self.packs or self.copies else 0
+        return self._all_whole * self.items.gathered if self.packs or self.copies else 0
 
     def buffers(self, block: str, phase: str) -> int:
         """Bytes of flat copies while a block computes.
@@ -156,11 +159,14 @@ class Holdings:
         return flat + (self._flat(reduced, self.items.reduced, trainable_only=True) if reduced or carried else 0)
 
     def _flat(self, group: str, item: int, trainable_only: bool = False) -> int:
-        padded = (
-            shard_degree(parameter, self.plan) * held_elements([parameter], self.plan, trainable_only=trainable_only)
-            for parameter in self.groups.get(group, ())
-        )
-        return sum(padded) * item
+        key = (group, trainable_only)
+        if key not in self._padded:
+            self._padded[key] = sum(
+                shard_degree(parameter, self.plan)
+                * held_elements([parameter], self.plan, trainable_only=trainable_only)
+                for parameter in self.groups.get(group, ())
+            )
+        return self._padded[key] * item
 
     def during_update(self, device: Device) -> MemoryParts:
         """Optimizers that loop over tensors need one tensor's room; those that batch them (CUDA) need all at once."""

@@ -28,6 +28,7 @@ from meshwright.cost.footprint import Footprint, Footprints
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.ledger import Ledger
 from meshwright.cost.passes import StagePasses, handed_on_bytes
+from meshwright.cost.redone import Mode
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,13 @@ class MemoryCost:
         divisions: dict[str, Division],
         stages: tuple[StagePasses, ...],
         holdings: Callable[[int], Holdings],
+        like: Footprints | None = None,
+        modes: dict[str, Mode] | None = None,
     ) -> None:
+        """like: those of a plan with the same microbatch, divided and compiled alike. modes: as in Footprints."""
         self.plan, self.recipe = plan, recipe
         self.divisions, self.stages, self.holdings = divisions, stages, holdings
-        self.footprints = Footprints(plan, recipe)
+        self.footprints = Footprints(plan, recipe, like, modes)
         self._kept: dict[int, float] = {}
         self._held_by_row: dict[int, tuple[tuple[int, float, float], ...]] = {}
 

@@ -23,11 +23,8 @@ Mode = Literal["none", "selective", "selective core", "selective ops", "full", "
 
 def modes_of(plan: Plan, recipe: Recipe) -> dict[str, Mode]:
     """Block → how it is recomputed; blocks that keep everything are left out."""
-    selective: Mode = "selective core" if recipe.selective_core else "selective"
-    if recipe.selective_ops:
-        selective = "selective ops"
     return {
-        **dict.fromkeys(plan.recomputed("selective"), selective),
+        **dict.fromkeys(plan.recomputed("selective"), selective_mode(recipe)),
         **dict.fromkeys(plan.recomputed("full"), "full"),
     }
 
@@ -35,6 +32,13 @@ def modes_of(plan: Plan, recipe: Recipe) -> dict[str, Mode]:
 def memory_modes_of(plan: Plan, recipe: Recipe) -> dict[str, Mode]:
     """The same, and the blocks whose activations are offloaded: they too keep only what they hand on."""
     return {**modes_of(plan, recipe), **dict.fromkeys(expand_names(plan.offload.activations), "offloaded")}
+
+
+def selective_mode(recipe: Recipe) -> Mode:
+    """What a plan's selective recompute does again."""
+    if recipe.selective_ops:
+        return "selective ops"
+    return "selective core" if recipe.selective_core else "selective"
 
 
 def redone_ops(kind: Kind, mode: Mode) -> frozenset[int]:

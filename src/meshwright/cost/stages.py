@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright.core.cluster import Cluster, Device
 from meshwright.core.graph import Graph, Phase, Segment
@@ -17,11 +18,12 @@ from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.block_calls import block_calls
 from meshwright.cost.communication import Call, sends_shares, sent_bytes
-from meshwright.cost.compute import NO_WORK, ComputeCost, Work
-from meshwright.cost.division import Division
+from meshwright.cost.compute import NO_WORK, Work
 from meshwright.cost.links import axis_group, collective_seconds, send_seconds
+from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses
-from meshwright.cost.redone import modes_of
+from meshwright.cost.redone import Mode, modes_of
+from meshwright.cost.state import split_dims
 from meshwright.cost.step_calls import stage_calls, step_calls
 from meshwright.cost.streams import Lane, exposed_seconds, play_backward, play_forward
 
@@ -60,15 +62,22 @@ class StageCosts:
     """Costs the stages of one plan."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, divisions: dict[str, Division]
+        self,
+        graph: Graph,
+        plan: Plan,
+        cluster: Cluster,
+        recipe: Recipe,
+        microbatch: Microbatch,
+        like: StageCosts | None = None,
+        modes: dict[str, Mode] | None = None,
     ) -> None:
+        """like: of a plan that differs in its recompute only. modes: how blocks are recomputed, if not as the plan says."""
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
-        self.divisions = divisions
-        self.compute = ComputeCost(graph, plan, cluster, recipe)
-        self.modes = modes_of(plan, recipe)
+        self.microbatch, self.divisions, self.compute = microbatch, microbatch.divisions, microbatch.compute
+        self.modes = modes_of(plan, recipe) if modes is None else modes
         self._calls: dict[int, tuple[Call, ...]] = {}
-        self._inner: dict[tuple[int, Phase, tuple[int, ...], bool, bool], float] = {}
-        self._known: dict[tuple[object, ...], StageCost] = {}
+        self._stage_calls: dict[int, tuple[Call, ...]] = like._stage_calls if like else {}
+        self._known: dict[tuple[object, ...], StageCost] = like._known if like else {}
         constants = cluster.device.constants
         self.slowdown = constants.overlap_slowdown if constants else 1 - overlap_share(plan, cluster.device)
 
@@ -162,10 +171,11 @@ class StageCosts:
         division, numbers = self.divisions[block], passes.numbers.get(block, ())
         recomputed = self.modes.get(block) == "full"
         key = (id(division), phase, numbers, recomputed, again)
-        if key not in self._inner:
+        known = self.microbatch.inner_seconds
+        if key not in known:
             found = block_calls(division, self.plan, phase, numbers, recomputed=recomputed, again=again)
-            self._inner[key] = sum(self.call_seconds(call) for call in found)
-        return self._inner[key]
+            known[key] = sum(self.call_seconds(call) for call in found)
+        return known[key]
 
     def call_seconds(self, call: Call) -> float:
         """All `count` calls."""
@@ -183,8 +193,7 @@ class StageCosts:
 
     def _data(self, number: int, passes: StagePasses) -> dict[str, float]:
         """Exposed gathers and reductions along dp, each microbatch and once a step."""
-        found = stage_calls(self.graph, self.plan, self.recipe, number)
-        calls = [call for call in found if call.phase in ("forward", "backward")]
+        calls = [call for call in self._calls_of(number) if call.phase in ("forward", "backward")]
         each = self.plan.zero == 3
         gathers = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "forward")
         again = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "backward")
@@ -207,6 +216,16 @@ class StageCosts:
             last = self._lanes(passes, "backward", again, _added(reduces, across))
             shown["reduce_once"] = exposed_seconds(last, play_backward(last), self.slowdown) - reduce
         return shown
+
+    def _calls_of(self, number: int) -> tuple[Call, ...]:
+        """Of a stage's state; what is recomputed does not change them."""
+        if number not in self._stage_calls:
+            self._stage_calls[number] = tuple(stage_calls(self.graph, self.plan, self.recipe, number, self._split_dims))
+        return self._stage_calls[number]
+
+    @cached_property
+    def _split_dims(self) -> dict[tuple[str, str], int]:
+        return split_dims(self.graph, self.plan)
 
     def data_calls(self, coordinate: int) -> tuple[Call, ...]:
         """Those of the state, of a rank on this coordinate; made once."""

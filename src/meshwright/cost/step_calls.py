@@ -66,9 +66,14 @@ def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tup
 # ---------------------------------------------------------------- dp and cp
 
 
-def stage_calls(graph: Graph, plan: Plan, recipe: Recipe, number: int) -> Iterator[Call]:
-    """Those of one stage's parameters: what lies in no group of its own is a group of each stage."""
-    parameters = stage_parameters(graph, plan, number)
+def stage_calls(
+    graph: Graph, plan: Plan, recipe: Recipe, number: int, splits: dict[tuple[str, str], int] | None = None
+) -> Iterator[Call]:
+    """Those of one stage's parameters: what lies in no group of its own is a group of each stage.
+
+    splits: `split_dims`, where many stages are asked for.
+    """
+    parameters = stage_parameters(graph, plan, number, splits)
     dense = tuple(p for p in parameters if not p.expert or plan.mesh.ep == 1)
     experts = tuple(p for p in parameters if p.expert and plan.mesh.ep > 1)
     group = axis_group(plan.mesh, "dp")

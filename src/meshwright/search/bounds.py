@@ -40,6 +40,17 @@ SLACK = 1 - 1e-9
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Seconds that a state and the recompute it forces add at least."""
+
+    each: float
+    """To every microbatch of every stage."""
+    once: float
+    seconds: float
+    """Of a step at least, whatever the turns."""
+
+
+@dataclass(frozen=True)
 class Bounds:
     """Of the plans that divide a microbatch in one way."""
 
@@ -82,6 +93,20 @@ class Bounds:
         each, once = self._exposed(point)
         return SLACK * (each + once + self._after(point))
 
+    def needs(self, point: Point, again: float) -> Needs:
+        """again: seconds of recompute that a microbatch needs, over all stages."""
+        exposed, once = self._exposed(point)
+        shape = point.shape
+        each, once = exposed + again / shape.pp, once + self._after(point)
+        total = (self.forward_seconds + self.backward_seconds) / shape.pp + each
+        seconds = SLACK * (shape.num_microbatches * max(total, max(self.unit_seconds)) + once)
+        return Needs(each, once, seconds)
+
+    def with_turns(self, shape: Shape, needs: Needs, schedule: ScheduleKind, virtual: int) -> float:
+        """With these turns, whatever it holds under them."""
+        played = self._played(shape, schedule, virtual, needs.each)
+        return max(self.of_shape(shape), SLACK * played) + SLACK * needs.once
+
     def of_turns(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> float:
         """Whatever the state."""
         return max(self.of_shape(shape), SLACK * self._played(shape, schedule, virtual, 0.0))
@@ -91,9 +116,7 @@ class Bounds:
         again = recompute_seconds(self.table, point, room)
         if again == inf:
             return inf
-        each, once = self._exposed(point)
-        played = self._played(point.shape, point.schedule, point.virtual, each + again / point.shape.pp)
-        return max(self.of_shape(point.shape), SLACK * played) + SLACK * (once + self._after(point))
+        return self.with_turns(point.shape, self.needs(point, again), point.schedule, point.virtual)
 
     def of_cut(self, point: Point, cut: Cut, room: Room, largest: float) -> float:
         """With these stages; largest: the weight of the heaviest, with the recompute it needs, where cuts were compared."""

@@ -12,6 +12,7 @@ Few cuts in all: every one                                                      
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 from math import comb
 
@@ -25,6 +26,7 @@ from meshwright.search.space import Point
 from meshwright.search.units import Cut, least_size
 from meshwright.search.work import Places, Row, UnitTable
 
+AGAIN = ("selective", "full")
 FEW_CUTS = 24
 """So many cuts are all looked at."""
 
@@ -50,74 +52,90 @@ def best_cut(table: UnitTable, point: Point, room: Room) -> tuple[Cut, float] | 
 # ---------------------------------------------------------------- one stage a coordinate
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of units, many at once: what each takes and keeps as a stage, whichever stage that is."""
+
+    forward: Row
+    backward: Row
+    held_bytes: Row
+    """Whatever is in flight: state, and room for the unit that runs."""
+    kept: Row
+    saved: dict[str, Row]
+    longer: dict[str, Row]
+    """By mode of recompute: bytes of one microbatch it saves, seconds it adds."""
+
+
 class _Loads:
-    """The weight of every row of units as stage i, all rows of one length at once."""
+    """The weight of every row of units as stage i."""
 
     def __init__(self, table: UnitTable, point: Point, room: Room) -> None:
         self.table, self.point, self.room = table, point, room
         shape = point.shape
-        self.working = room.working_bytes(table)
         self.held = in_flight(point.schedule, shape.pp, shape.num_microbatches, 1)
 
-    def of(self, stage: int, begins: Places, ends: Places) -> Row:
-        table, shape = self.table, self.point.shape
-        m, p = shape.num_microbatches, shape.pp
-        forward = table.forward(begins, ends)
-        backward = table.backward(begins, ends) + self._again(stage, begins, ends)
-        match self.point.schedule:
-            case "1f1b":
-                return (m - 1) * backward + max(0, m - p + stage) * forward
-            case "zb":
-                return m * (forward + backward) - (p - stage) * forward
-            case _:
-                return (m - 1 or 1) * (forward + backward)
-
-    def _again(self, stage: int, begins: Places, ends: Places) -> Row:
-        """Seconds of the cheapest recompute that fits, taken as divisible; infinite where none does."""
-        table, held = self.table, self.held[stage]
-        over = self._over(stage, begins, ends)
-        plain = table.backward(begins, ends)
-        best = np.where(over <= 0, 0.0, np.inf)
-        for mode in ("selective", "full"):
-            saved = held * (table.kept_by(begins, ends, "none") - table.kept_by(begins, ends, mode))
-            share = np.divide(over, saved, out=np.full_like(over, 2.0), where=saved > 0)
-            longer = table.backward(begins, ends, mode) - plain
-            best = np.where((share > 0) & (share <= 1), np.minimum(best, share * longer), best)
-        return best
-
-    def _over(self, stage: int, begins: Places, ends: Places) -> Row:
-        """Bytes above the budget with nothing recomputed."""
+    def rows(self, begins: Places, ends: Places) -> _Rows:
         table, room = self.table, self.room
+        working = room.working_bytes(table)
         state = (table.elements[ends] - table.elements[begins]) * room.element_bytes
         state += (table.expert_elements[ends] - table.expert_elements[begins]) * room.expert_element_bytes
-        kept = self.held[stage] * table.kept_by(begins, ends, "none")
-        kept = kept + np.maximum(
-            self.working[begins], self.working[ends - 1]
-        )  # the units at the ends are the unlike ones
-        return np.asarray(state + kept - room.budget_bytes)
+        running = np.maximum(working[begins], working[ends - 1])  # the units at the ends are the unlike ones
+        plain, kept = table.backward(begins, ends), table.kept_by(begins, ends, "none")
+        return _Rows(
+            forward=table.forward(begins, ends),
+            backward=plain,
+            held_bytes=state + running,
+            kept=kept,
+            saved={mode: kept - table.kept_by(begins, ends, mode) for mode in AGAIN},
+            longer={mode: table.backward(begins, ends, mode) - plain for mode in AGAIN},
+        )
+
+    def of(self, stage: int, rows: _Rows) -> Row:
+        shape = self.point.shape
+        m, p = shape.num_microbatches, shape.pp
+        backward = rows.backward + self._again(stage, rows)
+        match self.point.schedule:
+            case "1f1b":
+                return (m - 1) * backward + max(0, m - p + stage) * rows.forward
+            case "zb":
+                return m * (rows.forward + backward) - (p - stage) * rows.forward
+            case _:
+                return (m - 1 or 1) * (rows.forward + backward)
+
+    def _again(self, stage: int, rows: _Rows) -> Row:
+        """Seconds of the cheapest recompute that fits, taken as divisible; infinite where none does."""
+        held = self.held[stage]
+        over = rows.held_bytes + held * rows.kept - self.room.budget_bytes
+        best = np.where(over <= 0, 0.0, np.inf)
+        for mode in AGAIN:
+            saved = held * rows.saved[mode]
+            share = np.divide(over, saved, out=np.full_like(over, 2.0), where=saved > 0)
+            best = np.where((share > 0) & (share <= 1), np.minimum(best, share * rows.longer[mode]), best)
+        return best
 
 
 def _least_largest(loads: _Loads, num_units: int, num_stages: int) -> tuple[Cut, float] | None:
     """Dynamic programming: best[e] of stage i = min over the begin b of max(best of stage i-1 at b, weight of b … e)."""
     longest = min(num_units - num_stages + 1, -(-num_units * 4 // (3 * num_stages)) + 3)
     ends: Places = np.arange(num_units + 1, dtype=np.int64)
+    lengths: Places = np.arange(1, longest + 1, dtype=np.int64)
+    begins = ends[None, :] - lengths[:, None]  # one row a length
+    is_row = begins >= 0
+    begins = np.where(is_row, begins, 0)
+    until = np.where(is_row, ends[None, :], 1)
+    rows = loads.rows(begins, until)
     best = np.where(ends == 0, 0.0, np.inf)
     choices: list[Places] = []
     for stage in range(num_stages):
-        reached = np.full(num_units + 1, np.inf)
-        chosen: Places = np.zeros(num_units + 1, dtype=np.int64)
-        for length in range(1, longest + 1):
-            begins, until = ends[:-length], ends[length:]
-            largest = np.maximum(best[begins], loads.of(stage, begins, until))
-            better = largest < reached[until]
-            reached[until[better]], chosen[until[better]] = largest[better], length
-        best = reached
-        choices.append(chosen)
+        largest = np.where(is_row, np.maximum(best[begins], loads.of(stage, rows)), np.inf)
+        shortest = np.argmin(largest, axis=0)  # of equal ones
+        best = largest[shortest, ends]
+        choices.append(lengths[shortest])
     if not np.isfinite(best[num_units]):
         return None
     cut = [num_units]
-    for lengths in reversed(choices[1:]):
-        cut.append(cut[-1] - int(lengths[cut[-1]]))
+    for chosen in reversed(choices[1:]):
+        cut.append(cut[-1] - int(chosen[cut[-1]]))
     return tuple(reversed(cut)), float(best[num_units])
 
 

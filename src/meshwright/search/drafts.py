@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 
 from meshwright.core.errors import PlanError
+from meshwright.core.estimate import Estimate
 from meshwright.core.legal import Key as LegalKey
 from meshwright.core.limits import not_yet
+from meshwright.core.names import compact_names
 from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Offload, Plan, Stage
 from meshwright.core.stages import cut_stages
 from meshwright.cost.division import check_degrees, check_divides
+from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of
 from meshwright.cost.state import Items, items_of
-from meshwright.search.bounds import Bounds
+from meshwright.search.bounds import Bounds, Needs
 from meshwright.search.problem import Problem
-from meshwright.search.room import Room, room_of
+from meshwright.search.room import Room, recompute_seconds, room_of
 from meshwright.search.sharding import best_sharding
 from meshwright.search.space import Point, Shape, divisors
 from meshwright.search.units import Cut, even_cut, sizes_of, units_of
@@ -40,6 +44,12 @@ class Drafts:
         self._divided: dict[tuple[object, ...], Divided] = {}
         self._tables: dict[Key, UnitTable | None] = {}
         self._bounds: dict[Key, Bounds] = {}
+        self.fitted: dict[tuple[object, ...], tuple[Plan, Estimate] | None] = {}
+        """Plans that were costed, by their identity; None where nothing made one fit."""
+        self._microbatches: dict[tuple[object, ...], Microbatch] = {}
+        self._rooms: dict[Point, Room] = {}
+        self._needs: dict[Point, Needs | None] = {}
+        self._once: dict[Point, float] = {}
         self._runs: dict[tuple[object, ...], bool] = {}
 
     # ------------------------------------------------------------ tables
@@ -82,8 +92,17 @@ class Drafts:
         graph = self.problem.graph_of(plan)
         key = (shape.tp, shape.cp, shape.ep, shape.sequence_parallel, shape.context, id(graph))
         if key not in self._divided:
-            self._divided[key] = divide_units(graph, plan)
-        return make_table(self.problem, graph, plan, self._divided[key])
+            self._divided[key] = divide_units(self.problem, graph, plan)
+        return make_table(self.problem, graph, plan, self._divided[key], self.microbatch(plan))
+
+    def microbatch(self, plan: Plan) -> Microbatch:
+        """Of plans that are made here: their sharding follows from their degrees."""
+        key = microbatch_key(plan)
+        if key not in self._microbatches:
+            problem, mesh, graph = self.problem, plan.mesh, self.problem.graph_of(plan)
+            divided = self._divided[mesh.tp, mesh.cp, mesh.ep, plan.sequence_parallel, plan.context, id(graph)]
+            self._microbatches[key] = microbatch_of(graph, plan, problem.cluster, problem.recipe, divided.divisions)
+        return self._microbatches[key]
 
     def least_device_seconds(self) -> float:
         """Device-seconds of a step at least: no way to divide the model makes a sample cheaper than one device alone does."""
@@ -128,13 +147,30 @@ class Drafts:
             self.refusals.append(answer.refusal)
             return None
         try:
-            check_degrees(self.problem.graph, self._unit_plan(shape, (), sharded=False))
+            check_degrees(self.problem.graph, self._whole_plan(shape, ()))
             found = answer.sharding if answer is not None else self._proposal(shape)
-            check_divides(self.problem.graph, self._unit_plan(shape, found, sharded=False))
+            check_divides(self.problem.graph, self._whole_plan(shape, found))
         except PlanError as error:
             self.refusals.append(str(error))
             return None
         return found
+
+    def _whole_plan(self, shape: Shape, sharding: tuple[BlockSharding, ...]) -> Plan:
+        """One stage of all blocks: what is asked about degrees needs no more."""
+        mesh = Mesh(dp=shape.ep, cp=shape.cp, tp=shape.tp, ep=shape.ep)
+        return Plan(
+            mesh=mesh,
+            stages=self._whole_stage,
+            sharding=sharding,
+            sequence_parallel=shape.sequence_parallel,
+            microbatch=1,
+            num_microbatches=1,
+            global_batch=shape.ep,
+        )
+
+    @cached_property
+    def _whole_stage(self) -> tuple[Stage, ...]:
+        return (Stage(coordinate=0, blocks=compact_names(name for unit in self.units for name in unit)),)
 
     def _proposal(self, shape: Shape) -> tuple[BlockSharding, ...]:
         """What the integer program picks for one sample: more of them change no tensor's place, only what all takes."""
@@ -193,7 +229,27 @@ class Drafts:
         return self._runs[key]
 
     def room(self, point: Point) -> Room:
-        return room_of(point, self._items, self.problem.recipe, self.problem.budget, self.problem.cluster.device)
+        """Whatever the turns."""
+        key = replace(point, schedule="1f1b", virtual=1)
+        if key not in self._rooms:
+            problem = self.problem
+            self._rooms[key] = room_of(point, self._items, problem.recipe, problem.budget, problem.cluster.device)
+        return self._rooms[key]
+
+    def needs(self, point: Point) -> Needs | None:
+        """Whatever the turns; None where the degrees are refused, or nothing makes it fit."""
+        if point not in self._needs:
+            bounds = self.bounds(point.shape, sharded=point.zero > 0)
+            again = inf if bounds is None else recompute_seconds(bounds.table, point, self.room(point))
+            self._needs[point] = None if bounds is None or again == inf else bounds.needs(point, again)
+        return self._needs[point]
+
+    def once(self, point: Point) -> float:
+        """Seconds that its state adds at least once a step, whatever it recomputes."""
+        if point not in self._once:
+            bounds = self.bounds(point.shape, sharded=point.zero > 0)
+            self._once[point] = inf if bounds is None else bounds.of_once(point)
+        return self._once[point]
 
     @cached_property
     def _items(self) -> Items:

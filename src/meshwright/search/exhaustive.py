@@ -9,7 +9,7 @@ A plan is a point, a cut and the rules of recompute. A point is one of          
                   divisor of dp from 2 to less than all                                                   -> _shardings
     × microbatch  all divisors of a dp rank's samples
     × schedule    1f1b where pp = 1; else gpipe, 1f1b, zb, zbv, and interleaved for all v with n ≥ v · pp -> _schedules
-    × offload     none; and optimizer and parameters, where the cluster has a link to the host
+    × offload     none; and optimizer and parameters, where the hosts' memory and the link to it are known and hold them
     × compile     no; and yes, on a GPU
 
 n repeated blocks are cut into s = pp · v stages in all C(n-1, s-1) ways of giving each stage at least one -> cuts
@@ -57,9 +57,11 @@ def exhaustive(problem: Problem, most_plans: int = MOST_PLANS) -> Outcome:
     costed = []
     for plan in plans(problem):
         try:
-            costed.append((plan, problem.cost(plan)))
+            found = problem.cost(plan)
         except (PlanError, ScheduleError):
             continue  # the model cannot be cut there, or the schedule needs more microbatches
+        if problem.hosts_hold(found):
+            costed.append((plan, found))
     if not costed:
         raise no_plan(problem)
     return Outcome(tuple(costed), len(costed), _fastest(costed))
@@ -93,7 +95,7 @@ def points(problem: Problem) -> Iterator[Point]:
             _shardings(problem.request, mesh),
             [size for size in divisors(share) if problem.request.microbatch in (None, size)],
             _schedules(problem.request, mesh, len(builder.repeated)),
-            _offloads(problem),
+            problem.offloads,
             _compiles(problem),
             context_ways(problem.request, mesh),
         )
@@ -154,12 +156,6 @@ def _schedules(request: PlanRequest, mesh: Mesh, num_repeated: int) -> list[tupl
     turns: dict[str, list[int]] = {"zbv": [2], "dualpipev": [2]}
     turns["interleaved"] = list(range(2, num_repeated // mesh.pp + 1))
     return [(kind, v) for kind in kinds for v in turns.get(kind, [1]) if request.virtual in (None, v)]
-
-
-def _offloads(problem: Problem) -> list[str]:
-    if problem.request.offload is not None:
-        return [problem.request.offload]
-    return ["none", "optimizer", "parameters"] if problem.cluster.host_link else ["none"]
 
 
 def _compiles(problem: Problem) -> list[bool]:

@@ -20,6 +20,7 @@ from meshwright.core.placement import coordinate_of
 from meshwright.core.plan import Plan, Recompute, placement_of
 from meshwright.core.request import recompute_rules
 from meshwright.cost.estimate import Estimator
+from meshwright.cost.microbatch import Microbatch
 from meshwright.search.in_flight import in_flight
 from meshwright.search.problem import Problem
 from meshwright.search.space import Point
@@ -39,13 +40,20 @@ class Again:
 
 
 def fitted(
-    problem: Problem, point: Point, cut: Cut, plan: Plan, table: UnitTable, *, must_fit: bool = False
+    problem: Problem,
+    point: Point,
+    cut: Cut,
+    plan: Plan,
+    table: UnitTable,
+    microbatch: Microbatch,
+    *,
+    must_fit: bool = False,
 ) -> tuple[Plan, Estimate] | None:
     """The plan with its recompute, and its estimate; where nothing makes it fit, with all recomputed, or None if it must."""
     if problem.request.recompute is not None:
         rules = recompute_rules(problem.request.recompute, problem.graph.repeated_blocks)
-        return _costed(problem, msgspec.structs.replace(plan, recompute=rules))
-    coordinates = _Coordinates(problem, point, cut, plan, table)
+        return _as_asked(problem, msgspec.structs.replace(plan, recompute=rules), microbatch, must_fit)
+    coordinates = _Coordinates(problem, point, cut, plan, table, microbatch)
     chosen = [Again()] * point.shape.pp
     found = coordinates.estimator(chosen)
     over = [needed - coordinates.budget for needed in found.needed_bytes()]
@@ -72,15 +80,20 @@ def fitted(
     return best.plan, best.estimate(problem.budget_bytes)
 
 
-def _costed(problem: Problem, plan: Plan) -> tuple[Plan, Estimate]:
-    return plan, problem.cost(plan)
+def _as_asked(problem: Problem, plan: Plan, microbatch: Microbatch, must_fit: bool) -> tuple[Plan, Estimate] | None:
+    found = Estimator(problem.graph_of(plan), plan, problem.cluster, problem.recipe, microbatch=microbatch)
+    if must_fit and max(found.needed_bytes()) > problem.budget:
+        return None
+    return plan, found.estimate(problem.budget_bytes)
 
 
 class _Coordinates:
     """What recompute saves and costs on each coordinate of one cut."""
 
-    def __init__(self, problem: Problem, point: Point, cut: Cut, plan: Plan, table: UnitTable) -> None:
-        self.problem, self.point, self.plan, self.table = problem, point, plan, table
+    def __init__(
+        self, problem: Problem, point: Point, cut: Cut, plan: Plan, table: UnitTable, microbatch: Microbatch
+    ) -> None:
+        self.problem, self.point, self.plan, self.table, self.microbatch = problem, point, plan, table, microbatch
         self.budget = problem.budget
         self._first: Estimator | None = None
         shape = point.shape
@@ -97,7 +110,7 @@ class _Coordinates:
     def estimator(self, chosen: list[Again]) -> Estimator:
         problem = self.problem
         plan = msgspec.structs.replace(self.plan, recompute=self._rules(chosen))
-        found = Estimator(problem.graph_of(plan), plan, problem.cluster, problem.recipe, self._first)
+        found = Estimator(problem.graph_of(plan), plan, problem.cluster, problem.recipe, self._first, self.microbatch)
         self._first = self._first or found
         return found
 

@@ -30,10 +30,10 @@ from meshwright.core.plan import Mesh, Plan, Recompute
 from meshwright.core.schedules import make_order
 from meshwright.cost.beside import usable_bytes
 from meshwright.cost.communication import sends_shares, sent_bytes
-from meshwright.cost.division import divide
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.links import axis_group, collective_seconds, send_seconds
 from meshwright.cost.memory import MemoryCost
+from meshwright.cost.microbatch import microbatch_of
 from meshwright.cost.passes import handed_on_bytes, passes_by_stage
 from meshwright.cost.redone import modes_of
 from meshwright.cost.stages import StageCosts
@@ -110,10 +110,11 @@ class _UnitCosts:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan, self.graph = problem, plan, problem.graph_of(plan)
-        self.divisions = divide(self.graph, plan)
+        self.microbatch = microbatch_of(self.graph, plan, problem.cluster, problem.recipe)
+        self.divisions = self.microbatch.divisions
         self.passes = passes_by_stage(self.graph, plan)
         self.modes = modes_of(plan, problem.recipe)
-        self.costs = StageCosts(self.graph, plan, problem.cluster, problem.recipe, self.divisions)
+        self.costs = StageCosts(self.graph, plan, problem.cluster, problem.recipe, self.microbatch)
         self.memory = MemoryCost(plan, problem.recipe, self.divisions, self.passes, self._holdings)
         self.order = make_order("1f1b", len(self.passes), plan.num_microbatches)
         self._known: dict[int, Holdings] = {}

@@ -12,12 +12,14 @@ from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.legal import LegalSharding
-from meshwright.core.plan import Plan
+from meshwright.core.limits import not_yet
+from meshwright.core.plan import Offload, Plan, Stage
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import estimate
 
 OffloadKind = Literal["none", "optimizer", "parameters"]
+OFFLOADED: tuple[OffloadKind, ...] = ("optimizer", "parameters")
 SAMPLES_PER_DEVICE = 8
 """Global batch per device where nobody gave one."""
 
@@ -66,11 +68,20 @@ class Problem:
     def has_experts(self) -> bool:
         return any(parameter.expert for parameter in self.graph.parameters)
 
-    @property
+    @cached_property
     def offloads(self) -> tuple[OffloadKind, ...]:
-        """What may leave the device: what was asked for, or nothing as long as no plan with it can run."""
-        fixed = self.request.offload
-        return (fixed,) if fixed is not None else ("none",)  # type: ignore[return-value]
+        """What may leave the device: what was asked for; else all that can run, where the hosts' memory and the link to it are
+        known."""
+        if self.request.offload is not None:
+            return (self.request.offload,)  # type: ignore[return-value]
+        known = self.cluster.host_link is not None and self.cluster.host_memory_bytes is not None
+        return ("none", *(what for what in OFFLOADED if known and not not_yet(_with_offload(what))))
+
+    def hosts_hold(self, found: Estimate) -> bool:
+        """Whether the hosts have room for what leaves the devices; who asks for an offload may see what it would take."""
+        room = self.cluster.host_memory_bytes
+        free = room is None or self.request.offload is not None or self.cluster.device.kind == "cpu"
+        return free or found.host_bytes <= room  # type: ignore[operator]
 
     def graph_of(self, plan: Plan) -> Graph:
         """The model as the plan runs it."""
@@ -90,6 +101,12 @@ class Outcome:
     """How many plans were decided upon, those left out by a bound among them."""
     bound_seconds: float | None = None
     """No plan that was not costed is faster than this; None where the method cannot say."""
+
+
+def _with_offload(what: OffloadKind) -> Plan:
+    """The least plan that says so."""
+    stages = (Stage(coordinate=0, blocks=("block",)),)
+    return Plan(stages=stages, offload=Offload(what=what), microbatch=1, num_microbatches=1, global_batch=1)
 
 
 Method = Callable[[Problem], Outcome]

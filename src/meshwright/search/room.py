@@ -19,17 +19,20 @@ Where a coordinate has several stages, these are about even: the fullest coordin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 import numpy as np
 
 from meshwright.core.cluster import Device
+from meshwright.core.placement import coordinate_of
+from meshwright.core.plan import placement_of
 from meshwright.core.recipe import Recipe
 from meshwright.cost.beside import usable_bytes
 from meshwright.cost.state import Items
 from meshwright.search.in_flight import in_flight
 from meshwright.search.space import Point
-from meshwright.search.units import least_size
+from meshwright.search.units import Cut, least_size
 from meshwright.search.work import Row, UnitTable
 
 
@@ -44,12 +47,26 @@ class Room:
     """Of the unit that runs, beside its share of the state."""
 
     def working_bytes(self, table: UnitTable) -> Row:
-        """By unit."""
-        return table.peaks + np.diff(table.elements) * self.working_element_bytes
+        """By unit, above what it keeps."""
+        return table.least_peak + self._own_bytes(table)
+
+    def running_bytes(self, table: UnitTable) -> Row:
+        """By unit, above what it keeps when everything is recomputed."""
+        return table.least_running + self._own_bytes(table)
+
+    def _own_bytes(self, table: UnitTable) -> Row:
+        return table.unit_elements * self.working_element_bytes
 
     def state_bytes(self, table: UnitTable) -> float:
         """Of all coordinates together."""
-        return float(table.elements[-1] * self.element_bytes + table.expert_elements[-1] * self.expert_element_bytes)
+        return self.bytes_of(table, 0, table.num_units)
+
+    def bytes_of(self, table: UnitTable, begin: int, end: int) -> float:
+        """State of a row of units."""
+        dense, expert = table.elements, table.expert_elements
+        return float(
+            (dense[end] - dense[begin]) * self.element_bytes + (expert[end] - expert[begin]) * self.expert_element_bytes
+        )
 
 
 def room_of(point: Point, items: Items, recipe: Recipe, budget_bytes: float, device: Device) -> Room:
@@ -90,15 +107,20 @@ def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
     each = room.budget_bytes - float(room.working_bytes(table).min())
     left = (shape.pp * each - room.state_bytes(table)) / (others + 1)
     wanted = float(table.kept["none"][-1]) - left
-    if left < 0:
+    if left < 0 or not _all_fits(table, point, room, others):
         return inf
     if point.virtual > 1 and not _even_fits(table, point, room, max(held)):
         return inf
     if wanted <= 0:
         return 0.0
-    if wanted > float(table.kept["none"][-1] - table.kept["full"][-1]):
-        return inf
     return wanted * table.seconds_per_saved_byte
+
+
+def _all_fits(table: UnitTable, point: Point, room: Room, others: float) -> bool:
+    """Whether all coordinates together have room with everything recomputed."""
+    each = room.budget_bytes - float(room.running_bytes(table).min())
+    kept = (others + 1) * float(table.kept["full"][-1])
+    return point.shape.pp * each >= room.state_bytes(table) + kept
 
 
 def least_bytes(table: UnitTable, point: Point, room: Room) -> float:
@@ -106,7 +128,26 @@ def least_bytes(table: UnitTable, point: Point, room: Room) -> float:
     state = room.state_bytes(table) / point.shape.pp
     held = max(in_flight(point.schedule, point.shape.pp, point.shape.num_microbatches, point.virtual))
     kept = held * float(table.kept["full"][-1]) / point.num_stages
-    return state + kept + float(room.working_bytes(table).min())
+    return state + kept + float(room.running_bytes(table).min())
+
+
+def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
+    """Whether every coordinate may fit with everything recomputed: its state, what its microbatches keep, and the unit that runs,
+    the last one beside all that is kept, any other beside what the other microbatches keep."""
+    shape = point.shape
+    held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
+    running, kept = room.running_bytes(table), table.unit_kept
+    state = np.zeros(shape.pp)
+    least = np.full(shape.pp, np.inf)
+    largest = np.zeros(shape.pp)
+    for stage, (begin, end) in enumerate(pairwise((0, *cut))):
+        home = coordinate_of(stage, shape.pp, placement_of(point.schedule))
+        state[home] += room.bytes_of(table, begin, end)
+        whole = float(table.kept_by(begin, end, "full"))
+        least[home] = min(least[home], whole)
+        alone = float((running[begin:end] + kept[begin:end]).max())
+        largest[home] = max(largest[home], alone, whole + running[end - 1])
+    return bool(np.all(state + (np.array(held) - 1) * least + largest <= room.budget_bytes))
 
 
 def _even_fits(table: UnitTable, point: Point, room: Room, held: int) -> bool:
@@ -114,4 +155,4 @@ def _even_fits(table: UnitTable, point: Point, room: Room, held: int) -> bool:
     elements = np.diff(table.elements) * room.element_bytes + np.diff(table.expert_elements) * room.expert_element_bytes
     state = point.virtual * size * float(elements.min())
     kept = held * size * float(np.diff(table.kept["full"]).min())
-    return state + kept + float(room.working_bytes(table).min()) <= room.budget_bytes
+    return state + kept + float(room.running_bytes(table).min()) <= room.budget_bytes

@@ -16,46 +16,25 @@ They are ordered by what they cost: devices × seconds per step. What cannot run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import msgspec
 
-from meshwright.core.errors import MeshwrightError
 from meshwright.core.estimate import Estimate
 from meshwright.core.infeasible import Infeasible, WayOut
 from meshwright.core.limits import not_yet
 from meshwright.core.names import compact_names
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, RecomputeMode
 from meshwright.core.units import ceil_div, format_bytes
+from meshwright.search.changes import Change, costed, first_that_fits, on_larger_hosts
 from meshwright.search.problem import Problem
 
 MOST_TIMES_MORE = 64
 """How many times more devices are tried."""
 MODES: tuple[RecomputeMode, ...] = ("selective", "full")
-
-
-@dataclass(frozen=True)
-class _Change:
-    """A changed plan, on a problem that may have more hosts or a larger budget."""
-
-    words: str
-    plan: Plan
-    problem: Problem
-    estimate: Estimate
-    changes: tuple[str, ...]
-    """Names of the request's fields it touches."""
-
-    @property
-    def fits(self) -> bool:
-        room = self.problem.cluster.host_memory_bytes
-        return self.estimate.fits and (room is None or self.estimate.host_bytes <= room)
-
-    @property
-    def cost(self) -> float:
-        return self.estimate.step_seconds * max(self.plan.world, self.problem.cluster.num_devices)
 
 
 def infeasible(problem: Problem, plan: Plan, estimate: Estimate, num_candidates: int) -> Infeasible:
@@ -94,11 +73,11 @@ def ways_out(problem: Problem, plan: Plan, estimate: Estimate) -> tuple[WayOut, 
     return tuple(_way_out(change, problem, estimate) for change in ordered)
 
 
-def _helps(change: _Change, estimate: Estimate) -> bool:
+def _helps(change: Change, estimate: Estimate) -> bool:
     return change.estimate.needed_bytes < estimate.needed_bytes
 
 
-def _way_out(change: _Change, problem: Problem, miss: Estimate) -> WayOut:
+def _way_out(change: Change, problem: Problem, miss: Estimate) -> WayOut:
     fixed = [name for name in change.changes if getattr(problem.request, name, None) is not None]
     return WayOut(
         words=change.words,
@@ -115,7 +94,7 @@ def _way_out(change: _Change, problem: Problem, miss: Estimate) -> WayOut:
 # Single changes. Each yields what fits, or, where nothing does, what comes nearest.
 
 
-def _recomputes(problem: Problem, plan: Plan) -> Iterator[_Change]:
+def _recomputes(problem: Problem, plan: Plan) -> Iterator[Change]:
     blocks = [name for name in plan.blocks if name in set(problem.graph.repeated_blocks)]
     for mode in MODES:
         ends = (lambda count: blocks[:count], lambda count: blocks[len(blocks) - count :])
@@ -126,13 +105,13 @@ def _recomputes(problem: Problem, plan: Plan) -> Iterator[_Change]:
 
 def _fewest(
     problem: Problem, plan: Plan, mode: RecomputeMode, num_blocks: int, pick: Callable[[int], Sequence[str]]
-) -> _Change | None:
+) -> Change | None:
     """By halving: more recompute never needs more memory."""
 
-    def recomputed(count: int) -> _Change | None:
+    def recomputed(count: int) -> Change | None:
         rules, added = _with_recompute(plan, mode, pick(count))
         words = f"{mode} recompute of {', '.join(compact_names(added))}"
-        return _costed(words, problem, plan, ("recompute",), recompute=rules) if added else None
+        return costed(words, problem, plan, ("recompute",), recompute=rules) if added else None
 
     best, low, high = recomputed(num_blocks), 0, num_blocks
     while best is not None and best.fits and high - low > 1:
@@ -164,10 +143,10 @@ def _with_recompute(plan: Plan, mode: RecomputeMode, names: Sequence[str]) -> tu
     return tuple(rules), added
 
 
-def _microbatches(problem: Problem, plan: Plan) -> Iterator[_Change]:
+def _microbatches(problem: Problem, plan: Plan) -> Iterator[Change]:
     sizes = [size for size in range(plan.microbatch - 1, 0, -1) if plan.microbatch % size == 0]
-    yield from _first_that_fits(
-        _costed(
+    yield from first_that_fits(
+        costed(
             f"microbatches of {size}, {plan.num_microbatches * plan.microbatch // size} of them",
             problem,
             plan,
@@ -179,46 +158,47 @@ def _microbatches(problem: Problem, plan: Plan) -> Iterator[_Change]:
     )
 
 
-def _shardings(problem: Problem, plan: Plan) -> Iterator[_Change]:
+def _shardings(problem: Problem, plan: Plan) -> Iterator[Change]:
     if plan.mesh.dp * plan.mesh.cp == 1:
         return
-    yield from _first_that_fits(
-        _costed(f"ZeRO {stage}", problem, plan, ("zero",), zero=stage) for stage in range(plan.zero + 1, 4)
+    yield from first_that_fits(
+        costed(f"ZeRO {stage}", problem, plan, ("zero",), zero=stage) for stage in range(plan.zero + 1, 4)
     )
     if plan.hybrid:
         words = f"ZeRO {plan.zero} over all {plan.mesh.dp * plan.mesh.cp} ranks, not in groups of {plan.hybrid}"
-        yield from _first_that_fits([_costed(words, problem, plan, ("hybrid",), hybrid=None)])
+        yield from first_that_fits([costed(words, problem, plan, ("hybrid",), hybrid=None)])
 
 
-def _offloads(problem: Problem, plan: Plan) -> Iterator[_Change]:
+def _offloads(problem: Problem, plan: Plan) -> Iterator[Change]:
+    """Where it is the hosts that have too little memory, with as much as it takes."""
     order = ("none", "optimizer", "parameters")
     for what in order[order.index(plan.offload.what) + 1 :]:
         words = "offload optimizer" if what == "optimizer" else "offload parameters and optimizer"
-        offload = Offload(what=what)  # type: ignore[arg-type]
-        yield from _first_that_fits([_costed(words, problem, plan, ("offload",), offload=offload)])
+        change = costed(words, problem, plan, ("offload",), offload=Offload(what=what))  # type: ignore[arg-type]
+        yield from first_that_fits([on_larger_hosts(change) if change is not None else None])
 
 
-def _budgets(problem: Problem, plan: Plan) -> Iterator[_Change]:
+def _budgets(problem: Problem, plan: Plan) -> Iterator[Change]:
     memory = problem.cluster.device.memory_bytes
     if problem.budget_bytes is not None and problem.budget_bytes < memory:
         words = f"all of the device's {format_bytes(memory)} in place of --memory {format_bytes(problem.budget_bytes)}"
-        yield from _first_that_fits([_costed(words, replace(problem, budget_bytes=None), plan, ())])
+        yield from first_that_fits([costed(words, replace(problem, budget_bytes=None), plan, ())])
 
 
-def _hosts(problem: Problem, plan: Plan) -> Iterator[_Change]:
+def _hosts(problem: Problem, plan: Plan) -> Iterator[Change]:
     """dp raised by the least factor that fits. Ranks that were given in number stay as they are."""
     if problem.world is not None:
         return
     share = plan.global_batch // plan.mesh.dp
     factors = [factor for factor in range(2, min(share, MOST_TIMES_MORE) + 1) if share % factor == 0]
-    yield from _first_that_fits(
+    yield from first_that_fits(
         _on_more(problem, plan, factor, zero)
         for factor in factors
         for zero in sorted({plan.zero, max(plan.zero, 1), 3})
     )
 
 
-def _on_more(problem: Problem, plan: Plan, factor: int, zero: int) -> _Change | None:
+def _on_more(problem: Problem, plan: Plan, factor: int, zero: int) -> Change | None:
     cluster = problem.cluster
     hosts = max(cluster.num_hosts, ceil_div(plan.world * factor, cluster.devices_per_host))
     larger = replace(problem, cluster=msgspec.structs.replace(cluster, num_hosts=hosts))
@@ -228,7 +208,7 @@ def _on_more(problem: Problem, plan: Plan, factor: int, zero: int) -> _Change | 
     more = hosts - cluster.num_hosts
     where = f"{more} more host{'' if more == 1 else 's'}" if more else "the devices that are idle"
     sharded = f" and ZeRO {zero}" if zero != plan.zero else ""
-    return _costed(
+    return costed(
         f"{where}, with dp {dp}{sharded}",
         larger,
         plan,
@@ -241,12 +221,12 @@ def _on_more(problem: Problem, plan: Plan, factor: int, zero: int) -> _Change | 
     )
 
 
-def _sequence_parallel(problem: Problem, plan: Plan) -> Iterator[_Change]:
+def _sequence_parallel(problem: Problem, plan: Plan) -> Iterator[Change]:
     if saving := _savings(problem, plan).get("sequence parallel"):
-        yield from _first_that_fits([_costed("sequence parallel", problem, plan, tuple(saving), **saving)])
+        yield from first_that_fits([costed("sequence parallel", problem, plan, tuple(saving), **saving)])
 
 
-def _together(problem: Problem, plan: Plan) -> Iterator[_Change]:
+def _together(problem: Problem, plan: Plan) -> Iterator[Change]:
     """Every two or more savings; where that is not enough, all of them with offload."""
     savings = _savings(problem, plan)
     groups = [group for size in range(2, len(savings) + 1) for group in combinations(savings, size)]
@@ -276,26 +256,6 @@ def _savings(problem: Problem, plan: Plan) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _all_of(problem: Problem, plan: Plan, savings: dict[str, dict[str, Any]], names: Sequence[str]) -> _Change | None:
+def _all_of(problem: Problem, plan: Plan, savings: dict[str, dict[str, Any]], names: Sequence[str]) -> Change | None:
     changes = {field: value for name in names for field, value in savings[name].items()}
-    return _costed(" and ".join(names), problem, plan, tuple(changes), **changes)
-
-
-def _costed(words: str, problem: Problem, plan: Plan, touched: tuple[str, ...], **changes: object) -> _Change | None:
-    """The changed plan with its estimate; None where it is no plan, or the cluster lacks a figure for it."""
-    try:
-        changed = msgspec.structs.replace(plan, **changes)
-        return _Change(words, changed, problem, problem.cost(changed), touched)
-    except MeshwrightError:
-        return None
-
-
-def _first_that_fits(changes: Iterable[_Change | None]) -> Iterator[_Change]:
-    """The first that fits, or all that do not."""
-    missed = []
-    for change in changes:
-        if change is not None and change.fits:
-            yield change
-            return
-        missed += [change] if change is not None else []
-    yield from missed
+    return costed(" and ".join(names), problem, plan, tuple(changes), **changes)

@@ -9,22 +9,23 @@ units give what a stage of them takes, so that bounds and cuts need no estimate 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.core.graph import Graph
-from meshwright.core.plan import Plan, Recompute, RecomputeMode
+from meshwright.core.plan import Plan
 from meshwright.cost.communication import sent_bytes
-from meshwright.cost.compute import Work
 from meshwright.cost.division import Division, divide
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.memory import MemoryCost
+from meshwright.cost.microbatch import Microbatch, microbatch_of
 from meshwright.cost.passes import StagePasses, passes_by_stage
+from meshwright.cost.redone import Mode, selective_mode
 from meshwright.cost.stages import StageCosts
 from meshwright.cost.state import split_dims, stage_parameters
 from meshwright.search.problem import Problem
@@ -50,8 +51,8 @@ class UnitTable:
     recompute_kernel: dict[str, Row]
     inner_backward: dict[str, Row]
     kept: dict[str, Row]
-    peaks: Row
-    """Of each unit, not summed up: bytes above what is kept while it runs, under the mode that needs least."""
+    peaks: dict[str, Row]
+    """Of each unit, not summed up: bytes above what is kept while it runs."""
     sent_bytes: float
     """The least that any two units hand each other."""
     elements: Row
@@ -74,6 +75,27 @@ class UnitTable:
         """Every unit as a row of its own."""
         places: Places = np.arange(self.num_units + 1, dtype=np.int64)
         return places[:-1], places[1:]
+
+    @cached_property
+    def least_peak(self) -> Row:
+        """Of each unit, under the mode that needs least for a moment."""
+        return np.asarray(np.min([self.peaks[mode] for mode in MODES], axis=0))
+
+    @cached_property
+    def least_running(self) -> Row:
+        """Of each unit: bytes above what it keeps when it is redone, under the mode that needs least in all. What is not
+        kept is made again before its backward: little is saved of the unit that runs."""
+        kept = self.unit_kept
+        return np.asarray(np.min([self.peaks[mode] + np.diff(self.kept[mode]) - kept for mode in MODES], axis=0))
+
+    @cached_property
+    def unit_kept(self) -> Row:
+        """Of each unit, when it is redone."""
+        return np.diff(self.kept["full"])
+
+    @cached_property
+    def unit_elements(self) -> Row:
+        return np.diff(self.elements)
 
     @property
     def num_units(self) -> int:
@@ -105,96 +127,107 @@ class Divided:
     divisions: dict[str, Division]
     passes: tuple[StagePasses, ...]
     elements: tuple[list[float], list[float]]
+    unlike: tuple[int, ...]
+    """The first of every kind of unit: those with the same work are looked at once."""
+    kinds: Places
+    """Of every unit, which of them it is like."""
 
 
-def divide_units(graph: Graph, plan: Plan) -> Divided:
+def divide_units(problem: Problem, graph: Graph, plan: Plan) -> Divided:
     """plan: one stage a unit."""
-    return Divided(divide(graph, plan), passes_by_stage(graph, plan), _elements(graph, plan))
+    divisions, passes = divide(graph, plan), passes_by_stage(graph, plan)
+    microbatch = microbatch_of(graph, plan, problem.cluster, problem.recipe, divisions)
+    costs = StageCosts(graph, plan, problem.cluster, problem.recipe, microbatch)
+    first: dict[object, int] = {}
+    repeated = set(graph.repeated_blocks)
+    forms = [
+        (costs.form(number, one), tuple(segment.block in repeated for segment in one.forward))
+        for number, one in enumerate(passes)
+    ]
+    for number, form in enumerate(forms):
+        first.setdefault(form, number)
+    unlike = tuple(first.values())
+    kinds = np.array([unlike.index(first[form]) for form in forms], dtype=np.int64)
+    return Divided(divisions, passes, _elements(graph, plan), unlike, kinds)
 
 
-def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided) -> UnitTable:
+def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> UnitTable:
     """plan: one stage a unit, nothing recomputed; its mesh, microbatch and sharding count."""
-    divisions, passes = divided.divisions, divided.passes
-    columns: dict[str, dict[str, list[float]]] = {}
-    plain = _Columns(problem, graph, plan, divisions, passes)
-    for mode in MODES:
-        seen = plain if mode == "none" else _Columns(problem, graph, _under(plan, mode, graph), divisions, passes)
-        columns[mode] = seen.by_mode()
-    shared = plain.shared()
-    sent = [sent_bytes(one, plan, divisions, problem.recipe) for one in passes[:-1]]
+    by_mode = {
+        mode: _Columns(problem, graph, plan, divided, microbatch, _modes(problem, graph, mode)) for mode in MODES
+    }
+    columns = {mode: seen.by_mode() for mode, seen in by_mode.items()}
+    sent = [
+        sent_bytes(divided.passes[number], plan, divided.divisions, problem.recipe)
+        for number in divided.unlike
+        if number + 1 < len(divided.passes)
+    ]
     dense, expert = divided.elements
     return UnitTable(
         is_cpu=problem.cluster.device.kind == "cpu",
-        peaks=np.min([columns[mode].pop("peak") for mode in MODES], axis=0),
+        peaks={mode: columns[mode].pop("peak") for mode in MODES},
         sent_bytes=min(sent, default=0.0),
         elements=_sums(dense),
         expert_elements=_sums(expert),
-        **{name: _sums(values) for name, values in shared.items()},  # type: ignore[arg-type]
+        **{name: _sums(values) for name, values in by_mode["none"].shared().items()},  # type: ignore[arg-type]
         **{name: {mode: _sums(columns[mode][name]) for mode in MODES} for name in columns["none"]},  # type: ignore[arg-type]
     )
 
 
-def _under(plan: Plan, mode: str, graph: Graph) -> Plan:
-    """All repeated blocks recomputed."""
-    again: RecomputeMode = "selective" if mode == "selective" else "full"
-    return msgspec.structs.replace(plan, recompute=(Recompute(mode=again, blocks=graph.repeated_blocks),))
+def _modes(problem: Problem, graph: Graph, mode: str) -> dict[str, Mode]:
+    """All repeated blocks recomputed so."""
+    if mode == "none":
+        return {}
+    again = selective_mode(problem.recipe) if mode == "selective" else "full"
+    return dict.fromkeys(graph.repeated_blocks, again)
 
 
-def _sums(values: list[float]) -> Row:
+def _sums(values: Row | list[float]) -> Row:
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
 class _Columns:
-    """What every unit has, under the recompute of one plan. Units with the same work are looked at once."""
+    """What every unit has, under one mode of recompute."""
 
     def __init__(
         self,
         problem: Problem,
         graph: Graph,
         plan: Plan,
-        divisions: dict[str, Division],
-        passes: tuple[StagePasses, ...],
+        divided: Divided,
+        microbatch: Microbatch,
+        modes: dict[str, Mode],
     ) -> None:
-        self.graph, self.plan, self.passes = graph, plan, passes
-        self.costs = StageCosts(graph, plan, problem.cluster, problem.recipe, divisions)
-        self.memory = MemoryCost(plan, problem.recipe, divisions, passes, _no_holdings)
-        self.forms = [self.costs.form(number, one) for number, one in enumerate(passes)]
+        recipe, passes = problem.recipe, divided.passes
+        self.divided = divided
+        self.costs = StageCosts(graph, plan, problem.cluster, recipe, microbatch, modes=modes)
+        self.memory = MemoryCost(
+            plan, recipe, divided.divisions, passes, _no_holdings, microbatch.footprints, modes=modes
+        )
 
-    def by_mode(self) -> dict[str, list[float]]:
-        found: dict[object, tuple[Work, float, float, float]] = {}
-        for number, (form, one) in enumerate(zip(self.forms, self.passes, strict=True)):
-            if form not in found:
-                memory = self.memory.own_kept(number), self.memory.room_of(number)
-                found[form] = (self.costs.redone(one), self.costs.inner_backward(one), *memory)
-        rows = [found[form] for form in self.forms]
-        return {
-            "recompute_launch": [work.launch for work, _, _, _ in rows],
-            "recompute_kernel": [work.kernel for work, _, _, _ in rows],
-            "inner_backward": [inner for _, inner, _, _ in rows],
-            "kept": [kept for _, _, kept, _ in rows],
-            "peak": [peak for _, _, _, peak in rows],
-        }
+    def by_mode(self) -> dict[str, Row]:
+        found = []
+        for number in self.divided.unlike:
+            one = self.divided.passes[number]
+            again = self.costs.redone(one)
+            memory = self.memory.own_kept(number), self.memory.room_of(number)
+            found.append((again.launch, again.kernel, self.costs.inner_backward(one), *memory))
+        return self._of_all(found, ("recompute_launch", "recompute_kernel", "inner_backward", "kept", "peak"))
 
-    def shared(self) -> dict[str, list[float]]:
-        found: dict[object, tuple[Work, Work, float, float]] = {}
-        for form, one in zip(self.forms, self.passes, strict=True):
-            if form not in found:
-                costs = self.costs
-                found[form] = (
-                    costs.work(one.forward),
-                    costs.work(one.backward),
-                    costs.inner_forward(one),
-                    costs.weights(one.backward),
-                )
-        rows = [found[form] for form in self.forms]
-        return {
-            "forward_launch": [work.launch for work, _, _, _ in rows],
-            "forward_kernel": [work.kernel for work, _, _, _ in rows],
-            "backward_launch": [work.launch for _, work, _, _ in rows],
-            "backward_kernel": [work.kernel for _, work, _, _ in rows],
-            "inner_forward": [inner for _, _, inner, _ in rows],
-            "weights": [seconds for _, _, _, seconds in rows],
-        }
+    def shared(self) -> dict[str, Row]:
+        found, costs = [], self.costs
+        for number in self.divided.unlike:
+            one = self.divided.passes[number]
+            forward, backward = costs.work(one.forward), costs.work(one.backward)
+            work = (forward.launch, forward.kernel, backward.launch, backward.kernel)
+            found.append((*work, costs.inner_forward(one), costs.weights(one.backward)))
+        names = ("forward_launch", "forward_kernel", "backward_launch", "backward_kernel", "inner_forward", "weights")
+        return self._of_all(found, names)
+
+    def _of_all(self, found: Sequence[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, Row]:
+        """Of all units, from those that are unlike."""
+        values = np.array(found, dtype=np.float64)[self.divided.kinds]
+        return {name: values[:, place] for place, name in enumerate(names)}
 
 
 def _elements(graph: Graph, plan: Plan) -> tuple[list[float], list[float]]:

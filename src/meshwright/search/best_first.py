@@ -1,0 +1,196 @@
+"""Best first over a problem's space: the node with the least bound is opened next. The levels are told in search/joint.py."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import count
+from math import inf
+
+from meshwright.core.errors import PlanError
+from meshwright.core.estimate import Estimate
+from meshwright.core.plan import Plan, ScheduleKind, ZeroStage
+from meshwright.search.bounds import Needs
+from meshwright.search.cuts import FEW_CUTS, best_cut, every_cut, num_cuts
+from meshwright.search.drafts import LARGE_MICROBATCH, Drafts
+from meshwright.search.fitting import fitted
+from meshwright.search.problem import Problem
+from meshwright.search.room import cut_fits
+from meshwright.search.space import Point, Shape, families, meshes, states, turns, worlds
+from meshwright.search.units import Cut
+
+MOST_COSTED = 160
+"""Cuts that are costed before the search gives its best so far."""
+MOST_OPENED = 2000
+"""Nodes of all levels, likewise."""
+EVEN_SLACK = 0.97
+"""A sample is quickest in the largest microbatch, but for this: kernels of a smaller one may fill a device a little better."""
+
+Opened = Iterable[tuple[float, "Open"]]
+Open = Callable[[], Opened]
+
+
+class BestFirst:
+    """known: plans that were costed before; limit_seconds: slower ones are not looked for."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        drafts: Drafts,
+        *,
+        known: list[tuple[Plan, Estimate]] | None = None,
+        limit_seconds: float = inf,
+        most_costed: int = MOST_COSTED,
+        most_opened: int = MOST_OPENED,
+    ) -> None:
+        self.problem = problem
+        self.drafts = drafts
+        self.costed: list[tuple[Plan, Estimate]] = list(known or [])
+        self._known = {identity(plan) for plan, _ in self.costed}
+        fitting = [pair for pair in self.costed if pair[1].fits]
+        self.fastest = min(fitting, key=lambda pair: pair[1].step_seconds, default=None)
+        self.best_seconds = min(limit_seconds, self.fastest[1].step_seconds if self.fastest else inf)
+        self.most_costed, self.most_opened = most_costed, most_opened
+        self.num_costed = 0
+        self.bound_seconds: float | None = None
+        """The least bound that was still open; None where nothing was."""
+        self._open: list[tuple[float, int, Open]] = []
+        self._numbers = count()
+
+    def run(self) -> None:
+        self._push(self._worlds(), 0.0)
+        opened_nodes = 0
+        while self._open and self.num_costed < self.most_costed and opened_nodes < self.most_opened:
+            opened_nodes += 1
+            bound, _, opened = heapq.heappop(self._open)
+            if bound >= self.best_seconds:
+                self._open = []
+                break
+            self._push(opened(), bound)
+        self.bound_seconds = self._open[0][0] if self._open else None
+
+    def _push(self, nodes: Opened, parent: float) -> None:
+        """parent: what bounds a node bounds all below it."""
+        for own, opened in nodes:
+            bound = max(own, parent)
+            if bound < self.best_seconds:
+                heapq.heappush(self._open, (bound, next(self._numbers), opened))
+
+    # ------------------------------------------------------------ levels
+
+    def _worlds(self) -> Opened:
+        least = EVEN_SLACK * self.drafts.least_device_seconds()
+        for world in worlds(self.problem):
+            yield least / world, lambda world=world: self._families(world)  # type: ignore[misc]
+
+    def _families(self, world: int) -> Opened:
+        for mesh in meshes(self.problem, world):
+            for family in families(self.problem, mesh):
+                yield self._of_family(family), lambda family=family: self._shapes(family)  # type: ignore[misc]
+
+    def _shapes(self, family: list[Shape]) -> Opened:
+        for shape in family:
+            yield self._of_shape(shape), lambda shape=shape: self._turns(shape)  # type: ignore[misc]
+
+    def _of_family(self, family: list[Shape]) -> float:
+        """The work of its largest microbatch, and the state that adds least to it of those that fit with the smallest."""
+        best = inf
+        if not family or self.drafts.sharding(family[0]) is None:
+            return inf
+        largest = next((shape for shape in family if shape.microbatch <= LARGE_MICROBATCH), family[-1])
+        smallest = family[-1]
+        for zero, hybrid, offload in states(self.problem, smallest):
+            point = Point(smallest, "1f1b", 1, zero, hybrid, offload)
+            bounds = self.drafts.bounds(largest, sharded=zero > 0)
+            if bounds is not None and self.drafts.needs(point) is not None:
+                once = self.drafts.once(replace(point, shape=largest))
+                best = min(best, EVEN_SLACK * bounds.of_shape(largest) + once)
+        return best
+
+    def _of_shape(self, shape: Shape) -> float:
+        """The quickest turns, under the state that adds least to them of those that fit."""
+        ways = list(turns(self.problem, shape))
+        best = inf
+        for needs, zero in sorted(self._fitting_states(shape), key=lambda one: one[0].seconds):
+            bounds = self.drafts.bounds(shape, sharded=zero > 0)
+            if needs.seconds >= best or bounds is None:
+                break  # no turns are quicker than none
+            best = min(best, *(bounds.with_turns(shape, needs, *way) for way in ways))
+        return best
+
+    def _fitting_states(self, shape: Shape) -> Iterator[tuple[Needs, ZeroStage]]:
+        """What those that may fit need, each with its ZeRO stage."""
+        for zero, hybrid, offload in states(self.problem, shape):
+            needs = self.drafts.needs(Point(shape, "1f1b", 1, zero, hybrid, offload))
+            if needs is not None:
+                yield needs, zero
+
+    def _turns(self, shape: Shape) -> Opened:
+        known = [one for sharded in (False, True) if (one := self.drafts.bounds(shape, sharded=sharded)) is not None]
+        for schedule, virtual in turns(self.problem, shape):
+            bound = min(one.of_turns(shape, schedule, virtual) for one in known)
+            yield bound, lambda schedule=schedule, virtual=virtual: self._points(shape, schedule, virtual)  # type: ignore[misc]
+
+    def _points(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> Opened:
+        for zero, hybrid, offload in states(self.problem, shape):
+            point = Point(shape, schedule, virtual, zero, hybrid, offload)
+            bounds = self.drafts.bounds(shape, sharded=zero > 0)
+            if bounds is not None and self.drafts.runs(point):
+                self.drafts.points.add(point)
+                yield bounds.of_point(point, self.drafts.room(point)), lambda point=point: self._cuts(point)  # type: ignore[misc]
+
+    def _cuts(self, point: Point) -> Opened:
+        bounds = self.drafts.bounds(point.shape, sharded=point.zero > 0)
+        assert bounds is not None
+        room, units = self.drafts.room(point), bounds.table.num_units
+        found: Iterable[tuple[Cut, float]]
+        if num_cuts(units, point.num_stages) <= FEW_CUTS:
+            found = ((cut, 0.0) for cut in every_cut(units, point.num_stages))
+        else:
+            best = best_cut(bounds.table, point, room)
+            found = [best] if best is not None else []
+        for cut, largest in found:
+            if not cut_fits(bounds.table, point, room, cut) and self._must_fit:
+                continue
+            yield bounds.of_cut(point, cut, room, largest), lambda cut=cut: self.cost(point, cut)  # type: ignore[misc]
+
+    def cost(self, point: Point, cut: Cut) -> Opened:
+        plan = self.drafts.plan(point, cut)
+        if plan is None or identity(plan) in self._known:
+            return ()
+        try:
+            costed = self._fitted(point, cut, plan)
+        except PlanError:
+            return ()  # a block that reads what a later stage makes, or the like: no such plan
+        self.num_costed += 1
+        if costed is None:
+            return ()
+        self.costed.append(costed)
+        if costed[1].fits and costed[1].step_seconds < self.best_seconds:
+            self.fastest, self.best_seconds = costed, costed[1].step_seconds
+        return ()
+
+    @property
+    def _must_fit(self) -> bool:
+        """Plans that do not fit are of interest only where none does."""
+        return self.best_seconds < inf
+
+    def _fitted(self, point: Point, cut: Cut, plan: Plan) -> tuple[Plan, Estimate] | None:
+        """Found once by all parts of the search; None where it does not fit, though it must."""
+        table = self.drafts.table(point.shape, sharded=point.zero > 0)
+        assert table is not None
+        key = (*identity(plan), self.problem.request.recompute)
+        known = self.drafts.fitted
+        if key not in known or (known[key] is None and not self._must_fit):
+            microbatch = self.drafts.microbatch(plan)
+            found = fitted(self.problem, point, cut, plan, table, microbatch, must_fit=self._must_fit)
+            known[key] = found if found is not None and self.problem.hosts_hold(found[1]) else None
+        return known[key]
+
+
+def identity(plan: Plan) -> tuple[object, ...]:
+    """What makes two plans the same but for their recompute."""
+    stages = tuple(stage.blocks for stage in plan.stages)
+    state = (plan.zero, plan.hybrid, plan.offload.what, plan.compile, plan.sequence_parallel)
+    return (plan.mesh, stages, plan.schedule, plan.microbatch, *state)

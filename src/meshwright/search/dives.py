@@ -1,0 +1,83 @@
+"""Short searches of a part of the space: good plans to begin with, and simpler plans that are as fast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from meshwright.core.estimate import Estimate
+from meshwright.core.plan import Plan
+from meshwright.search.best_first import BestFirst
+from meshwright.search.choice import error_band
+from meshwright.search.drafts import Drafts
+from meshwright.search.problem import Problem
+from meshwright.search.space import divisors, worlds
+
+FEW_OPENED = 500
+"""Nodes that a short search opens."""
+MOST_DIVED = 6
+"""Cuts that are costed to begin with, for each degree of tp."""
+MOST_SIMPLER = 5
+"""Cuts that are costed to find a simpler plan that is as fast, for every mechanism that is left out."""
+
+
+def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]:
+    """Good plans, so that bounds have something to cut off: 1f1b on all devices without cp, tp inside a host; then all else on the
+    best mesh of these."""
+    costed: list[tuple[Plan, Estimate]] = []
+    best: BestFirst | None = None
+    world = worlds(problem)[:1]
+    for tp in divisors(problem.cluster.devices_per_host):
+        fixed = {"cp": 1, "schedule": "1f1b", "tp": tp, **({"sequence_parallel": True} if tp > 1 else {})}
+        narrow = _narrowed(problem, fixed)
+        if narrow is None or not world:
+            continue
+        here = replace(narrow, world=world[0])
+        best = BestFirst(here, drafts, known=costed, most_costed=MOST_DIVED, most_opened=FEW_OPENED)
+        best.run()
+        costed = best.costed
+    if best is None or best.fastest is None:
+        return costed
+    mesh = best.fastest[0].mesh
+    same = _narrowed(problem, {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep})
+    assert same is not None
+    then = BestFirst(same, drafts, known=costed, most_costed=2 * MOST_DIVED, most_opened=FEW_OPENED)
+    then.run()
+    return then.costed
+
+
+def simpler_plans(problem: Problem, found: BestFirst) -> list[tuple[Plan, Estimate]]:
+    """Plans without one of the mechanisms of the fastest, as far as they are as fast within the estimate's error."""
+    assert found.fastest is not None
+    plan, mesh = found.fastest[0], found.fastest[0].mesh
+    restrictions: list[tuple[bool, dict[str, object]]] = [
+        (mesh.pp > 1, {"pp": 1}),
+        (mesh.tp > 1, {"tp": 1}),
+        (mesh.cp > 1, {"cp": 1}),
+        (mesh.ep > 1, {"ep": 1}),
+        (plan.zero > 0, {"zero": 0}),
+        (plan.schedule != "1f1b", {"schedule": "1f1b"}),
+        (plan.sequence_parallel, {"sequence_parallel": False}),
+        (bool(plan.recompute), {"recompute": "none"}),
+        (plan.compile, {"compile": False}),
+    ]
+    costed = []
+    limit = found.best_seconds * (1 + error_band(problem.cluster))
+    for applies, fixed in restrictions:
+        narrow = _narrowed(problem, fixed) if applies else None
+        if narrow is not None:
+            part = BestFirst(
+                narrow, found.drafts, limit_seconds=limit, most_costed=MOST_SIMPLER, most_opened=FEW_OPENED
+            )
+            part.run()
+            costed += part.costed
+    return costed
+
+
+def _narrowed(problem: Problem, fixed: dict[str, object]) -> Problem | None:
+    """The problem with these parts fixed too; None where the request says otherwise."""
+    asked = msgspec.structs.asdict(problem.request)
+    if any(asked[name] not in (None, value) for name, value in fixed.items()):
+        return None
+    return replace(problem, request=msgspec.structs.replace(problem.request, **fixed))

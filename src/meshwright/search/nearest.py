@@ -1,0 +1,78 @@
+"""The plans that are over the budget by least, where none fits; and why there is none at all."""
+
+from __future__ import annotations
+
+import heapq
+from math import prod
+
+import msgspec
+
+from meshwright.core.errors import PlanError
+from meshwright.core.estimate import Estimate
+from meshwright.core.limits import check_runs
+from meshwright.core.plan import Plan
+from meshwright.core.request import plain_plan
+from meshwright.cost.division import check_divides
+from meshwright.search.best_first import BestFirst
+from meshwright.search.drafts import Drafts
+from meshwright.search.problem import Problem
+from meshwright.search.room import least_bytes
+from meshwright.search.space import Point, Shape, families, meshes, states, worlds
+from meshwright.search.units import even_cut
+
+MOST_NEAREST = 8
+"""Cuts that are costed to find the nearest miss, for every kind of offload."""
+
+
+def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
+    """By the bound on memory first, then costed."""
+    problem, drafts = found.problem, found.drafts
+    points: list[tuple[float, int, Point]] = []
+    for world in worlds(problem):
+        for mesh in meshes(problem, world):
+            for family in families(problem, mesh):
+                points += _over(problem, drafts, family[-1:], len(points))
+        if points:
+            break
+    for offload in problem.offloads:  # each, since hosts may have no room for what needs least on the devices
+        for _, _, point in heapq.nsmallest(MOST_NEAREST, (one for one in points if one[2].offload == offload)):
+            found.cost(point, even_cut(len(drafts.units), point.num_stages))
+    if not found.costed:
+        raise _nothing(problem, drafts)
+    return found.costed
+
+
+def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) -> list[tuple[float, int, Point]]:
+    """The smallest microbatch of a family under every state, each with the bytes it needs at least."""
+    found: list[tuple[float, int, Point]] = []
+    for shape in shapes:
+        for zero, hybrid, offload in states(problem, shape):
+            point = Point(shape, "1f1b", 1, zero, hybrid, offload)
+            bounds = drafts.bounds(shape, sharded=zero > 0)
+            if bounds is not None and drafts.runs(point):
+                needed = least_bytes(bounds.table, point, drafts.room(point))
+                found.append((needed, number + len(found), point))
+    return found
+
+
+def _nothing(problem: Problem, drafts: Drafts) -> PlanError:
+    """No candidate agrees with the request: say why, as a plain plan would."""
+    degrees = {axis: getattr(problem.request, axis) for axis in ("pp", "dp", "cp", "tp")}
+    needed = prod(degree or 1 for degree in degrees.values())
+    asked = " · ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree is not None)
+    if needed > problem.devices:
+        return PlanError(
+            f"{asked} needs {needed} ranks, but there are {problem.devices}: lower a degree or use more devices"
+        )
+    if (problem.world is not None and problem.world % needed) or (None not in degrees.values() and not worlds(problem)):
+        return PlanError(f"{asked} needs {needed} ranks, but there are {problem.world}: make them equal")
+    world = needed if problem.request.dp is not None else worlds(problem)[0]
+    wish = msgspec.structs.replace(problem.request, global_batch=problem.global_batch)
+    try:
+        plan = plain_plan(wish, problem.graph, world, problem.cluster_hash)
+        check_divides(problem.graph_of(plan), plan)
+        check_runs(plan)
+    except PlanError as error:
+        return error
+    refused = drafts.refusals[-1] if drafts.refusals else "leave a degree open"
+    return PlanError(f"no plan for {world} ranks agrees with what was asked for: {refused}")

@@ -1,0 +1,122 @@
+"""The search where state may leave the devices: as fast as every plan of the space, and only where it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machines import chain_graph, machine, machines
+from strategies import quick
+
+from meshwright.core.cluster import Cluster, Link
+from meshwright.core.errors import InfeasibleError
+from meshwright.core.graph import Graph
+from meshwright.core.limits import not_yet
+from meshwright.core.plan import Plan
+from meshwright.core.request import PlanRequest
+from meshwright.core.result import SearchResult
+from meshwright.search.problem import Problem
+from meshwright.search.search import search
+
+WHO_ASKS = ("problem", "drafts", "exhaustive", "builder")
+GENEROUS = 10**12
+
+
+@contextmanager
+def offload_runs() -> Iterator[None]:
+    """As if the runtime ran every kind of offload."""
+
+    def otherwise(plan: Plan) -> dict[str, str]:
+        return {words: instead for words, instead in not_yet(plan).items() if not words.startswith("offload of")}
+
+    with ExitStack() as stack:
+        for room in WHO_ASKS:
+            stack.enter_context(patch(f"meshwright.search.{room}.not_yet", otherwise))
+        yield
+
+
+def with_hosts(cluster: Cluster, memory_bytes: int, link: float, updates: float = 1e3) -> Cluster:
+    return msgspec.structs.replace(
+        cluster,
+        host_link=Link(bytes_per_second=link, origin="assumed"),
+        host_memory_bytes=memory_bytes,
+        host_updates_per_second=updates,
+        device=msgspec.structs.replace(cluster.device, kind="cuda"),
+    )
+
+
+def best_of(
+    method: str, graph: Graph, cluster: Cluster, budget_bytes: int, request: PlanRequest | None = None
+) -> SearchResult | None:
+    request = request or PlanRequest(global_batch=2, compile=False)
+    try:
+        with offload_runs():
+            return search(graph, cluster, request, budget_bytes=budget_bytes, method=method, prefer_fastest=True)
+    except InfeasibleError:
+        return None
+
+
+@quick
+@given(
+    st.integers(1, 3).map(chain_graph),
+    machines,
+    st.sampled_from([600, 1_500, 3_000, 6_000, GENEROUS]),
+    st.sampled_from([500, 3_000, GENEROUS]),
+    st.sampled_from([1e5, 1e9]),
+)
+def test_joint_equals_exhaustive(graph: Graph, cluster: Cluster, budget: int, memory: int, link: float) -> None:
+    """Neither bounds nor the room for state may leave the best offload out."""
+    hosts = with_hosts(cluster, memory, link, updates=1e6)
+    expected, found = (best_of(method, graph, hosts, budget) for method in ("exhaustive", "joint"))
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert found.estimate.step_seconds == pytest.approx(expected.estimate.step_seconds, rel=1e-9), (
+            found.plan,
+            expected.plan,
+        )
+
+
+@quick
+@given(st.integers(1, 3).map(chain_graph), machines)
+def test_nothing_leaves_devices_that_have_room(graph: Graph, cluster: Cluster) -> None:
+    found = best_of("joint", graph, with_hosts(cluster, GENEROUS, 1e9), GENEROUS)
+    assert found is not None
+    assert found.plan.offload.what == "none"
+
+
+def needed(what: str, cluster: Cluster) -> int:
+    """By the one plan there is on one device."""
+    request = PlanRequest(global_batch=1, compile=False, recompute="full", offload=what)
+    found = search(chain_graph(2), cluster, request)
+    return found.estimate.needed_bytes
+
+
+def test_offload_is_chosen_where_nothing_else_fits_and_the_host_has_room() -> None:
+    cluster = with_hosts(machine(1), GENEROUS, 1e9)
+    budget = (needed("none", cluster) + needed("optimizer", cluster)) // 2
+    request = PlanRequest(global_batch=1, compile=False)
+    found = best_of("joint", chain_graph(2), cluster, budget, request)
+    assert found is not None
+    assert found.plan.offload.what == "optimizer"
+    assert best_of("joint", chain_graph(2), with_hosts(machine(1), 16, 1e9), budget, request) is None
+
+
+def test_what_cannot_run_or_has_no_figures_is_not_looked_at() -> None:
+    bare, known = machine(2), with_hosts(machine(2), GENEROUS, 1e9)
+    with offload_runs():
+        assert Problem(chain_graph(2), bare).offloads == ("none",)
+        assert Problem(chain_graph(2), known).offloads == ("none", "optimizer", "parameters")
+    runs = [what for what in ("optimizer", "parameters") if not not_yet(_with(what))]
+    assert Problem(chain_graph(2), known).offloads == ("none", *runs)
+
+
+def _with(what: str) -> Plan:
+    with patch("meshwright.core.limits.not_yet", lambda plan: {}):
+        request = PlanRequest(global_batch=1, dp=1, compile=False, offload=what)
+        cluster = with_hosts(machine(1), GENEROUS, 1e9)
+        return search(chain_graph(2), cluster, request).plan
