@@ -188,7 +188,7 @@ def test_what_deepspeed_would_not_take_is_refused(keys: dict[str, Any], said: st
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}, Offload(what="optimizer", share=0.3)),
         (
             {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
-            Offload(what="optimizer", where="disk"),
+            Offload(what="optimizer", where="disk", folder="/x"),
         ),
         ({"stage": 3, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}, Offload()),
     ],

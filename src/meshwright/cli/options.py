@@ -52,8 +52,10 @@ _WORDS = {
     "precision": "fp64, fp32, bf16 or fp16.",
     "offload": "none, optimizer or parameters.",
 }
+_SHARES = {"offload_share": "Share of the optimizer state that is offloaded, 0 to 1."}
 _SWITCHES = {
     "sequence_parallel": "Shard activations along the sequence between tensor-parallel regions.",
+    "offload_delayed": "Let updates on the host be a step late.",
     "compile": "Compile the blocks.",
     "sync_batch_norm": "Batch norm over the samples of all data-parallel ranks.",
 }
@@ -102,6 +104,7 @@ def _parameters() -> list[inspect.Parameter]:
     )
     numbers = [_parameter(name, int | None, _flag(name), words) for name, words in _DEGREES.items()]
     texts = [_parameter(name, str | None, _flag(name), words) for name, words in _WORDS.items()]
+    shares = [_parameter(name, float | None, _flag(name), words) for name, words in _SHARES.items()]
     switches = [
         _parameter(name, bool | None, f"{_flag(name)}/--no{_flag(name)[1:]}", words)
         for name, words in _SWITCHES.items()
@@ -109,7 +112,7 @@ def _parameters() -> list[inspect.Parameter]:
     no_offload = _parameter(
         "no_offload", bool, "--no-offload", "Keep everything on the devices: --offload none.", False
     )
-    return [plan_file, *numbers, *texts, no_offload, *switches]
+    return [plan_file, *numbers, *texts, *shares, no_offload, *switches]
 
 
 def _flag(name: str) -> str:

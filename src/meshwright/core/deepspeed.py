@@ -31,6 +31,10 @@ SLOTS = {
 """Tensors the size of a parameter that each optimizer keeps; SGD with momentum."""
 
 
+DEFAULT_NVME_FOLDER = "/local_nvme"
+"""Where DeepSpeed keeps state on disk when nobody says."""
+
+
 def load_deepspeed(path: str) -> Foreign:
     """Read a DeepSpeed JSON file."""
     if Path(path).suffix != ".json":
@@ -123,12 +127,17 @@ def _offload(keys: Keys, zero: int) -> Offload:
     if parameters == optimizer == "none":
         return Offload()
     where: Literal["host", "disk"] = "disk" if "nvme" in (parameters, optimizer) else "host"
+    folder = _nvme_folder(keys, "param" if parameters == "nvme" else "optimizer") if where == "disk" else ""
     ratio = keys.share("zero_optimization.offload_optimizer.ratio")
     if ratio is not None and ratio > 1:
         raise InputError(f"{keys.where}: zero_optimization.offload_optimizer.ratio is {ratio}: give a share of 0 to 1")
     if parameters != "none":
-        return Offload(what="parameters", where=where)
-    return Offload(what="optimizer", where=where, share=1.0 if ratio is None else ratio)
+        return Offload(what="parameters", where=where, folder=folder)
+    return Offload(what="optimizer", where=where, folder=folder, share=1.0 if ratio is None else ratio)
+
+
+def _nvme_folder(keys: Keys, what: str) -> str:
+    return str(keys.values.get(f"zero_optimization.offload_{what}.nvme_path") or DEFAULT_NVME_FOLDER)
 
 
 def _recipe(keys: Keys) -> tuple[Recipe, list[str]]:

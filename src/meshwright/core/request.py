@@ -6,8 +6,10 @@ The search fills what is open; where nothing is searched, `plain_plan` takes the
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from meshwright.core.codec import Value, check_fields
 from meshwright.core.context import context_way
@@ -40,6 +42,10 @@ class PlanRequest(Value, kw_only=True):
     recompute: str | None = None
     precision: Precision | None = None
     offload: str | None = None
+    offload_share: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Of what is offloaded; without it, all of it."""
+    offload_delayed: bool | None = None
+    """Whether updates on the host may be a step late."""
     compile: bool | None = None
     sync_batch_norm: bool | None = None
 
@@ -49,6 +55,16 @@ class PlanRequest(Value, kw_only=True):
             parse_recompute(self.recompute)
         if self.offload not in (None, "none", "optimizer", "parameters"):
             raise InputError(f"offload '{self.offload}' is not one of none, optimizer, parameters")
+        if self.offload in (None, "none") and (self.offload_share is not None or self.offload_delayed):
+            raise InputError("offload_share and offload_delayed say how to offload, but not what: set offload too")
+
+    def offloading(self, what: str | None = None) -> Offload:
+        """What leaves the device; what: where the request leaves it open."""
+        return Offload(
+            what=self.offload or what or "none",  # type: ignore[arg-type]
+            share=1.0 if self.offload_share is None else self.offload_share,
+            delayed=bool(self.offload_delayed),
+        )
 
     def updated(self, other: PlanRequest) -> PlanRequest:
         """This request with everything the other one fixes."""
@@ -95,7 +111,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         zero=request.zero or 0,
         hybrid=request.hybrid,
         recompute=recompute_rules(request.recompute or "none", graph.repeated_blocks),
-        offload=Offload(what=request.offload or "none"),  # type: ignore[arg-type]
+        offload=request.offloading(),
         schedule=schedule,
         virtual=virtual,
         microbatch=microbatch,

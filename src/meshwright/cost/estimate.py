@@ -156,7 +156,7 @@ class Estimator:
         if self.cluster.host_link is not None and (streamed := self.streamed) is not None:
             found = streamed.seconds(self.cluster, self.stages)
             return Offloaded(found.transfer_seconds, found.update_seconds)
-        return offloaded(self.holdings(coordinate), self.plan, self.cluster, self.stages, played_seconds)
+        return offloaded(self.holdings(coordinate), self.plan, self.cluster, self.recipe, self.stages, played_seconds)
 
     def away_seconds(self, stages: list[StageCost]) -> float:
         """What shows of activations that go to the host and come back."""

@@ -1,11 +1,12 @@
 """What a rank holds beside activations: the state, gradients, gathered parameters and buffers, at any moment of a step.
 
-Offload moves a share of the optimizer's state, or of the parameters too, to the host: on the device then remain the rest,
-and of the parameters the block at hand and the one that is on its way.
+Offload moves a share of the optimizer's state to the host: on the device then remain the state of what forward needs first, and
+of one rank's gradients those of the block at hand and of the one that is leaving.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from meshwright.core.cluster import Device
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.graph import Graph, Parameter
+from meshwright.core.offloaded import num_kept, order_of_need
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.state import groups_of, held_elements, items_of, local_parameters, shard_degree, total_elements
@@ -52,7 +54,9 @@ class Holdings:
         self.whole_trainable = total_elements(self.parameters, trainable_only=True)
         self.sharded_gradients = self.trainable * self.items.gradient
         self.whole_gradients = self.whole_trainable * self.items.gradient
-        kept = 1 - plan.offload.share if plan.offload.what != "none" else 1.0
+        self.shipped = _shipped_elements(self.parameters, plan)
+        """Elements whose optimizer state is on the host."""
+        kept = 1 - self.shipped / max(self.trainable, 1)
         stored = 1 if plan.offload.what != "parameters" else kept
         stays_whole = recipe.master_item_bytes and plan.zero < 3  # a 16-bit parameter does
         stored_elements = total_elements(self.parameters) if stays_whole else held_elements(self.parameters, plan)
@@ -67,9 +71,27 @@ class Holdings:
                 _batch_share(plan, coordinate) * graph.batch_bytes.at(plan.microbatch * plan.num_microbatches)
             ),
         )
-        self.host_bytes = round(self.state_bytes * (1 - kept) + self.parameter_bytes * (1 - stored))
-        if plan.offload.what != "none":
-            self.host_bytes += round(self.sharded_gradients * plan.offload.share)
+        self.host_bytes = round(self._host_bytes(1 - stored))
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether gradients leave for the host as backward makes them."""
+        plan = self.plan
+        return plan.offload.what == "optimizer" and plan.world == 1 and plan.precision != "fp16"
+
+    def _host_bytes(self, parameters_away: float) -> float:
+        """State and masters, gradients on their way, and sums of them (runtime/offload/pieces.py)."""
+        plan, items = self.plan, self.items
+        if plan.offload.what == "none":
+            return 0.0
+        stored = 8 if plan.precision == "fp64" else 4
+        if plan.offload.what == "parameters":
+            state = self.shipped * (items.state + items.gradient)
+            return state + self.parameter_bytes * parameters_away
+        slots = items.gradient * (2 if plan.offload.delayed else 1)
+        master = 0 if plan.stores_16_bits or self.recipe.master_item_bytes else stored
+        sums = stored if self.leaves_early and plan.num_microbatches > 1 else 0
+        return float(self.shipped * (items.state + master + slots + sums))
 
     def during(
         self, phase: str, block: str, done: set[str], *, activations: float, temporaries: float, unborn: float = 0.0
@@ -115,6 +137,8 @@ class Holdings:
             largest = max((self._whole[name] for name in backward_done if name in self._whole), default=0)
             return largest * self.items.gradient
         accumulating = plan.num_microbatches > 1
+        if self.leaves_early:
+            return self._leaving(backward_done, block, unborn)
         missing = round(unborn * self._of({block}, sharded=False)) if block in backward_done else 0
         if plan.zero == 0:
             buckets = plan.mesh.dp * plan.mesh.cp > 1  # replicas keep their buckets between steps
@@ -128,6 +152,17 @@ class Holdings:
             return left or self._of(backward_done, sharded=True)
         reduced = 0 if accumulating else self._of(backward_done - {block, ""}, sharded=True)
         return left + reduced + self._of(backward_done & {block, ""}, sharded=False) - missing
+
+    def _leaving(self, backward_done: set[str], block: str, unborn: float) -> int:
+        """Gradients of the block at hand, and those of the one before on their way out. What stays is updated as it comes; sums of
+        its microbatches stay in the master's dtype, and where the norm must be known first, so does all of it."""
+        following = self._after.get(block, "")
+        own = self._made.get(block, 0) * (1 - unborn) if block in backward_done else 0
+        made = own + (self._made.get(following, 0) if following in backward_done else 0)
+        kept = (self.trainable - self.shipped) * (4 if self.plan.num_microbatches > 1 else 0)
+        if self.recipe.clips:
+            kept = max(kept, (self.trainable - self.shipped) * self.items.gradient)
+        return round(made * self.items.gradient) + kept
 
     def _of(self, blocks: set[str], *, sharded: bool) -> int:
         """Gradients of these blocks. What is in no group of its own is reduced at the end, and whole until then."""
@@ -172,7 +207,7 @@ class Holdings:
         """Optimizers that loop over tensors need one tensor's room; those that batch them (CUDA) need all at once."""
         whole = self.plan.zero == 0 or self.recipe.reduces_whole
         gradients = self.whole_gradients if whole else self.sharded_gradients
-        if self.plan.offload.what == "parameters":
+        if self.plan.offload.what == "parameters" or self.leaves_early:
             gradients = 0
         largest = max((held_elements([p], self.plan) for p in self.parameters), default=0)
         rooms = 2 * largest * self.items.gradient
@@ -181,6 +216,17 @@ class Holdings:
         if self.plan.offload.what != "none":
             rooms = 0
         return msgspec.structs.replace(self.base, gradients=gradients, temporaries=rooms)
+
+
+def _shipped_elements(parameters: Iterable[Parameter], plan: Plan) -> int:
+    """Of the trained ones; of streamed parameters, by share."""
+    if plan.offload.what == "none":
+        return 0
+    trained = [(one.name, held_elements([one], plan)) for one in parameters if one.trainable]
+    sizes = [size for _, size in order_of_need(trained, plan.blocks)]
+    if plan.offload.what == "parameters":
+        return round(sum(sizes) * plan.offload.share)
+    return sum(sizes[num_kept(sizes, plan.offload.share) :])
 
 
 def _batch_share(plan: Plan, coordinate: int) -> float:

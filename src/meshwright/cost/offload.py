@@ -1,12 +1,21 @@
-"""What keeping state on the host costs in time.
+"""What keeping optimizer state on the host costs, as runtime/offload/optimizer.py runs it.
 
-optimizer    gradients go to the host while backward runs, the host updates its share, parameters come back:
-                 exposed = max(0, out - backward) + update on the host + back
-             the device updates the rest meanwhile
-             delayed: all of it runs under the next step, and only what is longer than a step shows
-parameters   each block's parameters come in before its forward and before its backward, two blocks ahead, and gradients
-             go out; what compute does not hide shows: max(0, traffic of a microbatch - its compute) · microbatches,
-             and the update on the host as above
+    n, n_h        elements this rank updates, and those whose state is on the host (core/offloaded.py)
+    D, M          bytes of an element as the device computes with it, and as the host updates it
+    F, B          forward of a step, and backward of its last microbatch
+    U             seconds the host needs for its updates: n_h / rate, longer by what copies take of its memory's bandwidth
+
+    host memory   n_h (M master + slots · M state + D for a gradient on its way, twice where updates may be late
+                  + M for a sum where there are microbatches)
+    one rank, U > B   gradients land while backward runs, in its order; when it ends, the updates left are those of the first
+                      blocks, done in the order forward needs them. Forward of what comes behind runs after the last:
+                          step = last gradient's delay + U + F · B / U                                   -> _early
+    one rank, U ≤ B   only the updates of what backward reaches last show
+    clipping          updates begin when backward ends:  step = B + max(U, F) and the last block's forward
+    delayed           step = max(F + B, U)
+    several ranks     updates begin when gradients are settled; nothing of them is hidden                 -> _late
+
+Parameters on the host are streamed: cost/streaming.py. Where a plan of that kind cannot run, it is costed by its traffic.
 """
 
 from __future__ import annotations
@@ -17,12 +26,15 @@ from dataclasses import dataclass
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
 from meshwright.cost.compute import update_seconds
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.stages import StageCost
 
 ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
 """Parameters per second that AdamW updates on one host where nobody measured it. Origin: assumed."""
+UPDATE_BYTES = 28
+"""Of host memory that AdamW's update moves for each parameter: four reads and four writes of it and its state."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,12 @@ class Offloaded:
 
 
 def offloaded(
-    holdings: Holdings, plan: Plan, cluster: Cluster, stages: Sequence[StageCost], played_seconds: float
+    holdings: Holdings,
+    plan: Plan,
+    cluster: Cluster,
+    recipe: Recipe,
+    stages: Sequence[StageCost],
+    played_seconds: float,
 ) -> Offloaded:
     if plan.offload.what == "none":
         return Offloaded()
@@ -42,19 +59,56 @@ def offloaded(
             f"cluster '{cluster.name}' has no figure for the link between device and host, which offload needs: "
             "add host_link to its file"
         )
+    if plan.offload.what == "parameters":
+        return _by_traffic(holdings, plan, cluster, played_seconds)
+    host = _Host(holdings, plan, cluster)
+    beside = update_seconds(holdings.trainable - holdings.shipped, cluster.device)
+    forward = plan.num_microbatches * sum(stage.forward_seconds for stage in stages) / plan.mesh.pp
+    backward = sum(stage.backward_seconds for stage in stages) / plan.mesh.pp
+    if plan.offload.delayed:
+        return Offloaded(max(0.0, host.update - played_seconds), beside)
+    if plan.world > 1 or plan.precision == "fp16":
+        return Offloaded(0.0, max(host.out, host.update, host.back) + beside)
+    if recipe.clips:
+        return Offloaded(max(host.update - forward, 0.0) + host.largest_piece, beside)
+    return Offloaded(_early(host, forward, backward, num_blocks=len(plan.blocks)), beside)
+
+
+def _early(host: _Host, forward: float, backward: float, num_blocks: int) -> float:
+    """What shows beside forward and backward, of one rank whose gradients leave as they are made."""
+    first_gradient = backward / max(num_blocks, 1)
+    update = max(host.update, host.out)
+    if update <= backward:
+        return min(host.largest_piece, update)
+    return max(0.0, first_gradient + update + forward * backward / update - forward - backward)
+
+
+class _Host:
+    """Seconds of what the host of one rank does in a step."""
+
+    def __init__(self, holdings: Holdings, plan: Plan, cluster: Cluster) -> None:
+        assert cluster.host_link is not None
+        link = cluster.host_link.bytes_per_second
+        ranks = min(plan.world, cluster.devices_per_host)
+        rate = (cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND) / ranks
+        moved = holdings.shipped * holdings.items.gradient
+        self.out = moved * plan.num_microbatches / link
+        self.back = moved / link
+        shared = 1 + 2 * holdings.items.gradient / UPDATE_BYTES
+        self.update = holdings.shipped / rate * shared
+        blocks = max(len(plan.blocks), 1)
+        self.largest_piece = (holdings.shipped / rate + moved / link) / blocks
+
+
+def _by_traffic(holdings: Holdings, plan: Plan, cluster: Cluster, played_seconds: float) -> Offloaded:
+    """Each block's parameters come in before its forward and before its backward, and gradients go out."""
+    assert cluster.host_link is not None
     link, share = cluster.host_link.bytes_per_second, plan.offload.share
     out = holdings.sharded_gradients * share / link
     back = holdings.parameter_bytes * share / link
     rate = (cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND) / min(
         plan.world, cluster.devices_per_host
     )
-    update = holdings.trainable * share / rate
+    traffic = plan.num_microbatches * (2 * back + out)
     beside = update_seconds(holdings.trainable * (1 - share), cluster.device)
-    backward = plan.num_microbatches * sum(stage.backward_seconds for stage in stages) / plan.mesh.pp
-    exposed = max(0.0, out - backward) + back
-    if plan.offload.what == "parameters":
-        traffic = plan.num_microbatches * (2 * back + out)
-        exposed = max(0.0, traffic - played_seconds)
-    if plan.offload.delayed:
-        return Offloaded(max(0.0, exposed + update - played_seconds), beside)
-    return Offloaded(exposed, max(update, beside))
+    return Offloaded(max(0.0, traffic - played_seconds), max(holdings.trainable * share / rate, beside))

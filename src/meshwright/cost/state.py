@@ -38,12 +38,13 @@ class Items:
 
 def items_of(plan: Plan, recipe: Recipe) -> Items:
     stored = 8 if plan.precision == "fp64" else 4
-    parameter = recipe.parameter_item_bytes or stored
+    narrow = plan.stores_16_bits and not recipe.parameter_item_bytes
+    parameter = recipe.parameter_item_bytes or (PRECISION_BYTES[plan.precision] if narrow else stored)
     gradient = recipe.gradient_item_bytes or parameter
     return Items(
         parameter=parameter,
         gradient=gradient,
-        state=recipe.optimizer_slots * stored + recipe.master_item_bytes,
+        state=recipe.optimizer_slots * stored + (stored if narrow else recipe.master_item_bytes),
         gathered=recipe.gather_item_bytes or PRECISION_BYTES[plan.precision],
         reduced=recipe.reduce_item_bytes or gradient,
     )

@@ -13,7 +13,7 @@ from functools import cached_property
 from meshwright.core.errors import PlanError
 from meshwright.core.legal import Key, LegalSharding, key_of
 from meshwright.core.limits import not_yet
-from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
+from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Recompute, ScheduleKind, ZeroStage
 from meshwright.core.request import count_microbatches
 from meshwright.core.sharding import plain_sharding
 from meshwright.core.stages import cut_stages, even_counts
@@ -64,7 +64,7 @@ class Builder:
             zero=point.zero,
             hybrid=point.hybrid,
             recompute=recompute,
-            offload=Offload(what=point.offload),  # type: ignore[arg-type]
+            offload=self.problem.request.offloading(point.offload),
             schedule=point.schedule,
             virtual=point.virtual,
             microbatch=point.microbatch,

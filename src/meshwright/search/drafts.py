@@ -11,7 +11,7 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.legal import Key as LegalKey
 from meshwright.core.limits import not_yet
 from meshwright.core.names import compact_names
-from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Offload, Plan, Stage
+from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Stage
 from meshwright.core.stages import cut_stages
 from meshwright.cost.division import check_degrees, check_divides
 from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of
@@ -203,7 +203,7 @@ class Drafts:
                 context=shape.context,
                 zero=point.zero,
                 hybrid=point.hybrid,
-                offload=Offload(what=point.offload),
+                offload=self.problem.request.offloading(point.offload),
                 schedule=point.schedule,
                 virtual=point.virtual,
                 microbatch=shape.microbatch,
