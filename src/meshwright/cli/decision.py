@@ -77,6 +77,18 @@ def check_made_for(plan: Plan, graph: Graph, name: str) -> None:
         )
 
 
+def with_host_link(cluster: Cluster, settings: Settings) -> Cluster:
+    """The cluster as the run will see it: a CPU's link to its host is as slow as the settings make it."""
+    import msgspec
+
+    from meshwright.core.cluster import Link
+
+    if settings.host_link is None or cluster.device.kind != "cpu":
+        return cluster
+    link = Link(bytes_per_second=settings.host_link, latency_seconds=0.0, origin="assumed")
+    return msgspec.structs.replace(cluster, host_link=link)
+
+
 def check_batch(settings: Settings) -> None:
     """A batch that cannot be divided is refused before anything is measured."""
     from meshwright.core.request import count_microbatches, plain_mesh, share_of_batch

@@ -127,7 +127,7 @@ def as_before(settings: Settings) -> Settings:
 
 def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
     """Plan here, then start the ranks and wait for them."""
-    from meshwright.cli.decision import check_batch, decide, precision_of_run, world_of_run
+    from meshwright.cli.decision import check_batch, decide, precision_of_run, with_host_link, world_of_run
     from meshwright.cli.graphs import both_castings
     from meshwright.cli.wiring import find_cluster
     from meshwright.models.source import resolve
@@ -143,6 +143,7 @@ def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json:
     check_optimizer(settings.optimizer)
     world = world_of_run(settings)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
+    cluster = with_host_link(cluster, settings)
     decision = decide(settings, both_castings(settings.model, precision_of_run(settings)), cluster, world)
     folder = _prepare(settings, decision, cluster, resume, console)
     payload = {"folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
@@ -162,7 +163,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
 
     import msgspec
 
-    from meshwright.cli.decision import decide, precision_of_run
+    from meshwright.cli.decision import decide, precision_of_run, with_host_link
     from meshwright.cli.graphs import both_castings
     from meshwright.cli.train_rank import run_rank
     from meshwright.core.errors import InputError
@@ -184,7 +185,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
         def plan_it() -> tuple[str, Decision]:
             from meshwright.cli.wiring import find_cluster
 
-            found = cluster or find_cluster(console, settings.cluster, settings.hosts)
+            found = with_host_link(cluster or find_cluster(console, settings.cluster, settings.hosts), settings)
             decision = decide(settings, both_castings(settings.model, precision_of_run(settings)), found, world)
             return str(_prepare(settings, decision, found, resume, console)), decision
 

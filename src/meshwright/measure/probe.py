@@ -8,6 +8,7 @@ Every figure is the slowest rank's median. What is measured, and how:
     halves launch  the same where gradients of weights are put off                   -> splitting.measure_halves_launch
     update         parameters per second through AdamW                               -> kernels.measure_update
     collectives    seconds by kind and input bytes, between all ranks                -> links.measure_collectives
+    host           the link to the host's memory, and how fast the host updates               -> host.measure_host
     links          bandwidth and latency; on several hosts, inside each apart        -> links.link_of, links.measure_host_link
     sharding       seconds that fully_shard adds to each of its collectives              -> sharding.measure_shard_call
     overlap        share of the shorter of matmul and all-reduce hidden when both run -> links.measure_overlap
@@ -20,6 +21,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -27,12 +29,13 @@ from meshwright.core.cluster import Cluster, Device, Rate
 from meshwright.core.codec import stable_hash
 from meshwright.core.errors import InputError
 from meshwright.measure import kernels, links
+from meshwright.measure.host import measure_host
 from meshwright.measure.sharding import measure_shard_call
 from meshwright.measure.splitting import measure_halves_launch, measure_split_launch
 from meshwright.runtime.launch import launch
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
-PROBE_VERSION = 6
+PROBE_VERSION = 7
 """Raised when a probe measures other things than before: older measurements are then not used."""
 
 
@@ -101,6 +104,8 @@ def measure_cluster(rank: Rank) -> Cluster:
     )
     collectives = links.measure_collectives(rank) if rank.num_ranks > 1 else ()
     (overlap,) = _slowest([links.measure_overlap(rank) if rank.num_ranks > 1 else 1.0], rank)
+    host_link, host_updates = measure_host(rank, per_host)
+    host_rate, host_updates = _slowest([host_link.bytes_per_second, host_updates], rank)
     queues = rank.device.type == "cpu" and rank.num_ranks > 1
     (negated,) = _slowest([-measure_shard_call(rank) if queues else 0.0], rank)
     return Cluster(
@@ -125,6 +130,8 @@ def measure_cluster(rank: Rank) -> Cluster:
         collectives=collectives,
         intra_host=links.link_of(collectives if num_hosts == 1 else links.measure_host_link(rank, per_host)),
         inter_host=links.link_of(collectives) if num_hosts > 1 else None,
+        host_link=msgspec.structs.replace(host_link, bytes_per_second=host_rate),
+        host_updates_per_second=host_updates,
         host_memory_bytes=host_memory_bytes(),
         notes=(f"measured with {rank.num_ranks} ranks at once, torch {torch.__version__}",),
     )

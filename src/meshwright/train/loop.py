@@ -95,6 +95,7 @@ def build_program(job: Job, module: nn.Module, source: ModelSource, rank: Rank, 
         recorder=recorder,
         device=rank.device,
         find_nan=job.settings.find_nan,
+        host_link=job.settings.host_link,
     )
 
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 from meshwright.runtime.addresses import Addresses
 from meshwright.runtime.clip import local
+from meshwright.runtime.offload.saved import load, masters_of, states_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
 
@@ -33,7 +34,7 @@ class SavedState:
     def __init__(self, program: Program, rank: Rank) -> None:
         self.program, self.rank = program, rank
         self.addresses = Addresses(program.module, program.mesh)
-        model, optimizer = get_state_dict(program.spread_module, program.optimizer)
+        model, optimizer = _state_dicts(program)
         self.model: Nest = model
         self.optimizer: Nest = optimizer
         self.first_names = first_names(program)
@@ -58,12 +59,16 @@ class SavedState:
             for name, own in self.optimizer["state"].items()
         }
         groups = [{**group, **self._loaded_settings(group, loaded)} for group in self.optimizer["param_groups"]]
-        set_state_dict(
-            self.program.spread_module,
-            self.program.optimizer,
-            model_state_dict=model,
-            optim_state_dict={"state": state, "param_groups": groups},
-        )
+        if self.program.host is not None:
+            load(self.program.host, model, state)
+            _set_groups(self.program, groups)
+        else:
+            set_state_dict(
+                self.program.spread_module,
+                self.program.optimizer,
+                model_state_dict=model,
+                optim_state_dict={"state": state, "param_groups": groups},
+            )
         if self.program.loss_scale is not None:
             self.program.loss_scale.load_state_dict(loaded["loss_scale"])  # the first scale, where none was saved
         if "random" in loaded:
@@ -88,6 +93,33 @@ class SavedState:
         return dict(loaded["optimizer"]["settings"][names[0]]) if names else {}
 
 
+def _state_dicts(program: Program) -> tuple[Nest, Nest]:
+    """Of the module and its optimizer, by the module's names; of state on the host, from there."""
+    host = program.host
+    if host is None:
+        model, optimizer = get_state_dict(program.spread_module, program.optimizer)
+        return model, optimizer
+    host.settle()
+    masters = masters_of(host)
+    named = dict(program.module.named_parameters(remove_duplicate=False))
+    model = get_model_state_dict(program.spread_module)
+    model = {name: masters.get(id(named.get(name)), found) for name, found in model.items()}
+    return model, {"state": states_of(host), "param_groups": _named_groups(program)}
+
+
+def _named_groups(program: Program) -> list[Nest]:
+    names = {id(parameter): name for name, parameter in program.module.named_parameters()}
+    return [
+        {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+        for group in program.optimizer.param_groups
+    ]
+
+
+def _set_groups(program: Program, groups: list[Nest]) -> None:
+    for own, loaded in zip(program.optimizer.param_groups, groups, strict=True):
+        own.update({key: value for key, value in loaded.items() if key != "params"})
+
+
 def first_names(program: Program) -> dict[str, str]:
     """Names of copies that stages have of tied parameters → the name by which a module in one piece knows them."""
     ties = program.pipeline.tied.ties if program.pipeline is not None else ()
@@ -97,12 +129,13 @@ def first_names(program: Program) -> dict[str, str]:
 def saved_bytes(program: Program) -> int:
     """This rank's share of what a checkpoint takes."""
     addresses, world = Addresses(program.module, program.mesh), program.plan.world // program.plan.mesh.pp
+    host = program.host
+    states = {} if host is None else states_of(host)
     state = program.optimizer.state
     total = sum(_bytes(buffer) for buffer in program.module.buffers()) // world
     for name, parameter in program.module.named_parameters():
-        held = _bytes(parameter) + sum(
-            _bytes(one) for one in state.get(parameter, {}).values() if isinstance(one, Tensor)
-        )
+        kept = state.get(parameter, {}) if host is None else states.get(name, {})
+        held = _bytes(parameter) + sum(_bytes(one) for one in kept.values() if isinstance(one, Tensor))
         total += held * addresses.num_parts(name) // world
     return total
 

@@ -73,6 +73,9 @@ class Settings(Value, kw_only=True):
     """Stop, with a checkpoint, at the first step after this long."""
     timeout: Annotated[float, Meta(ge=0)] = 600.0
     """Seconds one rank may wait for another; then the run ends and says which rank hangs, and where. 0: no limit."""
+    host_link: Positive | None = None
+    """Bytes a second each way between device and host where the device is a CPU: a stand-in for the link of a GPU, to try
+    offload without one. Without it, as fast as memory copies."""
     find_nan: bool = False
     """Check every block in every step, so that a loss that is not finite is traced to the block that made it. Slow."""
     seed: int = 0

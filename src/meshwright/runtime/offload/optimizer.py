@@ -97,8 +97,7 @@ class HostOptimizer:
         dtype = found[0][1].dtype if found else torch.float32
         master_dtype = dtype if values is None else torch.float32
         self._device_rule = TorchRule(optimizer)
-        threads = max(1, ((os.cpu_count() or 1) - CORES_LEFT) // num_ranks_here)
-        self.rule = find_rule(optimizer, master_dtype, threads)
+        self.rule = find_rule(optimizer, master_dtype, num_threads(num_ranks_here))
         self.layout = Layout(
             dtype=dtype,
             master_dtype=master_dtype,
@@ -122,8 +121,7 @@ class HostOptimizer:
         ]
         if values is not None:
             fill_rest(module, values)
-        holders: list[Shipped | Kept] = [*self.kept, *self.shipped]
-        self._holders = {id(one.parameter): one for one in holders}
+        self.holders: list[Shipped | Kept] = [*self.kept, *self.shipped]
         self.updater = Updater(self._work)
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(min(self._interval, SWITCH_SECONDS))
@@ -144,7 +142,7 @@ class HostOptimizer:
         if self.before_step is not None:
             self.before_step()
         self._is_last = True
-        for one in self._holders.values():
+        for one in self.holders:
             if not one.was_sent and one.parameter.grad is not None:
                 self._leave(one)
             one.was_sent = False
@@ -326,7 +324,7 @@ class HostOptimizer:
     def _watch_gradients(self) -> Iterable[Any]:
         if not self.leaves_early:
             return
-        for one in self._holders.values():
+        for one in self.holders:
             yield one.parameter.register_post_accumulate_grad_hook(partial(_call, self._leave, one))
 
     def _watch_forwards(self) -> Iterable[Any]:
@@ -369,6 +367,11 @@ class HostOptimizer:
         check_host_memory((pinned + plain) * num_ranks, words)
         first = HostMemory(pinned, device, words)
         return first, HostMemory(plain, torch.device("cpu"), words)
+
+
+def num_threads(num_ranks_here: int) -> int:
+    """Of the updates of one rank."""
+    return max(1, (len(os.sched_getaffinity(0)) - CORES_LEFT) // num_ranks_here)
 
 
 def _taken(values: Values | None, name: str, parameter: nn.Parameter) -> Tensor:

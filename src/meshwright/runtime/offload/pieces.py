@@ -102,6 +102,8 @@ class Shipped:
     group: State
     """The optimizer's group it is in; its learning rate may change from step to step."""
     master: Tensor
+    moments: State
+    """Of memory of ours, whole; a rule that makes its own keeps it piece by piece."""
     pieces: list[Piece]
     was_sent: bool = False
     """Whether its gradient of this step has left."""
@@ -164,7 +166,8 @@ def ship(
         for slot in piece.slots:
             slot.is_free.set()
         pieces.append(piece)
-    return Shipped(name, block, parameter, place, group, master, pieces)
+    whole = {key: moment.view(own.shape) for key, moment in zip(MOMENTS, moments, strict=False)}
+    return Shipped(name, block, parameter, place, group, master, whole, pieces)
 
 
 def _stretches(own: Tensor, by_entry: bool) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,85 @@
+"""The host beside a device: how fast the link moves both ways at once, and how fast AdamW updates in the host's memory.
+
+On a CPU the link is a copy within memory: what a run without a throttled stand-in sees.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.cluster import Link
+from meshwright.runtime.offload.host import HostMemory
+from meshwright.runtime.offload.link import open_link
+from meshwright.runtime.offload.optimizer import num_threads
+from meshwright.runtime.offload.pieces import MOMENTS
+from meshwright.runtime.offload.rules import AdamRule, State, Task, find_rule
+from meshwright.runtime.ranks import Rank
+
+COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 25}
+UPDATE_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
+"""Large beside every cache."""
+REPEATS = 5
+
+
+def measure_host(rank: Rank, per_host: int) -> tuple[Link, float]:
+    """The link of one device, and the parameters all ranks of a host update in a second; measured by all ranks at once."""
+    dist.barrier()
+    seconds = _both_ways_seconds(rank.device)
+    link = Link(
+        bytes_per_second=COPY_BYTES[rank.device.type] / seconds, latency_seconds=_latency(rank.device), origin="probe"
+    )
+    dist.barrier()
+    return link, per_host * UPDATE_ELEMENTS[rank.device.type] / _update_seconds(rank.device, per_host)
+
+
+def _both_ways_seconds(device: torch.device) -> float:
+    size = COPY_BYTES[device.type]
+    memory, link = HostMemory(2 * size, device, "a probe of the link to the host"), open_link(device)
+    away, home = (memory.take(size, torch.uint8) for _ in range(2))
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    found = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        arrivals = link.to_host(source, away), link.to_device(home, target)
+        for arrival in arrivals:
+            arrival.wait_on_host()
+        found.append(time.perf_counter() - started)
+    link.close()
+    memory.close()
+    return min(found[1:])
+
+
+def _latency(device: torch.device) -> float:
+    memory, link = HostMemory(4096, device, "a probe of the link to the host"), open_link(device)
+    small, there = memory.take(16, torch.uint8), torch.zeros(16, dtype=torch.uint8, device=device)
+    found = []
+    for _ in range(4 * REPEATS):
+        started = time.perf_counter()
+        link.to_device(small, there).wait_on_host()
+        found.append(time.perf_counter() - started)
+    link.close()
+    memory.close()
+    return min(found)
+
+
+def _update_seconds(device: torch.device, per_host: int) -> float:
+    """Gradients and parameters as the device has them: 16 bits on a GPU."""
+    size = UPDATE_ELEMENTS[device.type]
+    weight = torch.zeros(size)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(weight)], fused=True)
+    gradient = torch.full((size,), 1e-3, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    rule = find_rule(optimizer, torch.float32, num_threads(per_host))
+    state: State = {}
+    if isinstance(rule, AdamRule):
+        state = {"step": 0, **{name: torch.zeros(size) for name in MOMENTS}}
+    narrow = gradient if device.type == "cuda" else None
+    task = Task(weight, state, gradient, narrow, optimizer.param_groups[0], 1.0)
+    found = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        rule.update([task])
+        found.append(time.perf_counter() - started)
+    return sorted(found)[REPEATS // 2]
