@@ -27,12 +27,13 @@ TRAIN_KEYS = {
     "predicted_peak_bytes",
     "measured_peak_bytes",
 }
+NUM_STEPS = 4
 RUN_FILES = {"settings.toml", "plan.json", "estimate.json", "trace.json", "metrics.jsonl", "checkpoints"}
 
 
 def test_train_the_example(cli: Cli, tmp_path: Path) -> None:
     """The first command of the README, from an empty cache: probe, search, train, compare."""
-    ended = cli("train", ROOT / "examples/gpt-small.toml", "--nproc", 2, "--steps", 6, "--json")
+    ended = cli("train", ROOT / "examples/gpt-small.toml", "--nproc", 2, "--steps", NUM_STEPS, "--json")
     assert ended.code == 0, ended.err
     assert ended.json.keys() >= TRAIN_KEYS
     folder = tmp_path / "runs/gpt-small"
@@ -45,26 +46,26 @@ def test_train_the_example(cli: Cli, tmp_path: Path) -> None:
 def check_run_folder(folder: Path, said: dict[str, Any]) -> None:
     """Every file can be read as the value it is, and agrees with what was printed."""
     settings = Settings.load(folder / "settings.toml")
-    assert (settings.steps, settings.nproc) == (6, 2) or settings.nproc is None
+    assert (settings.steps, settings.nproc) == (NUM_STEPS, 2) or settings.nproc is None
     plan, trace = Plan.load(folder / "plan.json"), Trace.load(folder / "trace.json")
     estimate = Estimate.load(folder / "estimate.json")
     assert (plan.world, plan.global_batch) == (2, 16)
     assert trace.plan == plan.hash
-    assert (trace.num_steps, trace.num_ranks, len(trace.steps)) == (6, 2, 6)
-    assert [step for step, _ in losses(folder)] == list(range(6))
+    assert (trace.num_steps, trace.num_ranks, len(trace.steps)) == (NUM_STEPS, 2, NUM_STEPS)
+    assert [step for step, _ in losses(folder)] == list(range(NUM_STEPS))
     assert said["loss"] == losses(folder)[-1][1] == trace.steps[-1].loss
     assert said["measured_peak_bytes"] == trace.peak_bytes
     assert said["step_seconds"] == trace.step_seconds
     assert said["predicted_step_seconds"] == estimate.step_seconds
     assert said["predicted_peak_bytes"] == estimate.peak_bytes
     assert trace.collectives == estimate.collectives
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{NUM_STEPS:08d}"]
 
 
 def test_train_under_torchrun(cli: Cli, tmp_path: Path) -> None:
     """Its ranks measure the machine themselves: here few sizes, since the figures do not matter."""
     launcher = (*TORCHRUN, str(ASSETS / "quick_probe.py"))
-    ended = cli("train", ROOT / "examples/gpt-small.toml", "--steps", 6, "--json", launcher=launcher)
+    ended = cli("train", ROOT / "examples/gpt-small.toml", "--steps", NUM_STEPS, "--json", launcher=launcher)
     assert ended.code == 0, ended.err
     assert ended.json.keys() >= TRAIN_KEYS
     check_run_folder(tmp_path / "runs/gpt-small", ended.json)
@@ -172,5 +173,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(cli: Cli, settings: Callable[...
     ended = cli("train", settings(learning_rate=rate, steps=20, optimizer={"kind": "SGD"}))
     assert ended.code == 1
     assert re.search(
-        r"error: rank \d of 2 failed: the loss is (nan|inf) at step \d+: lower learning_rate.peak", ended.err
+        r"error: rank \d of 2 failed: the loss is (nan|inf) at step \d+: lower learning_rate.peak or check the data, "
+        "and rerun with --find-nan",
+        ended.err,
     )
