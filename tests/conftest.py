@@ -19,12 +19,13 @@ from typing import NoReturn
 import pytest
 
 SAMPLED = {
-    "test_capture.py": 5, "test_capture_skipping.py": 3, "test_checkpoint.py": 3, "test_checkpoint_plans.py": 5,
-    "test_collectives_and_memory.py": 5, "test_compositions.py": 7, "test_deferred.py": 5, "test_expert_parallel.py": 5,
-    "test_habits.py": 7, "test_hybrid.py": 2, "test_parity.py": 7, "test_pipeline.py": 5, "test_selective.py": 5,
-    "test_state.py": 5, "test_table.py": 3,
+    "test_best_sharding_runs.py": 2, "test_capture.py": 5, "test_capture_skipping.py": 3, "test_checkpoint.py": 3,
+    "test_checkpoint_plans.py": 5, "test_cli_hangs.py": 2, "test_collectives_and_memory.py": 5, "test_compositions.py": 7,
+    "test_deferred.py": 5, "test_expert_parallel.py": 7, "test_habits.py": 7, "test_hybrid.py": 2, "test_parity.py": 7,
+    "test_pipeline.py": 5, "test_selective.py": 5, "test_state.py": 5, "test_table.py": 3,
+    "test_functions_on_parts_give_what_they_give_on_the_whole": 2,
 }  # fmt: skip
-"""Files with many rows: one in so many runs, always the same ones, and all of them with --every-row (`make test-all`).
+"""Files and functions with many rows: one in so many runs, always the same ones; all of them with --every-row (`make test-all`).
 
 Most tables are products of two, three or four values: a step of 5 or 7 comes by all combinations of them in turn.
 """
@@ -65,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         file, function = item.path.name, getattr(item, "originalname", item.name)
         place = seen[file, function]
         seen[file, function] += 1
-        is_kept = file in asked or place % SAMPLED.get(file, 1) == 0
+        is_kept = file in asked or place % SAMPLED.get(function, SAMPLED.get(file, 1)) == 0
         (kept if is_kept else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept
