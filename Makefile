@@ -3,6 +3,10 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN := .venv/bin/python -m
+WORKERS ?= 2
+# a worker that hangs in native code is ended, and with it the run; what hangs in Python fails before, see tests/conftest.py
+HANGING := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
+PYTEST := $(RUN) pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(HANGING)
 
 .PHONY: demo test test-all check lint format parity clean
 
@@ -10,11 +14,11 @@ demo: .venv/installed
 	$(RUN) meshwright train examples/demo.toml
 
 test: .venv/installed
-	$(RUN) pytest
+	$(PYTEST)
 
 # every row of the large tables; `make test` runs a sample of them
 test-all: .venv/installed
-	$(RUN) pytest --every-row
+	$(PYTEST) --every-row
 
 check: lint test
 

@@ -1,27 +1,63 @@
-"""Which rows of the large tables run: a sample, or every one."""
+"""Which rows of the large tables run, a sample or every one; how long a test may take; what all workers share."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import gc
+import os
+import shutil
+import signal
+import sys
+import tempfile
 from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import pytest
 
 SAMPLED = {
-    "test_capture.py": 3, "test_capture_skipping.py": 2, "test_checkpoint.py": 2, "test_checkpoint_plans.py": 4,
-    "test_collectives_and_memory.py": 3, "test_compositions.py": 6, "test_deferred.py": 4, "test_expert_parallel.py": 4,
-    "test_habits.py": 6, "test_hybrid.py": 2, "test_parity.py": 4, "test_pipeline.py": 4, "test_selective.py": 4,
-    "test_state.py": 4, "test_table.py": 3,
+    "test_best_sharding_runs.py": 2, "test_capture.py": 5, "test_capture_skipping.py": 3, "test_checkpoint.py": 3,
+    "test_checkpoint_plans.py": 5, "test_cli_hangs.py": 2, "test_collectives_and_memory.py": 5, "test_compositions.py": 7,
+    "test_deferred.py": 5, "test_expert_parallel.py": 7, "test_habits.py": 7, "test_hybrid.py": 2, "test_parity.py": 7,
+    "test_pipeline.py": 5, "test_selective.py": 5, "test_state.py": 5, "test_table.py": 3,
+    "test_functions_on_parts_give_what_they_give_on_the_whole": 2,
 }  # fmt: skip
-"""Files with many rows: one in so many runs, always the same ones, and all of them with --every-row (`make test-all`)."""
+"""Files and functions with many rows: one in so many runs, always the same ones; all of them with --every-row (`make test-all`).
+
+Most tables are products of two, three or four values: a step of 5 or 7 comes by all combinations of them in turn.
+"""
+LONGEST = (
+    "test_cli_train.py", "test_cli_hangs.py", "test_table.py", "test_split.py", "test_collectives_and_memory.py",
+    "test_parity.py", "test_pipeline.py", "test_expert_parallel.py", "test_hybrid.py", "test_cli.py", "test_checkpoint.py",
+    "test_batch_norm.py", "test_best_sharding_runs.py", "test_hosts.py", "test_compile.py", "test_deferred.py",
+)  # fmt: skip
+"""Workers begin with these, so that none is left with a long file when the others are done."""
+GRAPHS = "MESHWRIGHT_TEST_GRAPHS"
+"""A folder for one run, see cpu/captures.py."""
+PATIENCE_SECONDS = 600
+"""For one test, its fixtures apart: more than any wait inside a test, so that those speak first."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-row", action="store_true", help="run every row of the large tables, not a sample")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers and ranks inherit it: each graph is captured once
+        os.environ[GRAPHS] = tempfile.mkdtemp(prefix="meshwright-graphs-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(GRAPHS), ignore_errors=True)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A file that is asked for by name runs whole."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     asked = [Path(str(name).partition("::")[0]).name for name in config.args]
     if config.getoption("--every-row"):
         return
@@ -30,7 +66,49 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         file, function = item.path.name, getattr(item, "originalname", item.name)
         place = seen[file, function]
         seen[file, function] += 1
-        is_kept = file in asked or place % SAMPLED.get(file, 1) == 0
+        is_kept = file in asked or place % SAMPLED.get(function, SAMPLED.get(file, 1)) == 0
         (kept if is_kept else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # torch and the tests stay: to look through them whenever a test makes many values takes long
+
+
+@contextlib.contextmanager
+def patience(item: pytest.Item) -> Iterator[None]:
+    """Raise in a test that hangs, and print where every thread of it stands.
+
+    One that hangs in native code does not come to raise: `make test` has its process ended some time later.
+    """
+
+    def give_up(number: int, frame: FrameType | None) -> NoReturn:
+        faulthandler.dump_traceback(sys.__stderr__)
+        raise TimeoutError(f"{item.nodeid} took more than {PATIENCE_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(PATIENCE_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    with patience(item):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    with patience(item):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    with patience(item):
+        yield

@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
-from meshwright.capture.capture import capture_source
+from captures import shared_graph
+
 from meshwright.core.cluster import Cluster, Device, Link, Rate
 from meshwright.core.graph import Graph, OpKind, Precision
 from meshwright.core.plan import Plan
@@ -77,7 +78,7 @@ def source_of(model: str) -> ModelSource:
 
 @cache
 def graph_of(model: str, precision: Precision = "fp32") -> Graph:
-    return capture_source(source_of(model), precision)
+    return shared_graph(source_of(model), precision, model)
 
 
 def plan_of(case: Case, num_ranks: int | None = None) -> Plan:

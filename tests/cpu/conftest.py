@@ -7,7 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from command import cli, environment, here, settings, start
 from pool import RankPool
+
+__all__ = ["cli", "environment", "here", "leaves_nothing_behind", "pool", "settings", "start"]
 
 
 @pytest.fixture(scope="session")

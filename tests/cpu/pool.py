@@ -29,6 +29,11 @@ GRACE_SECONDS = 10.0
 
 Start = Literal["forkserver", "spawn"]
 QUIET = {"KINETO_LOG_LEVEL": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+LOADED = [
+    "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.profiler", "pytest", "transformers.modeling_utils", "meshwright.measure.parity", "meshwright.runtime.apply",
+]  # fmt: skip
+"""What ranks need sooner or later, and may share: nothing that starts a thread when it is loaded."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class RankPool:
 def _forking() -> Any:
     """Ranks are forked from a process that has torch loaded and has done nothing with it: to load it takes seconds a rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+    context.set_forkserver_preload(LOADED)
     before = dict(os.environ)
     os.environ |= QUIET  # torch reads them when it is loaded
     try:
@@ -151,6 +156,7 @@ def _serve(number: int, num_ranks: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was loaded stays: to look through it after every call takes longer than many a call
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, num_ranks),

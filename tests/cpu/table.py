@@ -15,10 +15,10 @@ from functools import cache, partial
 
 import msgspec
 import torch
+from captures import shared_graph
 from cases import ASSETS, hand_cluster
 from pool import RankError, RankPool, this_rank
 
-from meshwright.capture.capture import capture_source
 from meshwright.cli.shardings import try_sharding
 from meshwright.core.collective import Collective
 from meshwright.core.errors import GuessWarning, PlanError
@@ -190,7 +190,7 @@ def source_of(model: str, precision: Precision) -> ModelSource:
 def graph_of(model: str, precision: Precision) -> Graph:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GuessWarning)  # of how many rows an expert gets
-        return capture_source(source_of(model, precision), precision)
+        return shared_graph(source_of(model, precision), precision, f"{model} of the table")
 
 
 def fill(ranks: RankPool, model: str, row: Row, num_steps: int = NUM_STEPS, tamper: Tamper | None = None) -> Cell:

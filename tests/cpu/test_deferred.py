@@ -173,16 +173,12 @@ def memory(name: str) -> int:
 def test_no_rank_ever_holds_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """In ranks of their own, which give memory back at once: what the allocator keeps for later is not held."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    for num_bytes, peak in peaks(deferred=True):
-        assert peak < 0.85 * num_bytes
-    for num_bytes, peak in peaks(deferred=False):
-        assert peak > num_bytes
-
-
-def peaks(deferred: bool) -> list[tuple[int, int]]:
+    case = Case("gpt:layers=8,hidden=768,heads=4,seq=16,vocab=64", 3, "none", 1, "fp32")
     ranks = RankPool(2, "spawn")
     try:
-        case = Case("gpt:layers=8,hidden=768,heads=4,seq=16,vocab=64", 3, "none", 1, "fp32")
-        return ranks.run(peak_on_rank, case, deferred)
+        for num_bytes, peak in ranks.run(peak_on_rank, case, True):
+            assert peak < 0.85 * num_bytes
+        for num_bytes, peak in ranks.run(peak_on_rank, case, False):
+            assert peak > num_bytes
     finally:
         ranks.close()

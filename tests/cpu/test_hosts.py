@@ -124,7 +124,14 @@ def fail_on_one(payload: dict[str, str]) -> None:
 def test_nothing_is_left_after_an_error_or_a_signal() -> None:
     with pytest.raises(ZeroDivisionError), two_hosts() as hosts:
         raise ZeroDivisionError
-    script = "import time; from hosts import two_hosts\nwith two_hosts():\n    print('up', flush=True); time.sleep(600)"
+    script = textwrap.dedent("""
+        import signal, time
+        from hosts import two_hosts
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell's background ignore it
+        with two_hosts():
+            print("up", flush=True)
+            time.sleep(600)
+    """)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([BENCHMARKS, *sys.path])}
     for number in (signal.SIGINT, signal.SIGTERM):
         run = subprocess.Popen(
@@ -193,5 +200,7 @@ def probe_few_sizes(payload: dict[str, str]) -> str:
     kernels.measure_rates = lambda device: [rate]
     kernels.measure_launches = lambda device: (1.0, 1.0)
     kernels.measure_update = lambda device: 1.0
+    probe.measure_split_launch = lambda device: 1.0
+    probe.measure_halves_launch = lambda device, seconds: 1.0
     with joined("cpu") as rank:
         return probe.measure_cluster(rank).to_json()

@@ -119,8 +119,16 @@ NEVER = {"matmul-vector", "einsum-diagonal", "conv2d-depthwise-more", "conv2d-gr
 """Refused in every way they could lie."""
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
-@pytest.mark.parametrize("group", [*GROUPS, *SINGLES])
+AXES: tuple[Axis, ...] = ("tp", "cp")
+EACH_WAY = [
+    (group, axis)
+    for number, group in enumerate([*GROUPS, *SINGLES])
+    for axis in (AXES[number % 2], AXES[(number + 1) % 2])
+]
+"""Every second one: every group, and both axes in turn."""
+
+
+@pytest.mark.parametrize(("group", "axis"), EACH_WAY)
 def test_functions_on_parts_give_what_they_give_on_the_whole(pool: Pools, group: str, axis: Axis) -> None:
     """They may refuse; they may not be wrong."""
     for finding in pool(2).run(check_on_rank, group, axis):

@@ -1,0 +1,167 @@
+"""`meshwright` as people start it: in processes of their own, or, where no rank is started, inside the test's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import ASSETS, hand_cluster
+
+from meshwright.train.metrics import read_metrics
+
+PATIENCE_SECONDS = 180.0
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The one object on standard output."""
+        (line,) = self.out.splitlines()
+        return json.loads(line)
+
+
+class Started:
+    """A `meshwright` process and its ranks, all in one session, so that none outlives a test."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def end(self) -> Ended:
+        try:
+            out, err = self.process.communicate(timeout=PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            out, err = self.process.communicate()
+            pytest.fail(f"did not end within {PATIENCE_SECONDS:.0f} s:\n{out}\n{err}")
+        return Ended(self.process.returncode, out, err)
+
+    def kill(self) -> None:
+        for pid in [*self.ranks().values(), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def ranks(self) -> dict[int, int]:
+        """Rank → process id of the children that are ranks."""
+        found = {}
+        for pid in children(self.process.pid):
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            numbers = [int(item[5:]) for item in environment if item.startswith(b"RANK=")]
+            if numbers:
+                found[numbers[0]] = pid
+        return found
+
+
+def children(parent: int) -> Iterator[int]:
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == parent:
+            yield int(status.parent.name)
+
+
+Cli = Callable[..., Ended]
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The machine is measured once for all tests."""
+    cache = tmp_path_factory.mktemp("cache")
+    return {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+
+
+@pytest.fixture
+def start(environment: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    """Start `meshwright ARGUMENTS` in an empty folder."""
+    running: list[Started] = []
+
+    def begin(*arguments: object, launcher: tuple[str, ...] = ("-m", "meshwright")) -> Started:
+        command = [sys.executable, *launcher, *map(str, arguments)]
+        running.append(Started(command, environment, tmp_path))
+        return running[-1]
+
+    yield begin
+    for one in running:
+        if one.process.poll() is None:
+            one.kill()
+            one.process.communicate()
+
+
+@pytest.fixture
+def cli(start: Callable[..., Started]) -> Cli:
+    return lambda *arguments, **options: start(*arguments, **options).end()
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str]) -> Cli:
+    """Run a verb inside this process: quicker, for verbs that end before any rank is started."""
+    from meshwright.cli import main
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
+        monkeypatch.setattr(sys, "argv", ["meshwright", *map(str, arguments)])
+        code: Any = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        return Ended(int(code or 0), *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Callable[..., Path]:
+    """A settings file for a tiny model on a cluster that need not be measured; `plan={...}` and others put over it."""
+
+    def write(**changes: Any) -> Path:
+        cluster = hand_cluster(2).save(tmp_path / "cluster.json")
+        base: dict[str, Any] = {
+            "model": f"{ASSETS}/models.py:odd", "cluster": str(cluster), "nproc": 2, "steps": 4, "tensorboard": False,
+            "plan": {"global_batch": 8}, "out": str(tmp_path / "run"),
+        }  # fmt: skip
+        path = tmp_path / "settings.toml"
+        import tomli_w
+
+        path.write_text(tomli_w.dumps({**base, **changes}))
+        return path
+
+    return write
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+
+
+def wait_for(condition: Callable[[], bool], run: Started) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if run.process.poll() is not None:
+            pytest.fail(f"ended too early: {run.end()}")
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
