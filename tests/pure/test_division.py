@@ -246,3 +246,11 @@ def test_what_goes_round_lies_beside_an_attention() -> None:
     assert ring.passing_bytes(numbers["forward"], 3) == 3 * 2 * keys * (2 * 2)
     assert ring.passing_bytes(numbers["backward"], 3) == 3 * 2 * keys * (2 * 2 + 3 * 4)
     assert {heads.passing_bytes(number, 3) for number in numbers.values()} == {0.0}
+
+
+def test_in_a_ring_every_piece_has_its_kernels() -> None:
+    graph = transformer_graph(heads=4, hidden=64, seq=32)
+    ring, heads = block_of(graph, cp=4, context="ring"), block_of(graph, cp=4)
+    for number, op in enumerate(ring.kind.ops):
+        assert ring.launches(number) == (36 * op.count if op.kind == "attention" else op.count)
+        assert heads.launches(number) == op.count

@@ -75,7 +75,7 @@ class ComputeCost:
         launch = forward_launch_seconds(self.plan, self.device)
         if one.phase == "backward":
             launch = self.device.backward_launch_seconds or self.device.launch_seconds
-        launches = launch * sum(ops[number].count for number in numbers)
+        launches = launch * sum(division.launches(number) for number in numbers)
         if is_fused(block, self.plan, self.recipe):
             work = self._compiled_work(division, numbers)
         else:

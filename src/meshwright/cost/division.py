@@ -22,6 +22,8 @@ from meshwright.core.plan import ContextWay, Plan, check_experts
 from meshwright.core.sharding import ways_by_block
 from meshwright.cost.fusion import Fused, fused_groups
 
+RING_LAUNCHES = 9
+"""Of one piece: the attention, what merges it with the others or adds up its gradients, and copies for its way. Origin: counted."""
 STACKED_DIMS = 3
 """Matrices of several experts in one parameter."""
 
@@ -74,6 +76,11 @@ class Division:
     def goes_round(self, op: Op) -> bool:
         """Whether it is an attention whose keys and values go round the cp ranks."""
         return self.degrees.context == "ring" and self.degrees.cp > 1 and op.kind == "attention"
+
+    def launches(self, number: int) -> int:
+        """Kernels of all `count` of an op: an attention in a ring has its own for each rank's piece."""
+        op = self.kind.ops[number]
+        return op.count * (RING_LAUNCHES * self.degrees.cp if self.goes_round(op) else 1)
 
     def passing_bytes(self, number: int, samples: float) -> float:
         """What is under way and worked on beside an attention's own tensors: forward two messages of keys and values; backward

@@ -92,7 +92,9 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan) -> None:
         error.block = error.block or running[0]
         words = " · ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
         tokens = " with sequence parallel" if plan.sequence_parallel else ""
-        raise PlanError(f"{error}: {words}{tokens} does not fit this model, change a degree") from None
+        heads = isinstance(error, Indivisible) and plan.context == "heads" and "cp=" in error.words
+        or_ring = ", or set context to ring, which divides no heads" if heads else ""
+        raise PlanError(f"{error}: {words}{tokens} does not fit this model, change a degree{or_ring}") from None
     finally:
         for handle in handles:
             handle.remove()

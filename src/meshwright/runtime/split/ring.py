@@ -107,7 +107,7 @@ class _RingAttention(torch.autograd.Function):
             first = query.shape[TOKENS] - piece.query.shape[TOKENS]
             own_gradient, own_out = (tensor[..., first:, :].contiguous() for tensor in (gradient, out))
             own, *others = piece.gradients(own_gradient, own_out, lse[..., first:].contiguous())
-            of_query[..., first:, :] += own
+            of_query[..., first:, :].add_(own)
             sums = _packed(*(_of_all(one, key) for one in others))
             coming = ring.ranks.pass_on(sums if coming is None else coming.wait() + sums)
             passing = hop.wait() if hop else passing
@@ -151,4 +151,5 @@ def _of_all(gradient: Tensor, key: Tensor) -> Tensor:
     if gradient.shape[HEADS] != key.shape[HEADS]:
         grouped: Tensor = gradient.unflatten(HEADS, (key.shape[HEADS], -1))
         gradient = grouped.sum(HEADS)
-    return F.pad(gradient, (0, 0, 0, key.shape[TOKENS] - gradient.shape[TOKENS]))
+    unseen = key.shape[TOKENS] - gradient.shape[TOKENS]
+    return F.pad(gradient, (0, 0, 0, unseen)) if unseen else gradient
