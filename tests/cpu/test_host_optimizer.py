@@ -198,7 +198,7 @@ def parity_on_rank(mesh: dict[str, int]) -> float:
         precision="fp64", offload="optimizer", offload_share=0.8, global_batch=4, microbatch=2, **mesh
     )
     plan = plain_plan(request, graph_of("gpt", "fp64"), 2, "tests")
-    found = compare(source, plan, this_rank(), 2)
+    found = compare(source, plan, 2, this_rank())
     assert found.ok, found.first_difference
     return max(found.max_loss_difference, found.max_gradient_difference)
 
@@ -211,7 +211,7 @@ def parity_of_one_rank(num_microbatches: int) -> float:
     request = PlanRequest(
         precision="fp64", offload="optimizer", offload_share=0.8, global_batch=4, microbatch=4 // num_microbatches
     )
-    found = compare(source_of("gpt"), plain_plan(request, graph_of("gpt", "fp64"), 1, "tests"), this_rank(), 2)
+    found = compare(source_of("gpt"), plain_plan(request, graph_of("gpt", "fp64"), 1, "tests"), 2, this_rank())
     assert found.ok, found.first_difference
     return found.max_gradient_difference
 

@@ -28,5 +28,5 @@ def place_of(name: str, blocks: Container[str]) -> str:
 
 def num_kept(elements: Sequence[int], share: float) -> int:
     """How many of the first parameters stay: as many as fit into the share that is not offloaded."""
-    room = (1 - share) * sum(elements)
-    return sum(taken <= room + 0.5 for taken in accumulate(elements)) if share < 1 else 0
+    room = (1 - share) * sum(elements) * (1 + 1e-9)
+    return sum(taken <= room for taken in accumulate(elements)) if share < 1 else 0

@@ -39,7 +39,7 @@ from meshwright.runtime.offload.host import HostMemory, check_host_memory
 from meshwright.runtime.offload.kept import Kept
 from meshwright.runtime.offload.link import Link
 from meshwright.runtime.offload.pieces import MOMENTS, Layout, Piece, Return, Shipped, Slot, ship
-from meshwright.runtime.offload.rules import AdamRule, Task, TorchRule, find_rule, is_by_entry
+from meshwright.runtime.offload.rules import AdamRule, State, Task, TorchRule, find_rule, is_by_entry
 from meshwright.runtime.offload.updater import Job, Updater
 
 CORES_LEFT = 2
@@ -62,6 +62,8 @@ class _Update(NamedTuple):
     piece: Piece
     slot: Slot
     back: Return
+    group: State
+    """The optimizer's settings when the gradient left: who trains may change them before the update runs."""
 
 
 class HostOptimizer:
@@ -233,7 +235,7 @@ class HostOptimizer:
             piece.newest = back
         else:
             piece.newest, piece.late = piece.late or piece.newest, back
-        update = Job(number, True, one.place, arrival, size, _Update(one, piece, slot, back))
+        update = Job(number, True, one.place, arrival, size, _Update(one, piece, slot, back, dict(one.group)))
         if self.max_norm is None:
             self.updater.give(update)
             return
@@ -281,7 +283,7 @@ class HostOptimizer:
 
     def _update(self, jobs: list[_Update], scale: float) -> None:
         self.rule.update([self._task(job, scale) for job in jobs])
-        for _, piece, slot, back in jobs:
+        for _, piece, slot, back, _ in jobs:
             if self.layout.is_narrow:
                 back.offer(slot.memory)
             elif len(piece.slots) > 1:
@@ -291,15 +293,13 @@ class HostOptimizer:
             slot.is_free.set()
 
     def _task(self, job: _Update, scale: float) -> Task:
-        one, piece, slot, _ = job
+        _, piece, slot, _, group = job
         gradient = slot.memory
         if piece.num_summed and piece.total is not None:
             if piece.norm is None:  # else the last one is in the sum
                 self.rule.accumulate(piece.total, slot.memory, is_first=False)
             gradient, piece.num_summed, piece.norm = piece.total, 0, None
-        return Task(
-            piece.master, piece.state, gradient, slot.memory if self.layout.is_narrow else None, one.group, scale
-        )
+        return Task(piece.master, piece.state, gradient, slot.memory if self.layout.is_narrow else None, group, scale)
 
     # ------------------------------------------------------------ parameters return
 
