@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import Case, plan_of, source_of
 from pool import RankPool, this_rank
-from test_streaming import batch_of, program_of, update_in_turn
+from test_streaming import batch_of, program_of
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Offload, Plan
@@ -33,7 +33,7 @@ def on_disk(case: Case, folder: Path) -> Plan:
 
 def compare_on_rank(case: Case, folder: Path) -> ParityResult:
     with mock.patch.object(disk_store, "CHUNK_BYTES", 4096):
-        return compare(source_of(case.model).small(), on_disk(case, folder), 3, this_rank(), update_in_turn)
+        return compare(source_of(case.model).small(), on_disk(case, folder), 3, this_rank())
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "frozen"])

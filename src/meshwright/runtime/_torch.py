@@ -103,3 +103,13 @@ def around_calls(module: typing.Any, wrap: typing.Any) -> None:
     """Every call of a module goes through a wrapper, its hooks included: those that shard a block belong to the block. Python
     looks `__call__` up on the class, which others share; this is the function it calls on the module itself."""
     module._call_impl = wrap(module._call_impl)
+
+
+def has_step_hooks(optimizer: typing.Any) -> bool:
+    """Whether somebody looks on when an optimizer steps: a hook may read what a backward beside it is writing."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def forget_step_hooks(optimizer: typing.Any) -> None:
+    """Of an optimizer that is a copy: nobody is to see a step that is taken for trial."""
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}
