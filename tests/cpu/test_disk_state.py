@@ -14,9 +14,10 @@ import pytest
 import torch
 from cases import Case, plan_of, source_of
 from pool import RankPool, this_rank
-from test_streaming import batch_of, program_of, update_in_turn
+from test_streaming import batch_of, program_of
 
 from meshwright.core.errors import PlanError
+from meshwright.core.limits import check_runs
 from meshwright.core.plan import Offload, Plan
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.runtime.offload import disk_store
@@ -33,7 +34,7 @@ def on_disk(case: Case, folder: Path) -> Plan:
 
 def compare_on_rank(case: Case, folder: Path) -> ParityResult:
     with mock.patch.object(disk_store, "CHUNK_BYTES", 4096):
-        return compare(source_of(case.model).small(), on_disk(case, folder), 3, this_rank(), update_in_turn)
+        return compare(source_of(case.model).small(), on_disk(case, folder), 3, this_rank())
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "frozen"])
@@ -136,11 +137,11 @@ def test_a_missing_folder_is_named(pool: Pools, tmp_path: Path) -> None:
     assert "missing: no such folder; make it" in pool(1).run(missing_on_rank, tmp_path / "missing")[0]
 
 
-def test_disk_and_folder_go_together() -> None:
-    with pytest.raises(PlanError, match="name a folder for disk"):
-        Offload(what="parameters", where="disk")
-    with pytest.raises(PlanError, match="and none for host"):
-        Offload(what="parameters", folder="/somewhere")
+def test_a_disk_needs_a_folder() -> None:
+    plan = plan_of(Case("gpt", 0, "full"), 1)
+    unnamed = msgspec.structs.replace(plan, offload=Offload(what="parameters", where="disk"))
+    with pytest.raises(PlanError, match=r"offload to disk without a folder: name one in offload\.folder"):
+        check_runs(unnamed)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from meshwright.core.graph import Affine, Block, Graph, Kind, Op, Parameter
-from meshwright.core.names import compact_names
+from meshwright.core.names import compact_names, expand_names
 from meshwright.core.placement import Placement, coordinate_of
 from meshwright.core.plan import (
     V_SCHEDULES,
@@ -125,6 +125,7 @@ def plans(draw: st.DrawFn) -> Plan:
     blocks = draw(st.lists(module_names, min_size=1, max_size=12, unique=True))
     zero = draw(st.sampled_from([0, 1, 2, 3]))
     microbatch, num_microbatches = draw(degrees), draw(degrees)
+    rules = draw(_recompute_rules(blocks))
     return Plan(
         model=draw(words),
         graph=draw(words),
@@ -135,8 +136,8 @@ def plans(draw: st.DrawFn) -> Plan:
         sequence_parallel=draw(st.booleans()),
         zero=zero,
         hybrid=draw(st.none() | divisors(mesh.dp)) if zero else None,
-        recompute=draw(_recompute_rules(blocks)),
-        offload=draw(values(Offload)),
+        recompute=rules,
+        offload=draw(_offloads(blocks, rules)),
         schedule=schedule,
         virtual=virtual,
         microbatch=microbatch,
@@ -145,6 +146,15 @@ def plans(draw: st.DrawFn) -> Plan:
         precision=draw(st.sampled_from(["fp64", "fp32", "bf16", "fp16"])),
         compile=draw(st.booleans()),
     )
+
+
+@st.composite
+def _offloads(draw: st.DrawFn, blocks: list[str], rules: tuple[Recompute, ...]) -> Offload:
+    """Activations of blocks that are not recomputed may go to the host."""
+    redone = {name for rule in rules for name in expand_names(rule.blocks)}
+    free = [name for name in blocks if name not in redone]
+    names = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
+    return msgspec.structs.replace(draw(values(Offload)), activations=tuple(names))
 
 
 @st.composite

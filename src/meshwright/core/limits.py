@@ -77,6 +77,11 @@ def _streaming(plan: Plan) -> list[tuple[str, str, bool]]:
         ),
         ("offload of parameters in fp16", "use bf16", plan.precision == "fp16"),
         ("offload of parameters with synchronised batch norm", "set sync_batch_norm to false", plan.sync_batch_norm),
+        (
+            "offload to disk without a folder",
+            "name one in offload.folder",
+            offload.where == "disk" and not offload.folder,
+        ),
         ("offload of a share of the parameters", "set share to 1", offload.share < 1),
         ("delayed updates of streamed parameters", "set delayed to false", offload.delayed),
     ]

@@ -121,10 +121,6 @@ class Offload(Value, kw_only=True):
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError)
-        if (self.where == "disk") != bool(self.folder):
-            raise PlanError(
-                f"offload.where is '{self.where}' with folder '{self.folder}': name a folder for disk, and none for host"
-            )
 
 
 class Plan(Value, kw_only=True, dict=True):

@@ -137,3 +137,13 @@ def flash_gradients(
             gradient, *tensors, None, None, *lengths, 0.0, causal, undrawn, undrawn, scale=scale
         )
     return of_query, of_key, of_value
+
+
+def has_step_hooks(optimizer: typing.Any) -> bool:
+    """Whether somebody looks on when an optimizer steps: a hook may read what a backward beside it is writing."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def forget_step_hooks(optimizer: typing.Any) -> None:
+    """Of an optimizer that is a copy: nobody is to see a step that is taken for trial."""
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.runtime._torch import forget_step_hooks
 from meshwright.runtime.offload.block_home import BlockHome
 from meshwright.runtime.offload.disk_store import DiskStore, Transfer
 from meshwright.runtime.offload.host_updates import StatePlace, part_of, step_of_class
@@ -137,8 +138,7 @@ def state_keys(optimizer: Optimizer) -> tuple[str, ...]:
     trial = part_of(optimizer, ())
     trial.param_groups = [{**optimizer.param_groups[0], "params": [sample]}]
     trial.state = defaultdict(dict)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        vars(trial)[hooks] = {}
+    forget_step_hooks(trial)
     step_of_class(trial)
     return tuple(
         key for key, item in trial.state[sample].items() if isinstance(item, Tensor) and item.shape == sample.shape

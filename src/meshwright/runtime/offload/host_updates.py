@@ -2,7 +2,8 @@
 
 A block's gradients arrive in a buffer of the host, its masters are updated by the user's own optimizer, and its working copy
 follows. There are a few buffers: backward waits when all are full. Where gradients are clipped, their norm is known only when
-all have arrived: then every block has a buffer, and updates run at the end.
+all have arrived: then every block has a buffer, and updates run at the end. An optimizer with hooks is stepped between blocks, not
+beside them: a hook may read gradients that backward is just writing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.runtime._torch import has_step_hooks
 from meshwright.runtime.offload.block_home import BlockHome
 from meshwright.runtime.offload.link import Arrival
 
@@ -121,7 +123,10 @@ class HostUpdates:
     def _start(self, arrived: Arrived) -> None:
         self.place.request(arrived.home)
         part = part_of(self.optimizer, arrived.home.masters)
-        self._running.append(self._worker.submit(self._update, arrived, part))
+        if has_step_hooks(self.optimizer):
+            self._update(arrived, part)
+        else:
+            self._running.append(self._worker.submit(self._update, arrived, part))
 
     def settle(self) -> None:
         """Until all that were submitted are done; what went wrong is raised here."""
