@@ -243,6 +243,11 @@ def _prepare(settings: Settings, decision: Decision, cluster: Cluster, resume: b
     settings.save(folder.settings)
     decision.plan.save(folder.plan)
     decision.estimate.save(folder.estimate)
+    cluster.save(folder.cluster)
+    if decision.forecast is not None:
+        decision.forecast.save(folder.forecast)
+    if decision.result is not None:
+        decision.result.save(folder.search)
     return folder.path
 
 

@@ -102,7 +102,7 @@ class Estimator:
             plan.mesh.pp,
             plan.num_microbatches,
             plan.virtual,
-            [_stage_seconds(cost) for cost in self.stages],
+            [stage_seconds(cost) for cost in self.stages],
             "blocking" if self.recipe.blocking_transfers else "asynchronous",
         )
 
@@ -204,7 +204,7 @@ class Estimator:
                 yield from times(calls, self.plan.num_microbatches)
 
 
-def _stage_seconds(cost: StageCost) -> StageSeconds:
+def stage_seconds(cost: StageCost) -> StageSeconds:
     backward = cost.backward_seconds
     weights = min(cost.weights, backward)
     return StageSeconds(

@@ -9,6 +9,7 @@ intervals           compute, communication by axis, transfers; waiting          
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from meshwright.core.collective import total
+from meshwright.core.curve import thinned
 from meshwright.core.estimate import MemoryParts
 from meshwright.measure import profile
-from meshwright.measure.allocations import compact, over_time, pair, peak
+from meshwright.measure.allocations import over_time, pair, peak
 from meshwright.measure.categories import Categories
 from meshwright.measure.intervals import Timeline
 from meshwright.measure.unseen import end_unseen
@@ -40,6 +42,7 @@ class StepRecorder:
         watch = CollectiveWatch(program)
         with Witness(program), profile.profiled(program.device) as profiler:
             align_ranks(program.device)
+            started_at = time.time()
             with watch, record_function("meshwright/step"):
                 output = run()
             output.wait()  # a collective that ends after the profiler has stopped writes into memory the profiler has freed
@@ -54,7 +57,8 @@ class StepRecorder:
             collectives=total(watch.found),
             timeline=timeline.intervals(),
             part_seconds=timeline.part_seconds(),
-            memory_over_time=compact(points),
+            memory_over_time=thinned(points),
+            started_at=started_at,
         )
 
 

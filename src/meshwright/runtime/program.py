@@ -189,6 +189,7 @@ class Program:
             collectives=sample.collectives if sample else (),
             timeline=sample.timeline if sample else (),
             part_seconds=sample.part_seconds if sample else (),
+            sampled_at=sample.started_at if sample else None,
             memory_over_time=sample.memory_over_time if sample else (),
             num_steps=len(records),
             steps=records,
@@ -252,7 +253,8 @@ class Program:
             with self.watch.region("backward"):
                 pipeline.backward_weights(action)
         else:
-            pipeline.transfer(action, to_device(microbatch, self.plan, self.device))
+            with self.watch.region("waiting" if action.kind.startswith("receive") else "transfer"):
+                pipeline.transfer(action, to_device(microbatch, self.plan, self.device))
         return None
 
     def _microbatches(self, batch: Batch) -> list[Batch]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,11 +128,13 @@ class _Loop:
             with self.view, self._heed_signals():
                 next_step, stopped = self._steps()
                 saved = self._save(next_step, final=True)
-            trace = worst_trace(self.program.trace())
+            traces = all_ranks(self.program.trace())
         finally:
             if self.metrics is not None:
                 self.metrics.close()
+        trace = worst_trace(traces)
         if self.rank.is_first:
+            save_traces(traces, self.job.folder)
             trace.save(self.job.folder.trace)
         assert saved is not None
         return Outcome(trace, self.loss, self.validation_loss, next_step, stopped, saved)
@@ -253,6 +255,15 @@ class _Loop:
                 signal.signal(number, handler)
 
 
-def worst_trace(own: Trace) -> Trace:
+def worst_trace(traces: Sequence[Trace]) -> Trace:
     """The trace of the rank with the highest peak; the same on all ranks."""
-    return max(all_ranks(own), key=lambda trace: (trace.peak_bytes or 0, -trace.rank))
+    return max(traces, key=lambda trace: (trace.peak_bytes or 0, -trace.rank))
+
+
+def save_traces(traces: Sequence[Trace], folder: RunFolder) -> None:
+    """One file a rank; those of an earlier run on more ranks go."""
+    folder.traces.mkdir(exist_ok=True)
+    for old in folder.traces.glob("rank-*.json"):
+        old.unlink()
+    for trace in traces:
+        trace.save(folder.trace_of(trace.rank))
