@@ -96,7 +96,8 @@ def check_comparable(runs: Sequence[Run]) -> None:
             )
 
 
-def write_page(runs: Sequence[Run], file: str) -> Path:
+def write_page(runs: Sequence[Run], file: str, said: Sequence[str] = ()) -> Path:
+    """One file. said: sentences about all runs together."""
     from pathlib import Path
 
     from meshwright.core.codec import write_whole
@@ -107,7 +108,7 @@ def write_page(runs: Sequence[Run], file: str) -> Path:
         raise InputError(f"{file}: a report is an .html file")
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs of {runs[0].plan.model or 'one model'}"
     try:
-        return write_whole(Path(file), page(runs, title))
+        return write_whole(Path(file), page(runs, title, said=said))
     except OSError as error:
         raise InputError(f"{file} cannot be written: {error.strerror}") from error
 

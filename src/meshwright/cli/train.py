@@ -74,7 +74,11 @@ def train(
     if started_by_launcher():
         _under_launcher(settings, resume, console, as_json)
     else:
-        _with_own_ranks(settings, resume, console, as_json)
+        summary, decision = run_ranks(settings, resume, console, as_json)
+        if summary is not None:
+            _finish(settings, decision, summary, console, as_json)
+        if summary is not None and summary["interrupted"]:
+            raise typer.Exit(INTERRUPTED)
 
 
 def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Settings:
@@ -125,8 +129,10 @@ def as_before(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, plan=settings.plan.updated(before))
 
 
-def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
-    """Plan here, then start the ranks and wait for them."""
+def run_ranks(
+    settings: Settings, resume: bool, console: Console, as_json: bool, quiet: bool = False
+) -> tuple[dict[str, Any] | None, Decision]:
+    """Plan here, then start the ranks and wait for them. No summary where a resumed run had nothing left to do."""
     from meshwright.cli.decision import check_batch, decide, precision_of_run, world_of_run
     from meshwright.cli.graphs import both_castings
     from meshwright.cli.wiring import find_cluster
@@ -135,8 +141,8 @@ def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json:
     from meshwright.train.data import check_data
     from meshwright.train.optimizers import check_optimizer
 
-    if resume and _already_done(settings, console, as_json):
-        return
+    if resume and (done := _already_done(settings, console, as_json)):
+        return None, done
     check_batch(settings)
     source = resolve(settings.model)
     check_data(settings.data, source)
@@ -145,15 +151,16 @@ def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json:
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
     decision = decide(settings, both_castings(settings.model, precision_of_run(settings)), cluster, world)
     folder = _prepare(settings, decision, cluster, resume, console)
-    payload = {"folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
+    payload = {
+        "folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal, "quiet": quiet,
+    }  # fmt: skip
     try:
         summary = launch("meshwright.cli.train_rank:train_rank", payload, decision.plan.world)
     except Interrupted as stop:
         if stop.result is None:
             raise
-        _finish(settings, decision, stop.result, console, as_json)
-        raise typer.Exit(INTERRUPTED) from None
-    _finish(settings, decision, summary, console, as_json)
+        return {**stop.result, "interrupted": True}, decision
+    return {**summary, "interrupted": False}, decision
 
 
 def _under_launcher(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
@@ -177,7 +184,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
             f"nproc is {settings.nproc}, but the launcher started {world} ranks: leave nproc out under torchrun"
         )
     with joined(settings.device, settings.backend, settings.timeout) as rank:
-        if resume and first_rank_decides(lambda: _already_done(settings, console, as_json), rank):
+        if resume and first_rank_decides(lambda: _already_done(settings, console, as_json) is not None, rank):
             leave(0)
         cluster = measure_cluster(rank) if settings.cluster == "local" else None
 
@@ -197,7 +204,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
     leave(0)
 
 
-def _already_done(settings: Settings, console: Console, as_json: bool) -> bool:
+def _already_done(settings: Settings, console: Console, as_json: bool) -> Decision | None:
     """A run that has all its steps is shown again, not run again."""
     from meshwright.cli.decision import Decision
     from meshwright.core.estimate import Estimate
@@ -209,7 +216,7 @@ def _already_done(settings: Settings, console: Console, as_json: bool) -> bool:
     folder = RunFolder(settings.folder)
     newest = latest(folder.checkpoints)
     if newest is None or not folder.trace.exists() or Progress.load(newest / "progress.json").step < settings.steps:
-        return False
+        return None
     console.print(f"{folder.path} has all its {settings.steps} steps already: give more with --steps", highlight=False)
     values = last_values(folder.metrics)
     summary = {
@@ -219,8 +226,9 @@ def _already_done(settings: Settings, console: Console, as_json: bool) -> bool:
         "stopped": None,
         "checkpoint": str(newest),
     }
-    _finish(settings, Decision(Plan.load(folder.plan), Estimate.load(folder.estimate), None), summary, console, as_json)
-    return True
+    decision = Decision(Plan.load(folder.plan), Estimate.load(folder.estimate), None)
+    _finish(settings, decision, summary, console, as_json)
+    return decision
 
 
 def _prepare(settings: Settings, decision: Decision, cluster: Cluster, resume: bool, console: Console) -> Any:

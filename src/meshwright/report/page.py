@@ -27,8 +27,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 SHOWN_RUNNERS_UP = 40
 
 
-def page(runs: Sequence[Run], title: str, live_seconds: float | None = None) -> str:
-    """The whole page. live_seconds: it is served, and asks for itself that often."""
+def page(runs: Sequence[Run], title: str, live_seconds: float | None = None, said: Sequence[str] = ()) -> str:
+    """The whole page. live_seconds: it is served, and asks for itself that often. said: about all runs together."""
     connect = "; connect-src 'self'" if live_seconds else ""
     live = f' data-live="{live_seconds:g}"' if live_seconds else ""
     data = msgspec.json.encode(page_data(runs)).decode().replace("<", "\\u003c")
@@ -39,7 +39,7 @@ def page(runs: Sequence[Run], title: str, live_seconds: float | None = None) -> 
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}{connect}"><link rel="icon" href="data:,">'
         f"<title>{escape(title)}</title><style>{_asset('page.css')}</style></head>\n<body>"
         f'<header><h1>{escape(title)}</h1><button type="button" class="theme">light or dark</button></header>\n'
-        f'<main>{"".join(_body(runs))}</main>\n<div id="tip" role="status"></div>\n'
+        f'<main>{"".join(_body(runs, said))}</main>\n<div id="tip" role="status"></div>\n'
         f'<script type="application/json" id="data">{data}</script>\n<script>{scripts}</script></body></html>\n'
     )
 
@@ -48,7 +48,9 @@ def _asset(name: str) -> str:
     return resources.files("meshwright.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _body(runs: Sequence[Run]) -> Iterator[str]:
+def _body(runs: Sequence[Run], said: Sequence[str]) -> Iterator[str]:
+    if said:
+        yield f'<div class="verdict">{"".join(f"<p>{escape(sentence)}</p>" for sentence in said)}</div>'
     if len(runs) > 1:
         yield f'<section class="beside"><h2>Side by side</h2>{_beside(runs)}<div id="beside"></div></section>'
         tabs = (

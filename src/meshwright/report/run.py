@@ -31,6 +31,8 @@ class Run:
     """The file that makes the run again."""
     remark: str = ""
     """What is missing, and why."""
+    repeats: tuple[tuple[float, ...], ...] = ()
+    """Seconds of the steps of the same run done again."""
 
     @property
     def worst(self) -> Trace | None:
@@ -39,7 +41,12 @@ class Run:
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
-        """Of every step that counts: not sampled, and not the first, which warms up."""
+        """Of every step that counts, repeats included: not sampled, and not the first, which warms up."""
+        return (*self.own_seconds, *(seconds for repeat in self.repeats for seconds in repeat))
+
+    @property
+    def own_seconds(self) -> tuple[float, ...]:
+        """Without repeats."""
         trace = self.worst
         if trace is None:
             seconds = [line["seconds"] for line in self.metrics if "seconds" in line]

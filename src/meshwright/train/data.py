@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from meshwright.core.errors import InputError
+from meshwright.core.units import ceil_div
 from meshwright.models.examples import ImageShape, TextShape
 from meshwright.models.objective import Batch, map_batch
 from meshwright.models.source import ModelSource
@@ -33,6 +34,12 @@ def open_streams(
         IndexedStream(train, global_batch, part, seed, settings.shuffle),
         IndexedStream(validation, global_batch, part, seed, shuffle=False),
     )
+
+
+def steps_per_epoch(settings: DataSettings, source: ModelSource, global_batch: int, seed: int) -> int | None:
+    """Steps that see every sample once; None where nobody knows how many samples there are."""
+    train, _ = open_streams(settings, source, global_batch, Slice(0, 1), seed)
+    return ceil_div(len(train.samples), global_batch) if isinstance(train, IndexedStream) else None
 
 
 def check_data(settings: DataSettings, source: ModelSource) -> None:

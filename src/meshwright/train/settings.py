@@ -51,6 +51,15 @@ class CheckpointSettings(Value, kw_only=True):
     keep: Count = 2
 
 
+class CompareSettings(Value, kw_only=True):
+    """What `meshwright compare` runs; training does not look at it."""
+
+    plans: tuple[str, ...] = ("ddp", "zero3")
+    """Short names: one, ddp, zero1, zero2, zero3, tp2, pp2, cp2, ep2, recompute, compile, search; joined by +."""
+    nproc: tuple[Count, ...] = (1, 2)
+    repeat: Count = 1
+
+
 class Settings(Value, kw_only=True):
     format: Literal[1] = 1
     name: str = "run"
@@ -83,6 +92,7 @@ class Settings(Value, kw_only=True):
     optimizer: OptimizerSettings = OptimizerSettings()
     learning_rate: LearningRateSettings = LearningRateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    compare: CompareSettings | None = None
 
     @property
     def folder(self) -> str:
