@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -23,12 +24,12 @@ class Browser:
     def __init__(self) -> None:
         assert CHROMIUM is not None
         self.profile = tempfile.TemporaryDirectory(prefix="meshwright-browser-", ignore_cleanup_errors=True)
-        to_read, self._write = os.pipe()
-        self._read, to_write = os.pipe()
+        to_read, self._write = _high_pipe()
+        self._read, to_write = _high_pipe()
         options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
         command = [CHROMIUM, *options, "--remote-debugging-pipe", f"--user-data-dir={self.profile.name}", "about:blank"]
         self.process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{to_read} 4>&{to_write}', "sh", *command],
+            ["bash", "-c", f'exec "$@" 3<&{to_read} 4>&{to_write}', "bash", *command],
             pass_fds=(to_read, to_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(to_read)
@@ -92,6 +93,15 @@ class Browser:
         tab.call("Page.navigate", url=address)
         tab.until("document.documentElement?.dataset.ready === 'yes'")
         return tab
+
+
+def _high_pipe() -> tuple[int, int]:
+    """A pipe whose ends are not 3 and 4: these are the browser's."""
+    ends = os.pipe()
+    high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
+    for end in ends:
+        os.close(end)
+    return high[0], high[1]
 
 
 class Tab:

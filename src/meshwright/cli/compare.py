@@ -28,6 +28,10 @@ def compare(
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps of each run.")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
     out: Annotated[str | None, typer.Option("--out", help="Folder of the runs. Default: runs/NAME-compare.")] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option("--with", help="Other libraries on the same data: torch, deepspeed, accelerate, fabric."),
+    ] = None,
     output: Annotated[
         str | None, typer.Option("-o", "--output", metavar="FILE.html", help="The page. Default: report.html in --out.")
     ] = None,
@@ -49,6 +53,7 @@ def compare(
 
     settings, wanted = _read(file, plans, nproc, repeat, {"steps": steps, "seed": seed})
     chosen, left_out = contenders(wanted.plans, wanted.nproc)
+    chosen += _peers(settings, peers, wanted.nproc)
     console = make_console(as_json)
     folder = Path(out or f"runs/{settings.name}-compare")
     epoch_steps = _check(settings, chosen, folder)
@@ -117,6 +122,21 @@ def _check(settings: Settings, chosen: list[Contender], folder: Path) -> int | N
     return steps_per_epoch(settings.data, source, settings.plan.global_batch, settings.seed)
 
 
+def _peers(settings: Settings, names: str | None, nprocs: tuple[int, ...]) -> list[Contender]:
+    """Other libraries, on every number of ranks above one."""
+    if names is None:
+        return []
+    from meshwright.core.short_plans import Contender
+    from meshwright.train.peers import LIKE, check_peer, peers_named
+
+    found = []
+    for peer in peers_named(names):
+        for count in (count for count in dict.fromkeys(nprocs) if count > 1):
+            check_peer(peer, settings, count)
+            found.append(Contender(short=LIKE.get(peer, "ddp"), num_ranks=count, peer=peer))
+    return found
+
+
 def _run_all(
     settings: Settings, chosen: list[Contender], repeats: int, folder: Path, console: Console
 ) -> tuple[list[Run], dict[str, str]]:
@@ -134,7 +154,7 @@ def _run_all(
                 continue
             console.print(f"round {number + 1} of {repeats}: {one.name} …", highlight=False)
             try:
-                found[one.name].append(_run_one(settings, one, folder / f"{one.short}-{one.num_ranks}" / str(number)))
+                found[one.name].append(_run_one(settings, one, folder / one.name.replace(" ", "-") / str(number)))
             except MeshwrightError as error:
                 failed[one.name] = str(error)
                 console.print(f"  failed: {error}", highlight=False)
@@ -145,10 +165,8 @@ def _run_one(settings: Settings, one: Contender, folder: Path) -> Run:
     import shutil
 
     import msgspec
-    from rich.console import Console
 
     from meshwright.cli.runs import read_run
-    from meshwright.cli.train import run_ranks
     from meshwright.core.short_plans import parse_short
 
     changed = msgspec.structs.replace(
@@ -159,11 +177,33 @@ def _run_one(settings: Settings, one: Contender, folder: Path) -> Run:
         out=str(folder),
         tensorboard=False,
     )
-    summary, _ = run_ranks(changed, resume=False, console=Console(quiet=True), as_json=False, quiet=True)
-    if summary is None or summary["interrupted"]:
-        raise KeyboardInterrupt
+    if one.peer:
+        _train_peer(changed, one.peer)
+    else:
+        _train(changed)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return read_run(str(folder), one.name)
+
+
+def _train(settings: Settings) -> None:
+    from rich.console import Console
+
+    from meshwright.cli.train import run_ranks
+
+    summary, _ = run_ranks(settings, resume=False, console=Console(quiet=True), as_json=False, quiet=True)
+    if summary is None or summary["interrupted"]:
+        raise KeyboardInterrupt
+
+
+def _train_peer(settings: Settings, peer: str) -> None:
+    """In a folder of the plan of ours that does the same: its estimate stands beside what the peer takes."""
+    from rich.console import Console
+
+    from meshwright.cli.train import lay_out
+    from meshwright.runtime.launch import launch
+
+    folder, decision = lay_out(settings, resume=False, console=Console(quiet=True))
+    launch("meshwright.cli.peer_rank:peer_rank", {"folder": str(folder), "peer": peer}, decision.plan.world)
 
 
 def _together(runs: list[Run]) -> Run:

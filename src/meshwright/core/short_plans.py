@@ -33,10 +33,12 @@ class Contender(Value, kw_only=True):
 
     short: str
     num_ranks: int
+    peer: str = ""
+    """Another library that does what the plan does, in our place."""
 
     @property
     def name(self) -> str:
-        return f"{self.short} on {self.num_ranks}"
+        return f"{self.peer or self.short} on {self.num_ranks}"
 
     @property
     def is_searched(self) -> bool:

@@ -96,7 +96,9 @@ def row_of(run: Run, reference: Run, epoch_steps: int | None) -> dict[str, Any]:
         "tokens_per_second": trace.tokens_per_second if trace else None,
         "peak_bytes": trace.peak_bytes if trace else None,
         "memory_bytes": trace.memory_bytes if trace else None,
-        "communication_bytes": sum(call.total_bytes for call in trace.collectives) if trace else None,
+        "communication_bytes": sum(call.total_bytes for call in trace.collectives)
+        if trace and trace.peak_bytes
+        else None,
         "predicted_step_seconds": run.estimate.step_seconds,
         "predicted_peak_bytes": run.estimate.peak_bytes,
         "loss": run.loss,

@@ -38,6 +38,6 @@ def _cells(run: Run, reference: Run, epoch_steps: int | None) -> tuple[str, ...]
         format_seconds(mean * epoch_steps) if epoch_steps else "",
         format_bytes(trace.peak_bytes) if trace.peak_bytes is not None else "not sampled",
         format_bytes(run.estimate.peak_bytes),
-        format_bytes(sum(call.total_bytes for call in trace.collectives)),
+        format_bytes(sum(call.total_bytes for call in trace.collectives)) if trace.peak_bytes is not None else "",
         "" if differs is None else f"{differs:.2g}{warning}",
     )

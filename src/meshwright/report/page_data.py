@@ -16,14 +16,13 @@ from meshwright.core.curve import thinned
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.forecast import Forecast
 from meshwright.core.names import compact_names
-from meshwright.core.trace import Interval, MemoryPoint, Trace
+from meshwright.core.trace import MemoryPoint, Trace
+from meshwright.report.bars import measured_rows, planned_rows, short
 from meshwright.report.overlap import overlap
 from meshwright.report.run import Run, median
 from meshwright.report.straggler import busy_seconds, sampled_seconds
 from meshwright.report.words import MEMORY_WORDS, TIME_WORDS
 
-FINEST = 2000
-"""A bar shorter than this part of the step cannot be seen."""
 MANY_RANKS = 16
 FEW_POINTS = 160
 """Of a memory curve, where there are many ranks."""
@@ -41,14 +40,14 @@ def _run(run: Run) -> dict[str, Any]:
         "name": run.name,
         "budget_bytes": run.estimate.budget_bytes,
         "picture": _picture(run),
-        "gantt": [*_planned_rows(run), *_measured_rows(run)],
+        "gantt": [*planned_rows(run), *measured_rows(run)],
         "memory": _curves(run),
         "predicted_memory": _predicted_totals(run.forecast),
         "peak": msgspec.structs.asdict(memory),
         "time": _time(run),
         "histogram": {
             "name": run.name,
-            "values": [_short(seconds) for seconds in run.step_seconds],
+            "values": [short(seconds) for seconds in run.step_seconds],
             "median": median(run.step_seconds),
             "predicted": run.estimate.step_seconds,
         },
@@ -102,101 +101,6 @@ def _shares(run: Run) -> str:
     return "\n".join(lines) or "whole parameters, gradients and optimizer state"
 
 
-# When
-
-
-def _planned_rows(run: Run) -> list[dict[str, Any]]:
-    if run.forecast is None:
-        return []
-    rows = []
-    for coordinate, work in enumerate(run.forecast.work):
-        rows.append(
-            {
-                "name": f"predicted pp {coordinate}" if run.plan.mesh.pp > 1 else "predicted",
-                "measured": False,
-                "end": run.forecast.step_seconds,
-                "start": [_short(one.start_seconds) for one in work],
-                "seconds": [_short(one.end_seconds - one.start_seconds) for one in work],
-                "part": [one.kind for one in work],
-                "stage": [one.stage for one in work],
-                "microbatch": [one.microbatch for one in work],
-            }
-        )
-    return rows
-
-
-def _measured_rows(run: Run) -> list[dict[str, Any]]:
-    """Each rank's compute stream, and below it what it communicates and copies."""
-    rows = []
-    for trace in run.traces:
-        end = sampled_seconds(trace)
-        for stream, words in (
-            ("compute", f"rank {trace.rank}"),
-            ("communication", ".. communication"),
-            ("transfer", ".. copies"),
-        ):
-            bars = _visible([one for one in trace.timeline if one.stream == stream], end / FINEST)
-            if bars:
-                rows.append(_row(words, bars, end))
-    return rows
-
-
-def _row(name: str, bars: Sequence[Interval], end: float) -> dict[str, Any]:
-    row = {
-        "name": name,
-        "measured": True,
-        "end": end,
-        "start": [_short(one.start_seconds) for one in bars],
-        "seconds": [_short(one.seconds) for one in bars],
-        "part": [_part(one) for one in bars],
-    }
-    if any(one.num_bytes for one in bars):
-        row["bytes"] = [one.num_bytes or 0 for one in bars]
-    return row
-
-
-def _part(one: Interval) -> str:
-    return f"{one.part} along {one.axis}" if one.axis else one.part
-
-
-def _visible(intervals: Sequence[Interval], finest: float) -> list[Interval]:
-    """Intervals in order; neighbours of one part are one where no eye could part them."""
-    found = _joined(sorted(intervals, key=lambda interval: interval.start_seconds), finest)
-    return found if len(found) <= FINEST else _joined(_coarse(found, finest), finest)
-
-
-def _joined(intervals: Sequence[Interval], finest: float) -> list[Interval]:
-    found: list[Interval] = []
-    for one in intervals:
-        last = found[-1] if found else None
-        if last and (last.part, last.axis) == (one.part, one.axis) and one.start_seconds - _end(last) < finest:
-            joined = (last.num_bytes or 0) + (one.num_bytes or 0)
-            seconds = max(_end(last), _end(one)) - last.start_seconds
-            found[-1] = msgspec.structs.replace(last, seconds=seconds, num_bytes=joined or None)
-        else:
-            found.append(one)
-    return found
-
-
-def _coarse(intervals: Sequence[Interval], finest: float) -> list[Interval]:
-    """Of intervals that begin in the same stretch of time, the longest, with the bytes of all."""
-    stretches: dict[int, list[Interval]] = {}
-    for one in intervals:
-        stretches.setdefault(int(one.start_seconds / finest), []).append(one)
-    found = []
-    for group in stretches.values():
-        longest = max(group, key=lambda one: one.seconds)
-        seconds = max(_end(one) for one in group) - group[0].start_seconds
-        num_bytes = sum(one.num_bytes or 0 for one in group)
-        changes = {"start_seconds": group[0].start_seconds, "seconds": seconds, "num_bytes": num_bytes or None}
-        found.append(msgspec.structs.replace(longest, **changes))
-    return found
-
-
-def _end(interval: Interval) -> float:
-    return interval.start_seconds + interval.seconds
-
-
 # Memory
 
 
@@ -235,7 +139,7 @@ def _curve(curve: Sequence[MemoryPoint], end: float, most: int | None) -> dict[s
     thin = thinned(curve, most) if most else curve
     return {
         "end": max(end, thin[-1].at_seconds),
-        "at": [_short(point.at_seconds) for point in thin],
+        "at": [short(point.at_seconds) for point in thin],
         "parts": {
             name: [getattr(point.memory_bytes, name) for point in thin] for name in MemoryParts.__struct_fields__
         },
@@ -248,7 +152,7 @@ def _predicted_totals(forecast: Forecast | None) -> list[dict[str, Any]]:
     return [
         {
             "end": forecast.step_seconds,
-            "at": [_short(point.at_seconds) for point in curve],
+            "at": [short(point.at_seconds) for point in curve],
             "total": [point.memory_bytes.total for point in curve],
         }
         for curve in forecast.memory_over_time
@@ -305,9 +209,4 @@ def _metric(run: Run, name: str) -> dict[str, Any]:
     lines = [line for line in run.metrics if name in line]
     every = max(1, -(-len(lines) // MOST_LINE_POINTS))
     lines = [*lines[::every], *(lines[-1:] if lines and (len(lines) - 1) % every else [])]
-    return {"steps": [line["step"] for line in lines], "values": [_short(line[name]) for line in lines]}
-
-
-def _short(number: float) -> float:
-    """Six digits: more than a picture can show."""
-    return float(f"{number:.6g}")
+    return {"steps": [line["step"] for line in lines], "values": [short(line[name]) for line in lines]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import msgspec
 
 from meshwright.core.estimate import TimeParts
@@ -20,7 +22,7 @@ PROMISED_TIME, PROMISED_MEMORY = 0.10, 0.05
 def verdict(run: Run) -> tuple[str, str, str]:
     trace = run.worst
     if trace is None:
-        return _planned(run)
+        return _going(run) if run.step_seconds else _planned(run)
     return _did(run, trace), _promised(run, trace), _time_words(trace.time_seconds, run, trace)
 
 
@@ -35,6 +37,18 @@ def _planned(run: Run) -> tuple[str, str, str]:
         f"{estimate.tokens_per_second:,.0f} tokens/s, {estimate.model_flops_utilisation:.1%} of the devices' peak.",
         f"It needs {format_bytes(estimate.needed_bytes)} of {format_bytes(estimate.budget_bytes)} per device and {fits}{moment}.",
         _time_words(estimate.time_seconds, run, None),
+    )
+
+
+def _going(run: Run) -> tuple[str, str, str]:
+    """Of a run that goes on: nothing is known yet but its steps."""
+    done, seconds = 1 + max(line["step"] for line in run.metrics), statistics.median(run.step_seconds)
+    slower = seconds / run.estimate.step_seconds - 1
+    loss = f"; the loss is {run.loss:.4f}" if run.loss is not None else ""
+    return (
+        f"{describe(run.plan)} goes on: {done:,} steps are done, {format_seconds(seconds)} each by the median{loss}.",
+        f"It was promised {format_seconds(run.estimate.step_seconds)} per step: {_off(slower, 'slower', 'faster', PROMISED_TIME)}.",
+        "Memory and the timeline of the step follow when the run ends.",
     )
 
 

@@ -1,7 +1,9 @@
 """A run folder: settings.toml, plan.json, estimate.json, trace.json, metrics.jsonl, checkpoints/.
 
 Beside them, for the report: cluster.json, forecast.json (the predicted step, moment by moment), search.json (where the plan was
-searched) and traces/ (of every rank; trace.json is that of the rank with the highest peak)."""
+searched) and traces/ (of every rank; trace.json is that of the rank with the highest peak).
+live/ holds what each rank last said about itself.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ class RunFolder:
         self.forecast = self.path / "forecast.json"
         self.search = self.path / "search.json"
         self.traces = self.path / "traces"
+        self.live = self.path / "live"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"

@@ -37,6 +37,7 @@ from meshwright.train import checkpoint
 from meshwright.train.checkpoint import Progress
 from meshwright.train.data import open_streams
 from meshwright.train.folder import RunFolder
+from meshwright.train.live import LiveFile
 from meshwright.train.metrics import Metrics
 from meshwright.train.optimizers import learning_rate, make_optimizer, set_learning_rate
 from meshwright.train.progress import ProgressView
@@ -118,6 +119,7 @@ class _Loop:
         self.first_step = program.first_step = first_step
         self.metrics = Metrics(job.folder, first_step, self.settings.tensorboard) if rank.is_first else None
         self.view = ProgressView(console if rank.is_first else Console(quiet=True), self.settings.steps, first_step)
+        self.live = LiveFile(job.folder, rank.number)
         self.started = time.monotonic()
         self.loss = float("nan")
         self.validation_loss: float | None = None
@@ -192,6 +194,7 @@ class _Loop:
                     "routed_tokens": output.routed_tokens or None,
                 },
             )
+        self.live.write(step, seconds, memory, self.program.watch.sample)
         self.view.show(step, self.loss, speed, memory)
         return output.signal > 0
 

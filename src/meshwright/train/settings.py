@@ -17,8 +17,8 @@ CountOrZero = Annotated[int, Meta(ge=0)]
 
 class DataSettings(Value, kw_only=True):
     source: str = "auto"
-    """`stdlib` (Python's own source files, as bytes), `text:PATH`, `images`, or `path/to/file.py:function`.
-    `auto`: stdlib for models that take text, images for models that take images."""
+    """`stdlib` (Python's own source files, as bytes), `text:PATH`, `images` (synthetic), `images:PATH` (one folder of pictures a
+    class), or `path/to/file.py:function`. `auto`: stdlib for models that take text, images for models that take images."""
     shuffle: bool = True
     validation_every: CountOrZero = 100
     """Steps between validations; 0 for none."""

@@ -53,16 +53,22 @@ function begin() {
 // A page that is served while its run goes on asks for itself again and takes over what changed.
 async function refresh() {
   try {
-    const text = await (await fetch(location.href, { cache: "no-store" })).text();
+    const answer = await fetch(location.href, { cache: "no-store" });
+    if (!answer.ok) return;
+    const text = await answer.text();
     const page = new DOMParser().parseFromString(text, "text/html");
     const chosen = [...document.querySelectorAll("nav.runs button")].findIndex((button) => button.getAttribute("aria-selected") === "true");
     document.querySelector("main").replaceWith(page.querySelector("main"));
     document.getElementById("data").textContent = page.getElementById("data").textContent;
     begin();
     if (chosen > 0) choose(chosen);
+    if (!page.documentElement.dataset.live) {
+      clearInterval(refreshing);
+      document.documentElement.dataset.live = "ended";
+    }
     document.documentElement.dataset.refreshed = String(Number(document.documentElement.dataset.refreshed || 0) + 1);
   } catch (error) {
-    document.documentElement.dataset.live = "ended";
+    document.documentElement.dataset.live = "gone";
   }
 }
 
@@ -77,5 +83,5 @@ window.addEventListener("beforeprint", drawAll);
 document.querySelector("button.theme").addEventListener("click", turnTheme);
 begin();
 const every = Number(document.documentElement.dataset.live || 0);
-if (every > 0) setInterval(refresh, 1000 * every);
+const refreshing = every > 0 ? setInterval(refresh, 1000 * every) : 0;
 document.documentElement.dataset.ready = "yes";
