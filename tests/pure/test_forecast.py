@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machines import chain_graph, named_machine, plan_for
+from strategies import quick
 
 from meshwright.core.curve import thinned
 from meshwright.core.estimate import MemoryParts
@@ -81,6 +82,7 @@ def test_a_long_step_is_shown_shorter_and_says_so() -> None:
     assert planned.from_json(planned.to_json()) == planned
 
 
+@quick
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=200), st.integers(4, 60))
 def test_a_thinned_curve_keeps_its_ends_and_its_peak(sizes: list[int], most: int) -> None:
     points = [

@@ -127,11 +127,10 @@ def _gradients(runs: Sequence[Run]) -> str:
     """The least that is held of gradients in a step, of the most."""
     shares = []
     for run in runs:
-        trace = run.worst
-        assert trace is not None
-        sizes = [point.memory_bytes.gradients for point in trace.memory_over_time]
-        if sizes and max(sizes):
-            shares.append(f"{run.name}: {min(sizes) / max(sizes):.0%}")
+        sizes = [] if run.worst is None else [point.memory_bytes.gradients for point in run.worst.memory_over_time]
+        most = max(sizes, default=0)
+        if most:
+            shares.append(f"{run.name}: {min(sizes) / most:.0%}")
     return f"Gradients outside backward, of their most: {'; '.join(shares)}." if shares else ""
 
 

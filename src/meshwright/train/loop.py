@@ -194,6 +194,8 @@ class _Loop:
                     "routed_tokens": output.routed_tokens or None,
                 },
             )
+            if output.sampled and self.program.watch.sample is not None:
+                self.metrics.show_sample(step, self.program.watch.sample)
         self.live.write(step, seconds, memory, self.program.watch.sample)
         self.view.show(step, self.loss, speed, memory)
         return output.signal > 0

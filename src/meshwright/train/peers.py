@@ -89,7 +89,8 @@ def _fully_sharded(module: nn.Module, settings: Settings) -> Peer:
     for name, part in module.named_modules():
         if is_list_item(name) and not isinstance(part, nn.ModuleList):
             fully_shard(part)
-    return _plain(fully_shard(module), settings)
+    fully_shard(module)
+    return _plain(module, settings)
 
 
 def _plain(module: nn.Module, settings: Settings) -> Peer:
