@@ -14,7 +14,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.request import PlanRequest
 from meshwright.core.short_plans import contenders, parse_short
 from meshwright.core.trace import StepRecord
-from meshwright.report.contest import findings, judge, loss_difference, noise, row_of
+from meshwright.report.contest import findings, judge, loss_difference, loss_words, noise, row_of
 from meshwright.report.contest_table import contest_table
 from meshwright.report.run import Run
 
@@ -102,6 +102,19 @@ def test_losses_that_differ_are_seen() -> None:
     other = replace(two, metrics=tuple({**line, "loss": 1.1 * line["loss"]} for line in two.metrics))
     assert loss_difference(other, one) == pytest.approx(0.1)
     assert loss_difference(replace(two, metrics=()), one) is None
+
+
+def test_losses_that_drift_are_told_from_wrong_ones() -> None:
+    one = run_of("one")
+    wrong = replace(run_of("wrong"), metrics=tuple({**line, "loss": 1.1 * line["loss"]} for line in one.metrics))
+    drifting = replace(
+        run_of("drifting"),
+        metrics=tuple({**line, "loss": (1 + 0.01 * line["step"]) * line["loss"]} for line in one.metrics),
+    )
+    assert loss_words([one, run_of("same")]) == ""
+    said = loss_words([one, wrong, drifting])
+    assert "the losses of wrong differ from one from the first step on" in said
+    assert "the losses of drifting begin like one's and drift apart" in said
 
 
 def test_a_row_has_all_figures() -> None:

@@ -214,20 +214,15 @@ def _together(runs: list[Run]) -> Run:
 
 
 def _show(runs: list[Run], failed: dict[str, str], epoch_steps: int | None, console: Console) -> None:
-    from meshwright.report.contest import LOSS_TOLERANCE, findings, judge, loss_difference
+    from meshwright.report.contest import findings, judge, loss_words
     from meshwright.report.contest_table import contest_table
 
     console.print(contest_table(runs, epoch_steps))
     judgement = judge(runs)
     if judgement is not None:
         console.print(str(judgement), highlight=False)
-    apart = [run.name for run in runs if (loss_difference(run, runs[0]) or 0.0) > LOSS_TOLERANCE]
-    if apart:
-        console.print(
-            f"warning: the losses of {', '.join(apart)} differ from {runs[0].name} by more than {LOSS_TOLERANCE:.0%}: they do not "
-            "compute the same; batch norm needs sync_batch_norm, see `meshwright parity`",
-            highlight=False,
-        )
+    if apart := loss_words(runs):
+        console.print(f"warning: {apart}", highlight=False)
     for sentence in findings(runs):
         console.print(sentence, highlight=False)
     for name, reason in failed.items():
@@ -249,7 +244,7 @@ def _print_json(
     runs: list[Run], failed: dict[str, str], left_out: list[str], epoch_steps: int | None, page: str
 ) -> None:
     from meshwright.cli.output import print_json
-    from meshwright.report.contest import findings, judge, row_of
+    from meshwright.report.contest import findings, judge, loss_words, row_of
 
     judgement = judge(runs)
     print_json(
@@ -260,6 +255,7 @@ def _print_json(
             "exceeds_noise": judgement.exceeds_noise if judgement else None,
             "runs": [row_of(run, runs[0], epoch_steps) for run in runs],
             "findings": findings(runs),
+            "warning": loss_words(runs),
             "failed": failed,
             "left_out": left_out,
             "report": page,

@@ -24,6 +24,8 @@ from meshwright.report.run import Run, median, percentile
 COMPARED_STEPS = 10
 """Of the losses: later ones drift apart by rounding alone."""
 LOSS_TOLERANCE = 0.01
+FIRST_TOLERANCE = 1e-3
+"""Of the first step's loss, before any update could make rounding grow."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,31 @@ def noise(run: Run) -> float:
     return max(medians) / min(medians) - 1
 
 
-def loss_difference(run: Run, reference: Run) -> float | None:
+def loss_difference(run: Run, reference: Run, num_steps: int = COMPARED_STEPS) -> float | None:
     """How far the losses of the first steps lie apart, relative to the reference; None where a loss is missing."""
     ours, theirs = (_losses(one) for one in (run, reference))
-    steps = [step for step in sorted(theirs) if step in ours][:COMPARED_STEPS]
+    steps = [step for step in sorted(theirs) if step in ours][:num_steps]
     return max((abs(ours[step] - theirs[step]) / (abs(theirs[step]) or 1.0) for step in steps), default=None)
+
+
+def loss_words(runs: Sequence[Run]) -> str:
+    """Which runs do not follow the first: from the first step on, or later, when rounding has grown; nothing where all do."""
+    reference = runs[0]
+    apart = [run for run in runs if (loss_difference(run, reference) or 0.0) > LOSS_TOLERANCE]
+    wrong = [run.name for run in apart if (loss_difference(run, reference, 1) or 0.0) > FIRST_TOLERANCE]
+    drifting = [run.name for run in apart if run.name not in wrong]
+    words = []
+    if wrong:
+        words.append(
+            f"the losses of {', '.join(wrong)} differ from {reference.name} from the first step on: they do not compute the same; "
+            "batch norm needs sync_batch_norm, see `meshwright parity`"
+        )
+    if drifting:
+        words.append(
+            f"the losses of {', '.join(drifting)} begin like {reference.name}'s and drift apart by over {LOSS_TOLERANCE:.0%} in "
+            f"{COMPARED_STEPS} steps: rounding grows fast in this model; a larger batch or a smaller learning rate shows it"
+        )
+    return "; ".join(words)
 
 
 def _losses(run: Run) -> dict[int, float]:
