@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.core.curve import thinned
 from meshwright.core.estimate import MemoryParts, TimeParts
 from meshwright.core.trace import MemoryPoint
-from meshwright.measure.allocations import Allocation, compact, over_time, pair, peak
+from meshwright.measure.allocations import Allocation, over_time, pair, peak
 from meshwright.measure.categories import Categories
 from meshwright.measure.intervals import Timeline
 from meshwright.measure.profile import Change, Profile, Span, parse
@@ -227,7 +228,7 @@ def test_few_points_keep_the_peak(sizes: list[tuple[int, float, float]], most: i
         for number, (num_bytes, one, other) in enumerate(sizes)
     ]
     points = over_time(MemoryParts(parameters=7), found, end=10.0)
-    kept = compact(points, most)
+    kept = thinned(points, most)
     assert len(kept) <= most
     assert peak(kept).memory_bytes == peak(points).memory_bytes
     assert (kept[0], kept[-1]) == (points[0], points[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from meshwright.cli.capture import capture
+from meshwright.cli.compare import compare
 from meshwright.cli.estimate import estimate
 from meshwright.cli.models import models
 from meshwright.cli.parity import parity
@@ -14,6 +15,7 @@ from meshwright.cli.report import report
 from meshwright.cli.score import score
 from meshwright.cli.sweep import sweep
 from meshwright.cli.train import train
+from meshwright.cli.watch import watch
 
 app = typer.Typer(
     name="meshwright",
@@ -27,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for verb in (probe, models, capture, estimate, plan, sweep, train, parity, report, score):
+for verb in (probe, models, capture, estimate, plan, sweep, train, parity, compare, report, watch, score):
     app.command()(verb)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
     from meshwright.core.estimate import Estimate
+    from meshwright.core.forecast import Forecast
     from meshwright.core.graph import Graph, Precision
     from meshwright.core.plan import Plan
     from meshwright.core.result import SearchResult
@@ -21,6 +22,7 @@ class Decision:
     plan: Plan
     estimate: Estimate
     result: SearchResult | None
+    forecast: Forecast | None = None
 
 
 def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Cluster, world: int | None) -> Decision:
@@ -33,6 +35,7 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
     from meshwright.core.request import plain_plan
     from meshwright.core.units import format_bytes
     from meshwright.cost.estimate import estimate
+    from meshwright.cost.forecast import forecast
     from meshwright.train.optimizers import recipe_of
 
     graph, other_casting = graphs
@@ -40,7 +43,8 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
     if settings.plan_file is None and settings.planner == "search":
         searching = Searching(graph, other_casting, settings.memory_bytes, world, recipe=recipe)
         result = searching.on(cluster, settings.plan)
-        return Decision(result.plan, result.estimate, result)
+        planned = forecast(_seen(graphs, result.plan), result.plan, cluster, recipe)
+        return Decision(result.plan, result.estimate, result, planned)
     plan = (
         Plan.load(settings.plan_file)
         if settings.plan_file
@@ -54,7 +58,7 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
             f"{settings.plan_file} is for {plan.world} ranks, but {world} were asked for: use --nproc {plan.world}"
         )
     check_runs(plan)
-    seen = other_casting if other_casting is not None and other_casting.casting == plan.casting else graph
+    seen = _seen(graphs, plan)
     found = estimate(seen, plan, cluster, recipe, settings.memory_bytes)
     if not found.fits:
         over = found.needed_bytes - found.budget_bytes
@@ -63,7 +67,13 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
             f'than the budget of {format_bytes(found.budget_bytes)}: use planner = "search", --zero, --recompute full or a '
             "smaller --microbatch"
         )
-    return Decision(plan, found, None)
+    return Decision(plan, found, None, forecast(seen, plan, cluster, recipe))
+
+
+def _seen(graphs: tuple[Graph, Graph | None], plan: Plan) -> Graph:
+    """The model as the plan runs it."""
+    graph, other_casting = graphs
+    return other_casting if other_casting is not None and other_casting.casting == plan.casting else graph
 
 
 def check_made_for(plan: Plan, graph: Graph, name: str) -> None:

@@ -49,6 +49,9 @@ def plan(
         typer.Option("--from-accelerate", metavar="FILE.yaml", help="Start from an Accelerate configuration."),
     ] = None,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Save the plan, .json or .toml.")] = None,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE.html", help="Write what is predicted as one page.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Search the best plan for a model on a cluster. A plan flag fixes that part; the rest is searched.
@@ -57,6 +60,8 @@ def plan(
     The best plan, on one screen, and as a file:
       meshwright plan gpt:layers=24,hidden=2048,heads=16,seq=1024,vocab=50304 \\
           --cluster a100-80g-selene --hosts 2 --global-batch 256 -o plan.json
+    The same as a page, with the predicted step and memory drawn:
+      meshwright plan MODEL --cluster a100-80g-selene --html plan.html
     What if?  Fix any part and search the rest:
       meshwright plan MODEL --cluster a100-80g-selene --tp 4 --no-offload --memory 40GiB
     What differs between two plans, and what it costs:
@@ -73,6 +78,10 @@ def plan(
         raise InputError(
             "--plan gives a whole plan, and this verb searches one: use `meshwright estimate` to cost a plan"
         )
+    if html is not None and (diff, from_deepspeed, from_accelerate) != (None, None, None):
+        raise InputError("--html shows one searched plan: leave --diff, --from-deepspeed and --from-accelerate out")
+    if html is not None and not html.endswith((".html", ".htm")):
+        raise InputError(f"--html {html}: a report is an .html file")
     if sum(given is not None for given in (diff, from_deepspeed, from_accelerate)) > 1:
         raise InputError("--diff, --from-deepspeed and --from-accelerate are different questions: ask one at a time")
     console = make_console(as_json)
@@ -96,7 +105,7 @@ def plan(
         foreign = load_deepspeed(from_deepspeed) if from_deepspeed else load_accelerate(str(from_accelerate))
         improve_on(console, foreign, model, name, hosts, nproc, flags.request, settings, output, as_json)
         return
-    _search(console, model, name, hosts or 1, nproc, flags, settings, output, as_json)
+    _search(console, model, name, hosts or 1, nproc, flags, settings, (output, html), as_json)
 
 
 def _search(
@@ -107,7 +116,7 @@ def _search(
     nproc: int | None,
     flags: PlanFlags,
     settings: dict[str, Any],
-    output: str | None,
+    files: tuple[str | None, str | None],
     as_json: bool,
 ) -> None:
     from meshwright.cli.searching import prepare, say_infeasible
@@ -121,6 +130,12 @@ def _search(
     except InfeasibleError as error:
         say_infeasible(error, console, found, as_json)
         raise
+    output, html = files
+    if html is not None:
+        from meshwright.cli.runs import planned_run, write_page
+
+        written = write_page([planned_run(result, found, searching)], html)
+        console.print(f"saved as {written}", highlight=False)
     show(console, result, found, searching.graph, output, as_json)
 
 

@@ -1,36 +1,67 @@
-"""`meshwright report`: how a run compared with what was promised."""
+"""`meshwright report`: how a run compared with what was promised, in the terminal or as one page."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.options import JsonFlag
 
+if TYPE_CHECKING:
+    from meshwright.report.run import Run
+
 
 def report(
-    folder: Annotated[str, typer.Argument(metavar="RUN_FOLDER")],
+    folders: Annotated[list[str], typer.Argument(metavar="RUN_FOLDER...")],
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE.html", help="Write one page that needs nothing else.")
+    ] = None,
+    chrome: Annotated[
+        str | None,
+        typer.Option("--chrome", metavar="FILE.json", help="Write the sampled step of all ranks for ui.perfetto.dev."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a finished run: its plan, and predicted against measured."""
-    from meshwright.cli.output import make_console, print_json
-    from meshwright.core.errors import InputError
-    from meshwright.core.estimate import Estimate
-    from meshwright.core.plan import Plan
-    from meshwright.core.result import describe
-    from meshwright.core.trace import Trace
-    from meshwright.report.tables import comparison_table
-    from meshwright.train.folder import RunFolder
+    """Show finished runs: each plan, and predicted against measured.
 
-    run = RunFolder(folder)
-    if not run.settings.exists():
-        raise InputError(f"{run.path} is not a run folder: it has no settings.toml")
-    if not run.trace.exists():
-        raise InputError(f"{run.path} has no trace.json: the run has not finished a step, or it failed")
-    plan, estimate, trace = Plan.load(run.plan), Estimate.load(run.estimate), Trace.load(run.trace)
+    \b
+    In the terminal:                 meshwright report runs/demo
+    As one self-contained page:      meshwright report runs/demo -o report.html
+    Several runs of one model:       meshwright report runs/ddp runs/zero3 -o report.html
+    For ui.perfetto.dev:             meshwright report runs/demo --chrome trace.json
+    """
+    from meshwright.cli.output import make_console, print_json
+    from meshwright.cli.runs import check_comparable, read_runs, write_page
+    from meshwright.core.result import describe
+    from meshwright.report.tables import comparison_table
+    from meshwright.report.verdict import verdict
+
+    runs = read_runs(folders)
+    check_comparable(runs)
     console = make_console(as_json)
-    console.print(f"{run.path}: {describe(plan)}, {trace.num_steps} steps", highlight=False)
-    console.print(comparison_table(estimate, trace))
+    for run in runs:
+        trace = run.worst
+        assert trace is not None
+        console.print(f"{run.name}: {describe(run.plan)}, {trace.num_steps} steps", highlight=False)
+        console.print(comparison_table(run.estimate, trace))
+        console.print("\n".join(verdict(run)), highlight=False)
+    if output is not None:
+        console.print(f"saved as {write_page(runs, output)}", highlight=False)
+    if chrome is not None:
+        console.print(f"saved as {_write_chrome(runs, chrome)}: open it in ui.perfetto.dev", highlight=False)
     if as_json:
-        print_json({"plan": plan, "estimate": estimate, "trace": trace})
+        objects = [{"run": run.name, "plan": run.plan, "estimate": run.estimate, "trace": run.worst} for run in runs]
+        print_json(objects[0] if len(objects) == 1 else {"runs": objects})
+
+
+def _write_chrome(runs: list[Run], file: str) -> str:
+    from pathlib import Path
+
+    from meshwright.core.codec import write_whole
+    from meshwright.core.errors import InputError
+    from meshwright.report.chrome import chrome_trace
+
+    if len(runs) > 1:
+        raise InputError("--chrome shows one run: give one RUN_FOLDER")
+    return str(write_whole(Path(file), chrome_trace(runs[0].traces)))

@@ -54,6 +54,7 @@ def train(
     Ctrl-C stops within two steps, with a checkpoint; --resume goes on from it, on any number of ranks.
     """
     from meshwright.cli.output import make_console
+    from meshwright.cli.train_settings import as_before, read_settings
     from meshwright.runtime.ranks import started_by_launcher
 
     given = {
@@ -74,69 +75,50 @@ def train(
     if started_by_launcher():
         _under_launcher(settings, resume, console, as_json)
     else:
-        _with_own_ranks(settings, resume, console, as_json)
+        summary, decision = run_ranks(settings, resume, console, as_json)
+        if summary is not None:
+            _finish(settings, decision, summary, console, as_json)
+        if summary is not None and summary["interrupted"]:
+            raise typer.Exit(INTERRUPTED)
 
 
-def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Settings:
-    """The file, with what the command line says put over it."""
-    import msgspec
-
-    from meshwright.cli.choices import check_choice
-    from meshwright.core.errors import InputError
-    from meshwright.core.request import PlanRequest
-    from meshwright.core.units import parse_bytes
-    from meshwright.train.settings import Settings
-
-    if not file.endswith(".toml"):
-        raise InputError(f"{file}: settings are read from a .toml file; see examples/")
-    settings = Settings.load(file)
-    check_choice("--device", given["device"], ("auto", "cpu", "cuda"))
-    check_choice("--backend", given["backend"], ("auto", "gloo", "nccl"))
-    plain = ("nproc", "steps", "out", "seed", "timeout", "find_nan")
-    changes = {name: value for name in plain if (value := given[name]) is not None}
-    changes |= {name: given[name] for name in ("device", "backend") if given[name] != "auto"}
-    if given["memory"] is not None:
-        changes["memory_bytes"] = parse_bytes(given["memory"])
-    if flags.file is not None:
-        changes["plan_file"] = flags.file
-    elif settings.plan_file is not None and flags.request != PlanRequest():
-        raise InputError(
-            f"{file} names a whole plan, {settings.plan_file}: leave the plan flags out, or edit that plan"
-        )
-    return msgspec.structs.replace(settings, plan=settings.plan.updated(flags.request), **changes)
-
-
-def as_before(settings: Settings) -> Settings:
-    """What a resumed run must not change by itself: a global batch that nobody fixed would follow the number of ranks."""
-    import msgspec
-
-    from meshwright.core.errors import InputError
-    from meshwright.core.plan import Plan
-    from meshwright.core.request import PlanRequest
-    from meshwright.train.checkpoint import latest
+def run_ranks(
+    settings: Settings, resume: bool, console: Console, as_json: bool, quiet: bool = False
+) -> tuple[dict[str, Any] | None, Decision]:
+    """Plan here, then start the ranks and wait for them. No summary where a resumed run had nothing left to do."""
+    from meshwright.core.cluster import Cluster
+    from meshwright.core.errors import OutOfMemoryError
+    from meshwright.runtime.launch import Interrupted, launch
     from meshwright.train.folder import RunFolder
 
-    folder = RunFolder(settings.folder)
-    if not folder.settings.exists() or latest(folder.checkpoints) is None:
-        raise InputError(f"{folder.path} holds no checkpoint to resume from: start it without --resume")
-    if settings.plan_file is not None or settings.plan.global_batch is not None or not folder.plan.exists():
-        return settings
-    before = PlanRequest(global_batch=Plan.load(folder.plan).global_batch)
-    return msgspec.structs.replace(settings, plan=settings.plan.updated(before))
+    if resume and (done := _already_done(settings, console, as_json)):
+        return None, done
+    folder, decision = lay_out(settings, resume, console)
+    payload = {
+        "folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal, "quiet": quiet,
+    }  # fmt: skip
+    try:
+        summary = launch("meshwright.cli.train_rank:train_rank", payload, decision.plan.world)
+    except OutOfMemoryError as error:
+        from meshwright.cli.out_of_memory import with_ways_out
+
+        raise with_ways_out(error, settings, decision, Cluster.load(RunFolder(folder).cluster)) from None
+    except Interrupted as stop:
+        if stop.result is None:
+            raise
+        return {**stop.result, "interrupted": True}, decision
+    return {**summary, "interrupted": False}, decision
 
 
-def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
-    """Plan here, then start the ranks and wait for them."""
+def lay_out(settings: Settings, resume: bool, console: Console) -> tuple[Any, Decision]:
+    """Decide the plan of a run on local ranks, and write its folder."""
     from meshwright.cli.decision import check_batch, decide, precision_of_run, with_host_link, world_of_run
     from meshwright.cli.graphs import both_castings
     from meshwright.cli.wiring import find_cluster
     from meshwright.models.source import resolve
-    from meshwright.runtime.launch import Interrupted, launch
     from meshwright.train.data import check_data
     from meshwright.train.optimizers import check_optimizer
 
-    if resume and _already_done(settings, console, as_json):
-        return
     check_batch(settings)
     source = resolve(settings.model)
     check_data(settings.data, source)
@@ -145,16 +127,7 @@ def _with_own_ranks(settings: Settings, resume: bool, console: Console, as_json:
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
     cluster = with_host_link(cluster, settings)
     decision = decide(settings, both_castings(settings.model, precision_of_run(settings)), cluster, world)
-    folder = _prepare(settings, decision, cluster, resume, console)
-    payload = {"folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
-    try:
-        summary = launch("meshwright.cli.train_rank:train_rank", payload, decision.plan.world)
-    except Interrupted as stop:
-        if stop.result is None:
-            raise
-        _finish(settings, decision, stop.result, console, as_json)
-        raise typer.Exit(INTERRUPTED) from None
-    _finish(settings, decision, summary, console, as_json)
+    return _prepare(settings, decision, cluster, resume, console), decision
 
 
 def _under_launcher(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
@@ -178,7 +151,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
             f"nproc is {settings.nproc}, but the launcher started {world} ranks: leave nproc out under torchrun"
         )
     with joined(settings.device, settings.backend, settings.timeout) as rank:
-        if resume and first_rank_decides(lambda: _already_done(settings, console, as_json), rank):
+        if resume and first_rank_decides(lambda: _already_done(settings, console, as_json) is not None, rank):
             leave(0)
         cluster = measure_cluster(rank) if settings.cluster == "local" else None
 
@@ -198,7 +171,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
     leave(0)
 
 
-def _already_done(settings: Settings, console: Console, as_json: bool) -> bool:
+def _already_done(settings: Settings, console: Console, as_json: bool) -> Decision | None:
     """A run that has all its steps is shown again, not run again."""
     from meshwright.cli.decision import Decision
     from meshwright.core.estimate import Estimate
@@ -210,7 +183,7 @@ def _already_done(settings: Settings, console: Console, as_json: bool) -> bool:
     folder = RunFolder(settings.folder)
     newest = latest(folder.checkpoints)
     if newest is None or not folder.trace.exists() or Progress.load(newest / "progress.json").step < settings.steps:
-        return False
+        return None
     console.print(f"{folder.path} has all its {settings.steps} steps already: give more with --steps", highlight=False)
     values = last_values(folder.metrics)
     summary = {
@@ -220,8 +193,9 @@ def _already_done(settings: Settings, console: Console, as_json: bool) -> bool:
         "stopped": None,
         "checkpoint": str(newest),
     }
-    _finish(settings, Decision(Plan.load(folder.plan), Estimate.load(folder.estimate), None), summary, console, as_json)
-    return True
+    decision = Decision(Plan.load(folder.plan), Estimate.load(folder.estimate), None)
+    _finish(settings, decision, summary, console, as_json)
+    return decision
 
 
 def _prepare(settings: Settings, decision: Decision, cluster: Cluster, resume: bool, console: Console) -> Any:
@@ -244,6 +218,11 @@ def _prepare(settings: Settings, decision: Decision, cluster: Cluster, resume: b
     settings.save(folder.settings)
     decision.plan.save(folder.plan)
     decision.estimate.save(folder.estimate)
+    cluster.save(folder.cluster)
+    if decision.forecast is not None:
+        decision.forecast.save(folder.forecast)
+    if decision.result is not None:
+        decision.result.save(folder.search)
     return folder.path
 
 

@@ -31,7 +31,11 @@ def run_rank(payload: dict[str, Any], rank: Rank) -> dict[str, Any]:
 
     folder = RunFolder(payload["folder"])
     job = Job(Settings.load(folder.settings), Plan.load(folder.plan), folder, payload["resume"])
-    console = Console(file=sys.stderr if payload["as_json"] else sys.stdout, force_terminal=payload["terminal"] or None)
+    console = Console(
+        file=sys.stderr if payload["as_json"] else sys.stdout,
+        force_terminal=payload["terminal"] or None,
+        quiet=payload.get("quiet", False),
+    )
     outcome = run(job, rank, StepRecorder(), console)
     return {
         "loss": outcome.loss,

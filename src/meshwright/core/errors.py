@@ -63,6 +63,10 @@ class HangError(RunError):
     """Some rank hangs. The message, the same on all ranks, says which, where, and what the others wait in."""
 
 
+class OutOfMemoryError(RunError):
+    """A rank that got no more memory. The message says what was in use by category, and what would need less."""
+
+
 class CheckpointError(MeshwrightError):
     """A checkpoint that could not be written or read; an older one is never touched."""
 

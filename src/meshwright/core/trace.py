@@ -83,8 +83,10 @@ class Trace(Value, kw_only=True):
     timeline: tuple[Interval, ...] = ()
     """Of the last sampled step, like the three fields around it."""
     part_seconds: tuple[PartSeconds, ...] = ()
+    sampled_at: float | None = None
+    """When that step began on this rank, in seconds of the host's clock since 1970: it lays all ranks on one clock."""
     memory_over_time: tuple[MemoryPoint, ...] = ()
-    """The moments at which the total turns from growing to shrinking or back; the peak is one of them."""
+    """As many moments as a picture can show (core/curve.py); the peak is one of them."""
     num_steps: int
     steps: tuple[StepRecord, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()

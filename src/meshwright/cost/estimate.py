@@ -112,7 +112,7 @@ class Estimator:
             plan.mesh.pp,
             plan.num_microbatches,
             plan.virtual,
-            [_stage_seconds(cost) for cost in self.stages],
+            [stage_seconds(cost) for cost in self.stages],
             "blocking" if self.recipe.blocking_transfers else "asynchronous",
         )
 
@@ -248,7 +248,7 @@ def _memory_order(plan: Plan) -> Order:
     return make_order(plan.schedule, pp, enough_microbatches(plan.schedule, pp, plan.num_microbatches), plan.virtual)
 
 
-def _stage_seconds(cost: StageCost) -> StageSeconds:
+def stage_seconds(cost: StageCost) -> StageSeconds:
     backward = cost.backward_seconds
     weights = min(cost.weights, backward)
     return StageSeconds(

@@ -7,6 +7,7 @@ of one rank's gradients those of the block at hand and of the one that is leavin
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from itertools import pairwise
 
 import msgspec
@@ -25,6 +26,8 @@ class Holdings:
 
     def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> None:
         self.plan, self.recipe = plan, recipe
+        self.accumulates = plan.num_microbatches > 1
+        """Whether gradients of earlier microbatches are there already."""
         self.items = items_of(plan, recipe)
         self.parameters = local_parameters(graph, plan, coordinate)
         self.groups = groups_of(self.parameters, plan)
@@ -93,6 +96,12 @@ class Holdings:
         sums = stored if self.leaves_early and plan.num_microbatches > 1 else 0
         return float(self.shipped * (items.state + master + slots + sums))
 
+    def before_any_backward(self) -> Holdings:
+        """The same rank while no microbatch of the step has left gradients yet."""
+        found = copy(self)
+        found.accumulates = False
+        return found
+
     def during(
         self, phase: str, block: str, done: set[str], *, activations: float, temporaries: float, unborn: float = 0.0
     ) -> MemoryParts:
@@ -136,21 +145,24 @@ class Holdings:
         if plan.offload.what == "parameters":
             largest = max((self._whole[name] for name in backward_done if name in self._whole), default=0)
             return largest * self.items.gradient
-        accumulating = plan.num_microbatches > 1
         if self.leaves_early:
             return self._leaving(backward_done, block, unborn)
         missing = round(unborn * self._of({block}, sharded=False)) if block in backward_done else 0
         if plan.zero == 0:
             buckets = plan.mesh.dp * plan.mesh.cp > 1  # replicas keep their buckets between steps
-            return self.whole_gradients if buckets or accumulating else self._of(backward_done, sharded=False) - missing
-        if plan.zero == 1 and accumulating:
+            return (
+                self.whole_gradients
+                if buckets or self.accumulates
+                else self._of(backward_done, sharded=False) - missing
+            )
+        if plan.zero == 1 and self.accumulates:
             return self.whole_gradients
         if plan.zero == 1 and not self.packs:  # reduced when all are there
             return self._of(backward_done, sharded=False)
-        left = self.sharded_gradients if accumulating else 0
+        left = self.sharded_gradients if self.accumulates else 0
         if not self.packs:
             return left or self._of(backward_done, sharded=True)
-        reduced = 0 if accumulating else self._of(backward_done - {block, ""}, sharded=True)
+        reduced = 0 if self.accumulates else self._of(backward_done - {block, ""}, sharded=True)
         return left + reduced + self._of(backward_done & {block, ""}, sharded=False) - missing
 
     def _leaving(self, backward_done: set[str], block: str, unborn: float) -> int:
@@ -189,7 +201,7 @@ class Holdings:
             return self.recipe.bucket_bytes
         gathered = (block if phase == "forward" else self._before.get(block, "")) if self.plan.zero == 3 else ""
         reduced = self._after.get(block, "") if phase == "backward" else ""
-        carried = self.plan.zero >= 2 and self.plan.num_microbatches > 1
+        carried = self.plan.zero >= 2 and self.accumulates
         flat = self._flat(gathered, self.items.gathered) if gathered else 0
         return flat + (self._flat(reduced, self.items.reduced, trainable_only=True) if reduced or carried else 0)
 

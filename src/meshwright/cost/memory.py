@@ -38,6 +38,8 @@ class Moment:
     coordinate: int
     when: str
     memory: MemoryParts
+    segment: Segment | None = None
+    """The pass it is in; None in an update, and while gradients are reduced."""
 
 
 class MemoryCost:
@@ -109,6 +111,14 @@ class MemoryCost:
             yield from self._walk(stage, (held_forward, held_backward), holdings, device)
         yield Moment(coordinate, "update", holdings.during_update(device))
 
+    def through_stage(
+        self, stage: int, held: float, holdings: Holdings, device: Device
+    ) -> tuple[list[Moment], list[Moment]]:
+        """One microbatch through a stage, forward and backward, where other microbatches hold so many bytes."""
+        moments = list(self._walk(stage, (held, held), holdings, device))
+        turn = len(self.stages[stage].forward)
+        return moments[:turn], moments[turn:]
+
     def _held(self, row: tuple[Action, ...]) -> tuple[tuple[int, float, float], ...]:
         """For each stage of a coordinate: the most that other microbatches hold when a forward, or a backward, begins."""
         key = id(row)
@@ -117,7 +127,7 @@ class MemoryCost:
         return self._held_by_row[key]
 
     def _walk_held(self, row: tuple[Action, ...]) -> Iterator[tuple[int, float, float]]:
-        kept = {stage: self._stage_kept(stage) for stage in dict.fromkeys(action.stage for action in row)}
+        kept = {stage: self.stage_kept(stage) for stage in dict.fromkeys(action.stage for action in row)}
         most: dict[tuple[int, str], float] = {}
         held = 0.0
         for action in row:
@@ -133,7 +143,7 @@ class MemoryCost:
         for stage in kept:
             yield stage, most.get((stage, "forward"), 0.0), most.get((stage, "backward"), 0.0)
 
-    def _stage_kept(self, number: int) -> float:
+    def stage_kept(self, number: int) -> float:
         """By one microbatch on a stage, between its forward and its backward: what it received is kept too."""
         if number not in self._kept:
             self._kept[number] = self._walk_kept(number)
@@ -147,7 +157,7 @@ class MemoryCost:
 
     def own_kept(self, number: int) -> float:
         """The same without what it received."""
-        return self._stage_kept(number) - self._received(number)
+        return self.stage_kept(number) - self._received(number)
 
     def room_of(self, number: int) -> float:
         """What the backward passes of a stage need for a moment, above all that is kept when they begin."""
@@ -192,7 +202,7 @@ class MemoryCost:
             footprint = self._footprint(segment)
             before = held[0] + ledger.live + ledger.cached
             parts = holdings.during("forward", segment.block, set(), activations=before, temporaries=footprint.peak)
-            yield Moment(coordinate, f"forward of {_words(segment)}", parts)
+            yield Moment(coordinate, f"forward of {_words(segment)}", parts, segment)
             ledger.forward(segment.block, footprint, behind, keeps_input=self._keeps_input(behind))
         ledger.returned(self._returned(stage))
         done: set[str] = set()
@@ -203,7 +213,7 @@ class MemoryCost:
             inside = ledger.live + footprint.peak - mine
             sizes = {"activations": held[1] + mine, "temporaries": inside}
             parts = holdings.during("backward", block, done, unborn=footprint.unborn, **sizes)
-            yield Moment(coordinate, f"backward of {_words(segment)}", parts)
+            yield Moment(coordinate, f"backward of {_words(segment)}", parts, segment)
             ledger.backward(block, footprint)
             if holdings.packs and block:
                 sizes = {"activations": held[1] + ledger.activations, "temporaries": ledger.live - ledger.activations}

@@ -15,9 +15,6 @@ from meshwright.core.estimate import MemoryParts
 from meshwright.core.trace import MemoryPoint
 from meshwright.measure.profile import Change
 
-MOST_POINTS = 500
-"""Of memory over time, per step."""
-
 
 @dataclass(frozen=True)
 class Allocation:
@@ -67,28 +64,3 @@ def over_time(held: MemoryParts, allocations: list[tuple[Allocation, str]], end:
 
 def peak(points: Iterable[MemoryPoint]) -> MemoryPoint:
     return max(points, key=lambda point: point.memory_bytes.total)
-
-
-def compact(points: list[MemoryPoint], most: int = MOST_POINTS) -> tuple[MemoryPoint, ...]:
-    """The turning points, and of them those that turn by more than a threshold, raised until few enough are left."""
-    totals = [point.memory_bytes.total for point in points]
-    threshold = 1
-    kept = _turns(totals, threshold)
-    while len(kept) > most:
-        threshold = max(2 * threshold, max(totals) // 4096)
-        kept = _turns(totals, threshold)
-    return tuple(points[index] for index in kept)
-
-
-def _turns(totals: list[int], threshold: int) -> list[int]:
-    """Indices of the first and last point, and of the extremes between which the total moves by `threshold` or more."""
-    kept = [0]
-    extreme, rising = 0, True
-    for index, total in enumerate(totals):
-        further = total >= totals[extreme] if rising else total <= totals[extreme]
-        if further:
-            extreme = index
-        elif abs(total - totals[extreme]) >= threshold:
-            kept.append(extreme)
-            extreme, rising = index, not rising
-    return sorted({*kept, extreme, len(totals) - 1})

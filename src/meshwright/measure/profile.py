@@ -3,7 +3,7 @@
 The profiler's exported trace is the one public form that holds allocations, host ops, kernels and named ranges on one
 clock. What the recorder itself learns while the step runs is put on the same clock as ranges with speaking names:
 
-    meshwright/forward, recompute, backward, update, step      a region of the step
+    meshwright/forward, recompute, backward, update, step      a region of the step; waiting: for what another stage sends
     meshwright/note/CATEGORY/ADDRESS                           memory at this address is of this category
     meshwright/call/KIND/AXIS/BYTES                            a collective is called
 
@@ -156,7 +156,7 @@ def parse(text: bytes, device_type: str) -> Profile:
     work = [event for category in DEVICE_WORK for event in by_category.get(category, [])]
     return Profile(
         seconds=step.dur * MICRO,
-        regions=_under(named, "meshwright/", ("forward", "recompute", "backward", "update")),
+        regions=_under(named, "meshwright/", ("forward", "recompute", "backward", "update", "waiting")),
         notes=_under(named, "meshwright/note/"),
         calls=_under(named, "meshwright/call/"),
         annotations=tuple(span for span in named if not span.name.startswith("meshwright/")),

@@ -9,24 +9,21 @@ intervals           compute, communication by axis, transfers; waiting          
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
 from torch.profiler import record_function
 
 from meshwright.core.collective import total
-from meshwright.core.estimate import MemoryParts
+from meshwright.core.curve import thinned
 from meshwright.measure import profile
-from meshwright.measure.allocations import compact, over_time, pair, peak
+from meshwright.measure.allocations import over_time, pair, peak
 from meshwright.measure.categories import Categories
 from meshwright.measure.intervals import Timeline
 from meshwright.measure.unseen import end_unseen
 from meshwright.measure.witness import CollectiveWatch, Witness
-from meshwright.models.objective import Batch, tensors_of
-from meshwright.runtime.clip import local
-from meshwright.runtime.experts import expert_parameters_of
-from meshwright.runtime.optimizer import state_tensors
+from meshwright.models.objective import Batch
+from meshwright.runtime.held import held_bytes
 from meshwright.runtime.program import Program
 from meshwright.runtime.step import StepOutput
 from meshwright.runtime.watch import Sample, align_ranks
@@ -40,6 +37,7 @@ class StepRecorder:
         watch = CollectiveWatch(program)
         with Witness(program), profile.profiled(program.device) as profiler:
             align_ranks(program.device)
+            started_at = time.time()
             with watch, record_function("meshwright/step"):
                 output = run()
             output.wait()  # a collective that ends after the profiler has stopped writes into memory the profiler has freed
@@ -54,38 +52,6 @@ class StepRecorder:
             collectives=total(watch.found),
             timeline=timeline.intervals(),
             part_seconds=timeline.part_seconds(),
-            memory_over_time=compact(points),
+            memory_over_time=thinned(points),
+            started_at=started_at,
         )
-
-
-def held_bytes(program: Program, batch: Batch) -> MemoryParts:
-    """Bytes on the device before the step."""
-    module, device = program.module, program.device
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    return MemoryParts(
-        parameters=_bytes([*module.parameters(), *module.buffers()], device),
-        gradients=max(_bytes(gradients, device), _bucket_bytes(program.spread_module, device)),
-        optimizer_state=_bytes(state_tensors(program.optimizer), device),
-        inputs=sum(
-            tensor.numel() * tensor.element_size() for tensor in tensors_of(batch) if tensor.device.type == device.type
-        ),
-    )
-
-
-def _bucket_bytes(module: nn.Module, device: torch.device) -> int:
-    """Replicas keep their gradient buckets from step to step, also while no gradient points into them."""
-    if not isinstance(module, nn.parallel.DistributedDataParallel):
-        return 0
-    apart = expert_parameters_of(module.module)
-    own = module.module.named_parameters()
-    return _bytes((parameter for name, parameter in own if parameter.requires_grad and name not in apart), device)
-
-
-def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes of this rank's storages on the device, each once."""
-    sizes = {}
-    for tensor in tensors:
-        storage = local(tensor).untyped_storage()
-        if storage.device.type == device.type:
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from itertools import groupby
 
 import msgspec
@@ -11,13 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.core.cluster import FLOP_KINDS, Cluster
-from meshwright.core.estimate import Estimate, TimeParts
+from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.core.result import describe
 from meshwright.core.trace import Trace
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.activations import Activations, activations_by_block, total_activations
+from meshwright.report.comparison import comparison_sections
 from meshwright.report.words import MEMORY_WORDS
 
 TABLE_WIDTH = 100
@@ -58,24 +58,10 @@ def comparison_table(estimate: Estimate, trace: Trace) -> Table:
     table.add_column("")
     for name in ("predicted", "measured", "error"):
         table.add_column(name, justify="right")
-    one, other = estimate.time_seconds, trace.time_seconds
-    _row(table, "step", estimate.step_seconds, trace.step_seconds, format_seconds, bold=True)
-    for words, predicted, measured in _time_parts(one, other):
-        if predicted or measured:
-            _row(table, f"  {words}", predicted, measured, format_seconds)
-    _row(table, "tokens per second", estimate.tokens_per_second, trace.tokens_per_second, lambda speed: f"{speed:,.0f}")
-    table.add_section()
-    if trace.peak_bytes is None or trace.memory_bytes is None:
-        table.add_row("peak memory per device", format_bytes(estimate.peak_bytes), "not sampled", "")
-        return table
-    _row(table, "peak memory per device", estimate.peak_bytes, trace.peak_bytes, format_bytes, bold=True)
-    for part, words in MEMORY_WORDS.items():
-        predicted, measured = getattr(estimate.memory_bytes, part), getattr(trace.memory_bytes, part)
-        if predicted or measured:
-            _row(table, f"  {words}", predicted, measured, format_bytes)
-    table.add_section()
-    for kind, predicted, measured in _collective_bytes(estimate, trace):
-        _row(table, f"{kind.replace('_', '-')}, bytes per step", predicted, measured, format_bytes)
+    for section in comparison_sections(estimate, trace):
+        for row in section:
+            table.add_row(*row.cells, style="bold" if row.is_total else None)
+        table.add_section()
     return table
 
 
@@ -175,35 +161,3 @@ def as_text(table: Table, width: int = TABLE_WIDTH) -> str:
     buffer = io.StringIO()
     Console(file=buffer, width=width).print(table)
     return buffer.getvalue()
-
-
-def _row(
-    table: Table, name: str, predicted: float, measured: float, show: Callable[[float], str], *, bold: bool = False
-) -> None:
-    error = f"{predicted / measured - 1:+.1%}" if measured else ""
-    table.add_row(name, show(predicted), show(measured), error, style="bold" if bold else None)
-
-
-def _time_parts(one: TimeParts, other: TimeParts) -> list[tuple[str, float, float]]:
-    """What a step consists of; lines that begin with two dots are part of the line above."""
-    return [
-        ("forward, with its communication", one.forward_total, other.forward_total),
-        (".. waiting for communication", one.exposed_gather, other.exposed_gather),
-        ("backward, with its communication", one.backward_total, other.backward_total),
-        (".. recompute", one.recompute, other.recompute),
-        (".. waiting for communication", one.exposed_reduce, other.exposed_reduce),
-        ("communication inside blocks", one.exposed_inner, other.exposed_inner),
-        ("bubble: idle until another stage is ready", one.bubble, other.bubble),
-        ("transfer", one.transfer, other.transfer),
-        ("update", one.update, other.update),
-        ("other", one.other, other.other),
-    ]
-
-
-def _collective_bytes(estimate: Estimate, trace: Trace) -> list[tuple[str, int, int]]:
-    predicted = {(call.kind, call.axis): call.total_bytes for call in estimate.collectives}
-    measured = {(call.kind, call.axis): call.total_bytes for call in trace.collectives}
-    keys = list(dict.fromkeys([*predicted, *measured]))
-    return [
-        (f"{kind} along {axis}", predicted.get((kind, axis), 0), measured.get((kind, axis), 0)) for kind, axis in keys
-    ]

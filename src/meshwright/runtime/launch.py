@@ -17,7 +17,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.errors import HangError, InputError, RunError
+from meshwright.core.errors import HangError, InputError, OutOfMemoryError, RunError
 from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
 
@@ -118,6 +118,9 @@ def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
     for report in reports.values():
         if report.get("hang"):
             return HangError(report["message"])
+    for rank, report in sorted(reports.items()):
+        if report.get("out_of_memory"):
+            return OutOfMemoryError(f"rank {rank} of {num_ranks}: {report['message']}")
     killed = {
         rank: failure
         for rank, failure in failures.items()

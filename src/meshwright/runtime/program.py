@@ -39,6 +39,7 @@ from meshwright.runtime.environment import describe_environment, peak_resident_b
 from meshwright.runtime.mesh import local_device
 from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.offload.optimizer import HostOptimizer
+from meshwright.runtime.out_of_memory import memory_explained
 from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.reach import reach
@@ -108,16 +109,19 @@ class Program:
         share = self.share_of(batch)
         if self._finder is not None:
             self._finder.begin(self.first_step + self.num_steps, share)
-        if self.num_steps == 0:
-            output = self._first_step(share, signal)
-        elif self.watch.wants(self.num_steps):
-            output = self.watch.record(self, share, lambda: self._step(share, signal), self._outputs)
-        else:
-            output = self._step(share, signal)
+        with memory_explained(self, share):
+            output = self._run_step(share, signal)
         if self._finder is not None and not math.isfinite(output.loss):
             raise not_finite(output.loss, self.first_step + self.num_steps, self._finder.earliest())
         self._outputs.append(output)
         return output
+
+    def _run_step(self, share: Batch, signal: float) -> StepOutput:
+        if self.num_steps == 0:
+            return self._first_step(share, signal)
+        if self.watch.wants(self.num_steps):
+            return self.watch.record(self, share, lambda: self._step(share, signal), self._outputs)
+        return self._step(share, signal)
 
     def share_of(self, batch: Batch) -> Batch:
         """This rank's samples of a global batch. A batch that already is the share is returned as it is."""
@@ -192,6 +196,7 @@ class Program:
             collectives=sample.collectives if sample else (),
             timeline=sample.timeline if sample else (),
             part_seconds=sample.part_seconds if sample else (),
+            sampled_at=sample.started_at if sample else None,
             memory_over_time=sample.memory_over_time if sample else (),
             num_steps=len(records),
             steps=records,
@@ -255,7 +260,8 @@ class Program:
             with self.watch.region("backward"):
                 pipeline.backward_weights(action)
         else:
-            pipeline.transfer(action, to_device(microbatch, self.plan, self.device))
+            with self.watch.region("waiting" if action.kind.startswith("receive") else "transfer"):
+                pipeline.transfer(action, to_device(microbatch, self.plan, self.device))
         return None
 
     def _microbatches(self, batch: Batch) -> list[Batch]:

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from meshwright.core.errors import HangError, MeshwrightError
+from meshwright.core.errors import HangError, MeshwrightError, OutOfMemoryError
 from meshwright.runtime.affinity import pin
 
 
@@ -54,6 +54,7 @@ def report(error: BaseException) -> None:
         message = f"{type(error).__name__}: {message}\n{_lines(error)}"
     now = time.time()
     details = {"message": message, "seconds": now, "timestamp": str(int(now)), "hang": isinstance(error, HangError)}
+    details["out_of_memory"] = isinstance(error, OutOfMemoryError)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

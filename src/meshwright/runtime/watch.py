@@ -48,6 +48,8 @@ class Sample:
     timeline: tuple[Interval, ...] = ()
     part_seconds: tuple[PartSeconds, ...] = ()
     memory_over_time: tuple[MemoryPoint, ...] = ()
+    started_at: float | None = None
+    """Seconds of the host's clock since 1970."""
 
 
 class Recorder(Protocol):

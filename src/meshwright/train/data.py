@@ -9,11 +9,13 @@ from typing import Any
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from meshwright.core.errors import InputError
+from meshwright.core.units import ceil_div
 from meshwright.models.examples import ImageShape, TextShape
 from meshwright.models.objective import Batch, map_batch
 from meshwright.models.source import ModelSource
 from meshwright.models.userfile import call_function, split_name
 from meshwright.train.corpus import Split
+from meshwright.train.pictures import FolderImages, check_pictures
 from meshwright.train.samples import DatasetSamples, Samples, SyntheticImages, make_text
 from meshwright.train.settings import DataSettings
 from meshwright.train.stream import IndexedStream, IterableStream, Slice, Stream
@@ -35,6 +37,12 @@ def open_streams(
     )
 
 
+def steps_per_epoch(settings: DataSettings, source: ModelSource, global_batch: int, seed: int) -> int | None:
+    """Steps that see every sample once; None where nobody knows how many samples there are."""
+    train, _ = open_streams(settings, source, global_batch, Slice(0, 1), seed)
+    return ceil_div(len(train.samples), global_batch) if isinstance(train, IndexedStream) else None
+
+
 def check_data(settings: DataSettings, source: ModelSource) -> None:
     """A source that is not there is refused before any rank starts; nothing is read yet."""
     name = settings.source if settings.source != "auto" else default_source(source)
@@ -42,13 +50,15 @@ def check_data(settings: DataSettings, source: ModelSource) -> None:
         split_name(name)
     elif name.startswith("text:") and not Path(name.removeprefix("text:")).exists():
         raise InputError(f"data source '{name}': no such file or folder: {name.removeprefix('text:')}")
+    elif name.startswith("images:"):
+        check_pictures(Path(name.removeprefix("images:")))
     elif name not in ("stdlib", "images", "example") and not name.startswith("text:"):
         raise _unknown(name)
 
 
 def _unknown(name: str) -> InputError:
     return InputError(
-        f"unknown data source '{name}': use stdlib, text:PATH, images, example, or path/to/file.py:function"
+        f"unknown data source '{name}': use stdlib, text:PATH, images, images:PATH, example, or path/to/file.py:function"
     )
 
 
@@ -70,12 +80,14 @@ def _samples(name: str, source: ModelSource, split: Split) -> Samples:
         if not isinstance(source.shape, TextShape) or not takes_text(source):
             raise InputError(f"data source '{name}' is text, but {source.name} does not learn from it: set data.source")
         return make_text(name, source.shape, split)
-    if name == "images":
+    if name == "images" or name.startswith("images:"):
         if not isinstance(source.shape, ImageShape):
             raise InputError(
-                f"data source 'images' does not suit {source.name}, which takes no images: set data.source"
+                f"data source '{name}' does not suit {source.name}, which takes no images: set data.source"
             )
-        return SyntheticImages(source.shape, split)
+        if name == "images":
+            return SyntheticImages(source.shape, split)
+        return FolderImages(Path(name.removeprefix("images:")), source.shape, split)
     if name == "example" and source.example is not None:
         return _Example(source)
     raise _unknown(name)

@@ -1,4 +1,9 @@
-"""A run folder: settings.toml, plan.json, estimate.json, trace.json, metrics.jsonl, checkpoints/."""
+"""A run folder: settings.toml, plan.json, estimate.json, trace.json, metrics.jsonl, checkpoints/.
+
+Beside them, for the report: cluster.json, forecast.json (the predicted step, moment by moment), search.json (where the plan was
+searched) and traces/ (of every rank; trace.json is that of the rank with the highest peak).
+live/ holds what each rank last said about itself.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +21,17 @@ class RunFolder:
         self.plan = self.path / "plan.json"
         self.estimate = self.path / "estimate.json"
         self.trace = self.path / "trace.json"
+        self.cluster = self.path / "cluster.json"
+        self.forecast = self.path / "forecast.json"
+        self.search = self.path / "search.json"
+        self.traces = self.path / "traces"
+        self.live = self.path / "live"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+
+    def trace_of(self, rank: int) -> Path:
+        return self.traces / f"rank-{rank:05d}.json"
 
     def start_fresh(self) -> Path | None:
         """Make the folder. A run that is already there is moved aside, never overwritten; returns where to."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from meshwright.train import checkpoint
 from meshwright.train.checkpoint import Progress
 from meshwright.train.data import open_streams
 from meshwright.train.folder import RunFolder
+from meshwright.train.live import LiveFile
 from meshwright.train.metrics import Metrics
 from meshwright.train.optimizers import learning_rate, make_optimizer, set_learning_rate
 from meshwright.train.progress import ProgressView
@@ -119,6 +120,7 @@ class _Loop:
         self.first_step = program.first_step = first_step
         self.metrics = Metrics(job.folder, first_step, self.settings.tensorboard) if rank.is_first else None
         self.view = ProgressView(console if rank.is_first else Console(quiet=True), self.settings.steps, first_step)
+        self.live = LiveFile(job.folder, rank.number)
         self.started = time.monotonic()
         self.loss = float("nan")
         self.validation_loss: float | None = None
@@ -129,11 +131,13 @@ class _Loop:
             with self.view, self._heed_signals():
                 next_step, stopped = self._steps()
                 saved = self._save(next_step, final=True)
-            trace = worst_trace(self.program.trace())
+            traces = all_ranks(self.program.trace())
         finally:
             if self.metrics is not None:
                 self.metrics.close()
+        trace = worst_trace(traces)
         if self.rank.is_first:
+            save_traces(traces, self.job.folder)
             trace.save(self.job.folder.trace)
         assert saved is not None
         return Outcome(trace, self.loss, self.validation_loss, next_step, stopped, saved)
@@ -191,6 +195,9 @@ class _Loop:
                     "routed_tokens": output.routed_tokens or None,
                 },
             )
+            if output.sampled and self.program.watch.sample is not None:
+                self.metrics.show_sample(step, self.program.watch.sample)
+        self.live.write(step, seconds, memory, self.program.watch.sample)
         self.view.show(step, self.loss, speed, memory)
         return output.signal > 0
 
@@ -254,6 +261,15 @@ class _Loop:
                 signal.signal(number, handler)
 
 
-def worst_trace(own: Trace) -> Trace:
+def worst_trace(traces: Sequence[Trace]) -> Trace:
     """The trace of the rank with the highest peak; the same on all ranks."""
-    return max(all_ranks(own), key=lambda trace: (trace.peak_bytes or 0, -trace.rank))
+    return max(traces, key=lambda trace: (trace.peak_bytes or 0, -trace.rank))
+
+
+def save_traces(traces: Sequence[Trace], folder: RunFolder) -> None:
+    """One file a rank; those of an earlier run on more ranks go."""
+    folder.traces.mkdir(exist_ok=True)
+    for old in folder.traces.glob("rank-*.json"):
+        old.unlink()
+    for trace in traces:
+        trace.save(folder.trace_of(trace.rank))

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from meshwright.train.folder import RunFolder
+
+if TYPE_CHECKING:
+    from meshwright.runtime.watch import Sample
 
 
 class Metrics:
@@ -27,6 +32,16 @@ class Metrics:
             if self.board is not None:
                 for name, value in known.items():
                     self.board.add_scalar(name, value, step)
+
+    def show_sample(self, step: int, sample: Sample) -> None:
+        """What a recorder saw of a step, for TensorBoard alone: memory at the peak by category, time by part."""
+        if self.board is None:
+            return
+        with suppress(OSError):
+            for name, value in msgspec.structs.asdict(sample.memory_bytes).items():
+                self.board.add_scalar(f"peak_bytes/{name}", value, step)
+            for name, value in msgspec.structs.asdict(sample.time_seconds).items():
+                self.board.add_scalar(f"sampled_seconds/{name}", value, step)
 
     def close(self) -> None:
         self.file.close()

@@ -17,8 +17,8 @@ CountOrZero = Annotated[int, Meta(ge=0)]
 
 class DataSettings(Value, kw_only=True):
     source: str = "auto"
-    """`stdlib` (Python's own source files, as bytes), `text:PATH`, `images`, or `path/to/file.py:function`.
-    `auto`: stdlib for models that take text, images for models that take images."""
+    """`stdlib` (Python's own source files, as bytes), `text:PATH`, `images` (synthetic), `images:PATH` (one folder of pictures a
+    class), or `path/to/file.py:function`. `auto`: stdlib for models that take text, images for models that take images."""
     shuffle: bool = True
     validation_every: CountOrZero = 100
     """Steps between validations; 0 for none."""
@@ -49,6 +49,15 @@ class CheckpointSettings(Value, kw_only=True):
     every: CountOrZero = 0
     """Steps between checkpoints; 0 for one at the end only."""
     keep: Count = 2
+
+
+class CompareSettings(Value, kw_only=True):
+    """What `meshwright compare` runs; training does not look at it."""
+
+    plans: tuple[str, ...] = ("ddp", "zero3")
+    """Short names: one, ddp, zero1, zero2, zero3, tp2, pp2, cp2, ep2, recompute, compile, search; joined by +."""
+    nproc: tuple[Count, ...] = (1, 2)
+    repeat: Count = 1
 
 
 class Settings(Value, kw_only=True):
@@ -86,6 +95,7 @@ class Settings(Value, kw_only=True):
     optimizer: OptimizerSettings = OptimizerSettings()
     learning_rate: LearningRateSettings = LearningRateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    compare: CompareSettings | None = None
 
     @property
     def folder(self) -> str:

@@ -1,6 +1,6 @@
 """What recording costs: the same training with and without a recorder, in one run.
 
-    python benchmarks/record_overhead.py [--model MODEL] [--samples 2] [--json]
+    python benchmarks/recording.py [--model MODEL] [--samples 2] [--json]
 
 Two pinned ranks. Both programs take turns, one step at a time, until the recorder has watched the given number of steps and
 they are paid back. Shown: what a sampled step costs more than a plain one, how many steps lie between two samples, what a step
@@ -99,7 +99,7 @@ def main() -> None:
     from meshwright.runtime.launch import launch
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    rows = launch("record_overhead:run_rank", vars(options), 2)
+    rows = launch("recording:run_rank", vars(options), 2)
     for row in rows:
         print(
             f"{row['plan']}, {row['num_steps']} steps: plain step {1e3 * row['plain_seconds']:.0f} ms; a sampled one "

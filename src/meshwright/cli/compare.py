@@ -1,0 +1,263 @@
+"""`meshwright compare`: several plans on the same data, one after another, and what came of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.options import JsonFlag
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from meshwright.core.short_plans import Contender
+    from meshwright.report.run import Run
+    from meshwright.train.settings import CompareSettings, Settings
+
+
+def compare(
+    file: Annotated[str, typer.Argument(metavar="FILE.toml")],
+    plans: Annotated[
+        str | None, typer.Option("--plans", help="Short names, such as one,ddp,zero1,zero3,tp2,pp2,pp2+zero1,search.")
+    ] = None,
+    nproc: Annotated[str | None, typer.Option("--nproc", help="Numbers of ranks, such as 1,2,4.")] = None,
+    repeat: Annotated[int | None, typer.Option("--repeat", min=1, help="Run each so often, against noise.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps of each run.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    out: Annotated[str | None, typer.Option("--out", help="Folder of the runs. Default: runs/NAME-compare.")] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option("--with", help="Other libraries on the same data: torch, deepspeed, accelerate, fabric."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE.html", help="The page. Default: report.html in --out.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train FILE.toml's model under several plans, with the same data and seed, and tabulate what each took.
+
+    \b
+      meshwright compare examples/demo.toml --plans ddp,zero1,zero2,zero3,tp2,pp2 --nproc 1,2,4 --repeat 3
+      meshwright compare examples/resnet101-study.toml
+    Runs are shuffled and repeated, so that a slow hour of the machine does not fall on one plan alone; losses must agree. A
+    [compare] table in the file gives what the flags leave out. Each run's folder stays, without its checkpoint.
+    """
+    from pathlib import Path
+
+    from meshwright.cli.output import make_console
+    from meshwright.core.errors import RunError
+    from meshwright.core.short_plans import contenders
+
+    settings, wanted = _read(file, plans, nproc, repeat, {"steps": steps, "seed": seed})
+    chosen, left_out = contenders(wanted.plans, wanted.nproc)
+    chosen += _peers(settings, peers, wanted.nproc)
+    console = make_console(as_json)
+    folder = Path(out or f"runs/{settings.name}-compare")
+    epoch_steps = _check(settings, chosen, folder)
+    for words in left_out:
+        console.print(f"left out: {words}", highlight=False)
+    runs, failed = _run_all(settings, chosen, wanted.repeat, folder, console)
+    if not runs:
+        raise RunError(f"no plan ran: {'; '.join(f'{name}: {reason}' for name, reason in failed.items())}")
+    _show(runs, failed, epoch_steps, console)
+    page = _write(runs, output or str(folder / "report.html"), console)
+    if as_json:
+        _print_json(runs, failed, left_out, epoch_steps, page)
+
+
+def _read(
+    file: str, plans: str | None, nproc: str | None, repeat: int | None, given: dict[str, Any]
+) -> tuple[Settings, CompareSettings]:
+    """The file, with what the command line says put over it."""
+    import msgspec
+
+    from meshwright.core.errors import InputError
+    from meshwright.train.settings import CompareSettings, Settings
+
+    if not file.endswith(".toml"):
+        raise InputError(f"{file}: settings are read from a .toml file; see examples/")
+    settings = Settings.load(file)
+    wanted = settings.compare or CompareSettings()
+    changes: dict[str, Any] = {}
+    if plans is not None:
+        changes["plans"] = tuple(word.strip() for word in plans.split(","))
+    if nproc is not None:
+        changes["nproc"] = tuple(_whole(word, nproc) for word in nproc.split(","))
+    if repeat is not None:
+        changes["repeat"] = repeat
+    known = {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(settings, compare=None, **known), msgspec.structs.replace(wanted, **changes)
+
+
+def _whole(word: str, text: str) -> int:
+    from meshwright.core.errors import InputError
+
+    if not word.strip().isdecimal() or int(word) < 1:
+        raise InputError(f"--nproc {text}: '{word.strip()}' is not a number of ranks: write it like 1,2,4")
+    return int(word)
+
+
+def _check(settings: Settings, chosen: list[Contender], folder: Path) -> int | None:
+    """What would make the comparison unfair or impossible is refused; returns the steps of an epoch, where known."""
+    from meshwright.core.errors import InputError
+    from meshwright.models.source import resolve
+    from meshwright.runtime.launch import check_num_ranks
+    from meshwright.train.data import check_data, steps_per_epoch
+
+    if len(chosen) < 2:
+        raise InputError("fewer than two plans are left to compare: give more with --plans or --nproc")
+    if settings.plan.global_batch is None or settings.plan_file is not None:
+        raise InputError(
+            "plans are compared on the same global batches: set global_batch under [plan], and name no plan_file"
+        )
+    for count in {one.num_ranks for one in chosen}:
+        check_num_ranks(count)
+    if folder.exists() and any(folder.iterdir()):
+        raise InputError(f"{folder} holds an earlier comparison, or something else: choose another with --out")
+    source = resolve(settings.model)
+    check_data(settings.data, source)
+    return steps_per_epoch(settings.data, source, settings.plan.global_batch, settings.seed)
+
+
+def _peers(settings: Settings, names: str | None, nprocs: tuple[int, ...]) -> list[Contender]:
+    """Other libraries, on every number of ranks above one."""
+    if names is None:
+        return []
+    from meshwright.core.short_plans import Contender
+    from meshwright.train.peers import LIKE, check_peer, peers_named
+
+    found = []
+    for peer in peers_named(names):
+        for count in (count for count in dict.fromkeys(nprocs) if count > 1):
+            check_peer(peer, settings, count)
+            found.append(Contender(short=LIKE.get(peer, "ddp"), num_ranks=count, peer=peer))
+    return found
+
+
+def _run_all(
+    settings: Settings, chosen: list[Contender], repeats: int, folder: Path, console: Console
+) -> tuple[list[Run], dict[str, str]]:
+    """All plans in a new order each round. A plan that fails once is not tried again."""
+    import random
+
+    from meshwright.core.errors import MeshwrightError
+
+    found: dict[str, list[Run]] = {one.name: [] for one in chosen}
+    failed: dict[str, str] = {}
+    shuffled = random.Random(settings.seed)
+    for number in range(repeats):
+        for one in shuffled.sample(chosen, len(chosen)):
+            if one.name in failed:
+                continue
+            console.print(f"round {number + 1} of {repeats}: {one.name} …", highlight=False)
+            try:
+                found[one.name].append(_run_one(settings, one, folder / one.name.replace(" ", "-") / str(number)))
+            except MeshwrightError as error:
+                failed[one.name] = str(error)
+                console.print(f"  failed: {error}", highlight=False)
+    return [_together(runs) for name, runs in found.items() if runs and name not in failed], failed
+
+
+def _run_one(settings: Settings, one: Contender, folder: Path) -> Run:
+    import shutil
+
+    import msgspec
+
+    from meshwright.cli.runs import read_run
+    from meshwright.core.short_plans import parse_short
+
+    changed = msgspec.structs.replace(
+        settings,
+        plan=settings.plan.updated(parse_short(one.short)),
+        planner="search" if one.is_searched else "plain",
+        nproc=one.num_ranks,
+        out=str(folder),
+        tensorboard=False,
+    )
+    if one.peer:
+        _train_peer(changed, one.peer)
+    else:
+        _train(changed)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return read_run(str(folder), one.name)
+
+
+def _train(settings: Settings) -> None:
+    from rich.console import Console
+
+    from meshwright.cli.train import run_ranks
+
+    summary, _ = run_ranks(settings, resume=False, console=Console(quiet=True), as_json=False, quiet=True)
+    if summary is None or summary["interrupted"]:
+        raise KeyboardInterrupt
+
+
+def _train_peer(settings: Settings, peer: str) -> None:
+    """In a folder of the plan of ours that does the same: its estimate stands beside what the peer takes."""
+    from rich.console import Console
+
+    from meshwright.cli.train import lay_out
+    from meshwright.runtime.launch import launch
+
+    folder, decision = lay_out(settings, resume=False, console=Console(quiet=True))
+    launch("meshwright.cli.peer_rank:peer_rank", {"folder": str(folder), "peer": peer}, decision.plan.world)
+
+
+def _together(runs: list[Run]) -> Run:
+    """Repeats as one: all their steps count, the last one's trace is shown."""
+    from dataclasses import replace
+
+    return replace(runs[-1], repeats=tuple(run.own_seconds for run in runs[:-1]))
+
+
+def _show(runs: list[Run], failed: dict[str, str], epoch_steps: int | None, console: Console) -> None:
+    from meshwright.report.contest import findings, judge, loss_words
+    from meshwright.report.contest_table import contest_table
+
+    console.print(contest_table(runs, epoch_steps))
+    judgement = judge(runs)
+    if judgement is not None:
+        console.print(str(judgement), highlight=False)
+    if apart := loss_words(runs):
+        console.print(f"warning: {apart}", highlight=False)
+    for sentence in findings(runs):
+        console.print(sentence, highlight=False)
+    for name, reason in failed.items():
+        console.print(f"{name} did not run: {reason}", highlight=False)
+
+
+def _write(runs: list[Run], file: str, console: Console) -> str:
+    from meshwright.cli.runs import write_page
+    from meshwright.report.contest import findings, judge
+
+    judgement = judge(runs)
+    said = (*([f"{judgement}."] if judgement else []), *findings(runs))
+    written = str(write_page(runs, file, said))
+    console.print(f"saved as {written}", highlight=False)
+    return written
+
+
+def _print_json(
+    runs: list[Run], failed: dict[str, str], left_out: list[str], epoch_steps: int | None, page: str
+) -> None:
+    from meshwright.cli.output import print_json
+    from meshwright.report.contest import findings, judge, loss_words, row_of
+
+    judgement = judge(runs)
+    print_json(
+        {
+            "winner": judgement.first.name if judgement else runs[0].name,
+            "margin": judgement.margin if judgement else None,
+            "noise": judgement.noise if judgement else None,
+            "exceeds_noise": judgement.exceeds_noise if judgement else None,
+            "runs": [row_of(run, runs[0], epoch_steps) for run in runs],
+            "findings": findings(runs),
+            "warning": loss_words(runs),
+            "failed": failed,
+            "left_out": left_out,
+            "report": page,
+        }
+    )

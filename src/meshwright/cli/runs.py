@@ -1,0 +1,167 @@
+"""Run folders as Runs, and Runs as a page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from meshwright.cli.searching import Searching
+    from meshwright.core.cluster import Cluster
+    from meshwright.core.result import SearchResult
+    from meshwright.core.trace import Trace
+    from meshwright.report.run import Run
+    from meshwright.train.folder import RunFolder
+
+
+def read_runs(folders: Sequence[str]) -> list[Run]:
+    """All that the folders know; names are the shortest that tell them apart."""
+    from pathlib import Path
+
+    from meshwright.core.errors import InputError
+
+    repeated = next((folder for place, folder in enumerate(folders) if folder in folders[:place]), None)
+    if repeated is not None:
+        raise InputError(f"{repeated} is given twice: name each run folder once")
+    last = [Path(folder).name for folder in folders]
+    names = last if len(set(last)) == len(last) else [str(folder) for folder in folders]
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def read_run(path: str, name: str = "", *, is_live: bool = False) -> Run:
+    """A run folder. is_live: the run may still go on, and has no trace yet."""
+    from meshwright.core.cluster import Cluster
+    from meshwright.core.errors import InputError
+    from meshwright.core.estimate import Estimate
+    from meshwright.core.forecast import Forecast
+    from meshwright.core.plan import Plan
+    from meshwright.core.result import SearchResult
+    from meshwright.report.run import Run
+    from meshwright.train.folder import RunFolder
+
+    folder = RunFolder(path)
+    if not folder.settings.exists():
+        raise InputError(f"{folder.path} is not a run folder: it has no settings.toml{_nested_hint(folder.path)}")
+    if not is_live and not folder.trace.exists():
+        raise InputError(
+            f"{folder.path} has no trace.json: the run has not finished, or it failed; `meshwright watch {folder.path}` shows "
+            "a run that goes on, `meshwright train … --resume` ends one that stopped"
+        )
+    plan = Plan.load(folder.plan)
+    traces = _traces(folder, plan.hash)
+    return Run(
+        name=name or folder.path.name,
+        plan=plan,
+        estimate=Estimate.load(folder.estimate),
+        cluster=Cluster.load(folder.cluster) if folder.cluster.exists() else None,
+        forecast=Forecast.load(folder.forecast) if folder.forecast.exists() else None,
+        result=SearchResult.load(folder.search) if folder.search.exists() else None,
+        traces=traces,
+        metrics=tuple(_metrics(folder.metrics)),
+        settings=folder.settings.read_text(encoding="utf-8"),
+        remark=_remark(folder, traces),
+    )
+
+
+def planned_run(result: SearchResult, cluster: Cluster, searching: Searching) -> Run:
+    """A search that nothing has run of yet."""
+    from meshwright.cost.forecast import forecast
+    from meshwright.report.run import Run
+
+    plan = result.plan
+    other = searching.other_casting
+    graph = other if other is not None and other.casting == plan.casting else searching.graph
+    return Run(
+        name=f"{plan.model or 'a model'}, planned",
+        plan=plan,
+        estimate=result.estimate,
+        cluster=cluster,
+        forecast=forecast(graph, plan, cluster, searching.recipe),
+        result=result,
+    )
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Runs of different models say nothing about each other."""
+    from meshwright.core.errors import InputError
+
+    first = runs[0]
+    for other in runs[1:]:
+        if other.plan.graph != first.plan.graph:
+            raise InputError(
+                f"{first.name} trains {first.plan.model or 'a model'} and {other.name} trains {other.plan.model or 'another'}: "
+                "runs side by side must train the same model; make a report of each"
+            )
+
+
+def write_page(runs: Sequence[Run], file: str, said: Sequence[str] = ()) -> Path:
+    """One file. said: sentences about all runs together."""
+    from pathlib import Path
+
+    from meshwright.core.codec import write_whole
+    from meshwright.core.errors import InputError
+    from meshwright.report.page import page
+
+    if not file.endswith((".html", ".htm")):
+        raise InputError(f"{file}: a report is an .html file")
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs of {runs[0].plan.model or 'one model'}"
+    try:
+        return write_whole(Path(file), page(runs, title, said=said))
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def _traces(folder: RunFolder, plan: str) -> tuple[Trace, ...]:
+    """Of every rank where the run left them, else of the one rank that is known."""
+    from meshwright.core.errors import InputError
+    from meshwright.core.trace import Trace
+
+    if not folder.trace.exists():
+        return ()
+    files = sorted(folder.traces.glob("rank-*.json")) or [folder.trace]
+    traces = tuple(Trace.load(file) for file in files)
+    for file, trace in zip(files, traces, strict=True):
+        if trace.plan != plan:
+            raise InputError(
+                f"{file} is of another plan ({trace.plan}) than {folder.plan} ({plan}): the folder mixes two runs; train again "
+                "into a fresh folder with --out"
+            )
+    return traces
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run. The last line of a run that goes on, or was killed, may be cut off: it is left out."""
+    import json
+
+    from meshwright.core.errors import InputError
+
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(dict(json.loads(line)))
+        except ValueError:
+            if number < len(lines):
+                raise InputError(f"{path}, line {number}: not valid JSON: remove the line, or train again") from None
+    return found
+
+
+def _remark(folder: RunFolder, traces: tuple[Trace, ...]) -> str:
+    words = []
+    if traces and len(traces) < traces[0].num_ranks:
+        words.append(
+            f"Only rank {traces[0].rank} of {traces[0].num_ranks} is shown: the run was recorded by an older version."
+        )
+    if not folder.forecast.exists():
+        words.append("It left no forecast.json, so that no predicted step is drawn.")
+    return " ".join(words)
+
+
+def _nested_hint(path: Path) -> str:
+    """The folder above several runs is the usual slip."""
+    inside = sorted(one.parent.name for one in path.glob("*/settings.toml")) if path.is_dir() else []
+    return f"; did you mean one of its folders: {', '.join(inside[:5])}?" if inside else ""

@@ -1,0 +1,64 @@
+"""The page of a running job, served on this machine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.train.folder import RunFolder
+
+
+@contextmanager
+def served_page(folder: RunFolder, port: int, every: float) -> Iterator[str]:
+    """Serve a run folder's page while the context lasts; gives its address."""
+    from meshwright.core.errors import InputError
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), _handler(folder, every))
+    except OSError as error:
+        raise InputError(f"--port {port}: {error.strerror}: choose another, or 0 for any that is free") from error
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://localhost:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _handler(folder: RunFolder, every: float) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.split("?")[0] != "/":
+                self.send_error(404)
+                return
+            code, text = _answer(folder, every)
+            self.send_response(code)
+            self.send_header("Content-Type", "text/html; charset=utf-8" if code == 200 else "text/plain; charset=utf-8")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Requests are not news."""
+
+    return Handler
+
+
+def _answer(folder: RunFolder, every: float) -> tuple[int, str]:
+    """The page as it is now. A file that is being written may be refused for a moment: the page asks again."""
+    from meshwright.cli.runs import read_run
+    from meshwright.cli.watch import has_ended
+    from meshwright.core.errors import MeshwrightError
+    from meshwright.report.page import page
+
+    try:
+        run = read_run(str(folder.path), is_live=True)
+    except MeshwrightError as error:
+        return 503, str(error)
+    return 200, page([run], run.name, None if has_ended(folder) else every)

@@ -1,0 +1,87 @@
+"""`meshwright watch`: a running job in the terminal, and as a page on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+
+    from meshwright.core.live import RankState
+    from meshwright.train.folder import RunFolder
+
+
+def watch(
+    folder: Annotated[str, typer.Argument(metavar="RUN_FOLDER")],
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="Serve the page on this port of localhost; 0: any.")
+    ] = None,
+    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show what is known now, and end.")] = False,
+) -> None:
+    """Watch a run: loss, tokens per second, memory of each rank, the slowest rank; until it ends.
+
+    \b
+      meshwright watch runs/demo
+      meshwright watch runs/demo --port 8080      the same as a page, at http://localhost:8080
+    The page is the report as far as it is known, and follows the run by itself. Nothing but this machine can open it.
+    """
+    from meshwright.cli.output import make_console
+    from meshwright.cli.runs import read_run
+    from meshwright.train.folder import RunFolder
+
+    run = RunFolder(folder)
+    read_run(folder, is_live=True)  # what is no run is refused before anything is shown
+    console = make_console(as_json=False)
+    if once:
+        console.print(_look(run))
+        return
+    if port is None:
+        _follow(run, console, every)
+        return
+    from meshwright.cli.serving import served_page
+
+    with served_page(run, port, every) as address:
+        console.print(f"the page: {address}", highlight=False)
+        _follow(run, console, every)
+
+
+def _follow(folder: RunFolder, console: Console, every: float) -> None:
+    """Look again and again; away from a terminal each look is printed."""
+    import time
+
+    from rich.live import Live
+
+    with Live(_look(folder), console=console, auto_refresh=False, transient=False) as view:
+        while not has_ended(folder):
+            time.sleep(every)
+            view.update(_look(folder), refresh=True)
+    console.print(
+        f"the run has ended: `meshwright report {folder.path} -o report.html` shows all of it", highlight=False
+    )
+
+
+def _look(folder: RunFolder) -> Group:
+    import time
+
+    from meshwright.cli.runs import read_run
+    from meshwright.report.live_view import live_view
+    from meshwright.train.settings import Settings
+
+    run = read_run(str(folder.path), is_live=True)
+    return live_view(run, rank_states(folder), Settings.load(folder.settings).steps, time.time())
+
+
+def rank_states(folder: RunFolder) -> list[RankState]:
+    from meshwright.core.live import RankState
+
+    return [RankState.load(file) for file in sorted(folder.live.glob("rank-*.json"))]
+
+
+def has_ended(folder: RunFolder) -> bool:
+    """A run writes its trace last of all; one that was resumed has an older one until then."""
+    if not folder.trace.exists():
+        return False
+    return not folder.metrics.exists() or folder.trace.stat().st_mtime >= folder.metrics.stat().st_mtime

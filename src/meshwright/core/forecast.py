@@ -1,0 +1,32 @@
+"""A Forecast: one predicted step, moment by moment. An Estimate says how much, a Forecast says when."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from meshwright.core.codec import Value
+from meshwright.core.schedule import ActionKind
+from meshwright.core.trace import MemoryPoint
+
+
+class Planned(msgspec.Struct, frozen=True, array_like=True):
+    """When one unit of stage work is to run: `["forward", stage, microbatch, start, end]`, in seconds since the step began."""
+
+    kind: ActionKind
+    stage: int
+    microbatch: int
+    start_seconds: float
+    end_seconds: float
+
+
+class Forecast(Value, kw_only=True):
+    format: Literal[1] = 1
+    step_seconds: float
+    num_microbatches: int
+    """How many are shown: fewer than the plan's where the rest of a long step goes on alike."""
+    work: tuple[tuple[Planned, ...], ...]
+    """One row a pp coordinate."""
+    memory_over_time: tuple[tuple[MemoryPoint, ...], ...]
+    """One curve a pp coordinate: the fullest moment of every pass, from its beginning to the next."""

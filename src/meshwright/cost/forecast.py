@@ -1,0 +1,139 @@
+"""One predicted step, moment by moment: (Graph, Plan, Cluster) → Forecast.
+
+    work     the schedule, played (cost/play.py); the update follows the last backward
+    memory   along the work of a coordinate: what the microbatches in flight hold, and inside an action the fullest moment of
+             each pass (cost/memory.py), which takes the share of the action that its work is of all passes'
+
+A step of many microbatches is shown with as many as fill the pipeline: between its beginning and its end it repeats itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.curve import thinned
+from meshwright.core.estimate import MemoryParts
+from meshwright.core.forecast import Forecast, Planned
+from meshwright.core.graph import Graph
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.core.schedule import Action
+from meshwright.core.schedules import make_order
+from meshwright.core.trace import MemoryPoint
+from meshwright.cost.estimate import Estimator, stage_seconds
+from meshwright.cost.holdings import Holdings
+from meshwright.cost.memory import MemoryCost, Moment
+from meshwright.cost.play import Span, enough_microbatches, play, timeline
+from meshwright.cost.timing import Transfers
+
+MOST_ACTIONS = 8192
+"""Forwards and backwards of all coordinates that are shown one by one."""
+
+
+def forecast(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None = None) -> Forecast:
+    """When a plan's work is predicted to run, and what memory it takes meanwhile."""
+    estimator = Estimator(graph, plan, cluster, recipe or Recipe())
+    count = plan.num_microbatches
+    if 2 * count * len(plan.stages) > MOST_ACTIONS:
+        count = enough_microbatches(plan.schedule, plan.mesh.pp, count)
+    order = make_order(plan.schedule, plan.mesh.pp, count, plan.virtual)
+    seconds = [stage_seconds(cost) for cost in estimator.stages]
+    transfers: Transfers = "blocking" if estimator.recipe.blocking_transfers else "asynchronous"
+    spans = timeline(order, seconds, transfers)
+    played = play(order, seconds, transfers).step_seconds
+    extras = [
+        estimator.update_seconds(coordinate) + estimator.other_seconds(coordinate) for coordinate in range(plan.mesh.pp)
+    ]
+    return Forecast(
+        step_seconds=played + max(extras),
+        num_microbatches=count,
+        work=tuple(_planned(row, played, extra) for row, extra in zip(spans, extras, strict=True)),
+        memory_over_time=tuple(
+            thinned(list(_Curve(estimator, coordinate).points(row, played, extras[coordinate])))
+            for coordinate, row in enumerate(spans)
+        ),
+    )
+
+
+def _planned(row: Sequence[Span], played: float, extra: float) -> tuple[Planned, ...]:
+    """A coordinate's work, and the update of its stages in one."""
+    found = [
+        Planned(action.kind, action.stage, action.microbatch, start, end)
+        for action, start, end in ((span.action, span.start_seconds, span.end_seconds) for span in row)
+    ]
+    return (*found, Planned("update", row[0].action.stage, 0, played, played + extra))
+
+
+class _Curve:
+    """The memory of one coordinate along its work."""
+
+    def __init__(self, estimator: Estimator, coordinate: int) -> None:
+        self.estimator = estimator
+        self.device = estimator.cluster.device
+        self.cost = MemoryCost(
+            estimator.plan, estimator.recipe, estimator.divisions, estimator.passes, estimator.holdings
+        )
+        self.holdings = estimator.holdings(coordinate)
+        self.at_first = self.holdings.before_any_backward()
+        self._walks: dict[tuple[int, float, bool], tuple[list[Moment], list[Moment]]] = {}
+
+    def points(self, row: Sequence[Span], played: float, extra: float) -> Iterator[MemoryPoint]:
+        resting = self._resting()
+        yield MemoryPoint(at_seconds=0.0, memory_bytes=resting)
+        held, began_backward = 0.0, set[int]()
+        for span in row:
+            action = span.action
+            later = action.stage in began_backward and action.microbatch > 0
+            holdings = self.holdings if later else self.at_first
+            kept = self.cost.stage_kept(action.stage)
+            others = held if action.kind == "forward" else held - kept
+            yield from self._inside(span, others, holdings)
+            if action.kind == "forward":
+                held += kept
+            else:
+                began_backward.add(action.stage)
+                held -= 0.0 if action.kind == "backward_inputs" else kept
+            between = self._between(action, holdings if action.kind == "forward" else self.holdings, held)
+            yield MemoryPoint(at_seconds=span.end_seconds, memory_bytes=between)
+        yield MemoryPoint(at_seconds=played, memory_bytes=self.holdings.during_update(self.device))
+        yield MemoryPoint(at_seconds=played + extra, memory_bytes=resting)
+
+    def _resting(self) -> MemoryParts:
+        """Between steps: the state, and the buckets that replicas keep."""
+        return msgspec.structs.replace(self.holdings.base, gradients=self.at_first.gradients(set()))
+
+    def _inside(self, span: Span, others: float, holdings: Holdings) -> Iterator[MemoryPoint]:
+        """Each pass of an action for its share of the time; a backward for weights has no passes of its own."""
+        action = span.action
+        if action.kind == "backward_weights":
+            return
+        forward, backward = self._walk(action.stage, others, holdings)
+        moments = forward if action.kind == "forward" else backward
+        weights = [self._seconds(moment) for moment in moments]
+        scale = (span.end_seconds - span.start_seconds) / (sum(weights) or 1.0)
+        at = span.start_seconds
+        for moment, weight in zip(moments, weights, strict=True):
+            yield MemoryPoint(at_seconds=at, memory_bytes=moment.memory)
+            at += weight * scale
+
+    def _walk(self, stage: int, others: float, holdings: Holdings) -> tuple[list[Moment], list[Moment]]:
+        key = (stage, others, holdings is self.holdings)
+        if key not in self._walks:
+            self._walks[key] = self.cost.through_stage(stage, others, holdings, self.device)
+        return self._walks[key]
+
+    def _seconds(self, moment: Moment) -> float:
+        return self.estimator.costs.work([moment.segment]).seconds(self.device) if moment.segment else 0.0
+
+    def _between(self, action: Action, holdings: Holdings, held: float) -> MemoryParts:
+        """After an action: what is in flight, and the gradients so far."""
+        done = set() if action.kind == "forward" else set(self.estimator.plan.blocks_by_stage[action.stage])
+        return msgspec.structs.replace(
+            holdings.base,
+            activations=round(held),
+            gradients=holdings.gradients(done, ""),
+            gathered_parameters=holdings.gathered(""),
+        )

@@ -1,0 +1,210 @@
+"""One run or several as a page that needs nothing else: text and tables written here, pictures drawn by the page's own script.
+
+The page forbids itself the network (its Content-Security-Policy), so that it opens from disk as it does from a server. One that
+is served while its run goes on (`live`) may ask for itself again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from importlib import resources
+from statistics import fmean
+
+import msgspec
+
+from meshwright.core.result import describe
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.report.comparison import comparison_sections
+from meshwright.report.differences import difference_words
+from meshwright.report.page_data import page_data
+from meshwright.report.plan_words import plan_in_words
+from meshwright.report.run import Run, median, percentile
+from meshwright.report.verdict import verdict
+
+SCRIPTS = ("frame.js", "colours.js", "memory.js", "gantt.js", "plots.js", "cluster.js", "page.js")
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+SHOWN_RUNNERS_UP = 40
+
+
+def page(runs: Sequence[Run], title: str, live_seconds: float | None = None, said: Sequence[str] = ()) -> str:
+    """The whole page. live_seconds: it is served, and asks for itself that often. said: about all runs together."""
+    connect = "; connect-src 'self'" if live_seconds else ""
+    live = f' data-live="{live_seconds:g}"' if live_seconds else ""
+    data = msgspec.json.encode(page_data(runs)).decode().replace("<", "\\u003c")
+    scripts = "\n".join(_asset(name) for name in SCRIPTS)
+    return (
+        f'<!doctype html>\n<html lang="en"{live}><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}{connect}"><link rel="icon" href="data:,">'
+        f"<title>{escape(title)}</title><style>{_asset('page.css')}</style></head>\n<body>"
+        f'<header><h1>{escape(title)}</h1><button type="button" class="theme">light or dark</button></header>\n'
+        f'<main>{"".join(_body(runs, said))}</main>\n<div id="tip" role="status"></div>\n'
+        f'<script type="application/json" id="data">{data}</script>\n<script>{scripts}</script></body></html>\n'
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("meshwright.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _body(runs: Sequence[Run], said: Sequence[str]) -> Iterator[str]:
+    if said:
+        yield f'<div class="verdict">{"".join(f"<p>{escape(sentence)}</p>" for sentence in said)}</div>'
+    if len(runs) > 1:
+        yield f'<section class="beside"><h2>Side by side</h2>{_beside(runs)}<div id="beside"></div></section>'
+        tabs = (
+            f'<button type="button" aria-selected="{str(not n).lower()}">{escape(r.name)}</button>'
+            for n, r in enumerate(runs)
+        )
+        yield f'<nav class="runs">{"".join(tabs)}</nav>'
+    for number, run in enumerate(runs):
+        yield f'<section class="run" id="run-{number}"{" hidden" if number else ""}>{"".join(_sections(run, number))}</section>\n'
+
+
+def _sections(run: Run, number: int) -> Iterator[str]:
+    def place(name: str) -> str:
+        return f'<div id="run-{number}-{name}"></div>'
+
+    trace = run.worst
+    measured = trace is not None
+    bad = "" if run.estimate.fits else " bad"
+    yield f'<div class="verdict{bad}">{"".join(f"<p>{escape(sentence)}</p>" for sentence in verdict(run))}</div>'
+    if run.remark:
+        yield f'<p class="faint">{escape(run.remark)}</p>'
+    yield f"<h2>The plan</h2>{_sentences(run)}{place('cluster')}"
+    if run.forecast is not None or measured:
+        yield f"<h2>The schedule</h2>{_schedule_words(run)}{place('gantt')}"
+    if run.forecast is not None or (trace is not None and trace.memory_over_time):
+        yield f"<h2>Memory over the step</h2>{place('memory')}"
+    yield f"<h2>Where the time goes</h2>{place('time')}{_promise_table(run)}"
+    if run.step_seconds:
+        yield f"<h2>Step time</h2>{_step_words(run)}{place('steps')}"
+    yield f"<h2>Communication by axis</h2>{_communication_words(run)}{place('communication')}"
+    if trace is not None and trace.timeline:
+        yield f"<h3>Seconds of the sampled step, exposed and hidden</h3>{place('overlap')}"
+        if len(run.traces) > 1:
+            yield f"<h3>How long each rank is busy</h3>{place('ranks')}"
+    if run.metrics:
+        yield f"<h2>Loss and learning rate</h2>{place('loss')}{place('rate')}<h3>Tokens per second</h3>{place('speed')}"
+    if run.result is not None:
+        yield f"<h2>Candidates considered</h2>{_candidates(run)}"
+    yield f"<h2>To make it again</h2>{_again(run)}"
+
+
+def _sentences(run: Run) -> str:
+    if run.cluster is None:
+        return f"<p>{escape(describe(run.plan))}</p>"
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in plan_in_words(run.plan, run.cluster))
+    cluster = run.cluster
+    where = f"{cluster.num_hosts} × {cluster.devices_per_host} × {cluster.device.name} ({cluster.name})"
+    return f'<p class="faint">{escape(run.plan.model or "a model")} on {escape(where)}</p><ul>{items}</ul>'
+
+
+def _schedule_words(run: Run) -> str:
+    words = []
+    if run.forecast is not None and run.forecast.num_microbatches < run.plan.num_microbatches:
+        words.append(
+            f"predicted with {run.forecast.num_microbatches} of {run.plan.num_microbatches} microbatches: between its beginning "
+            "and its end the step repeats itself"
+        )
+    if run.traces:
+        words.append("measured: one sampled step, which the recorder makes slower than others")
+    return f'<p class="faint">{escape("; ".join(words))}</p>' if words else ""
+
+
+def _promise_table(run: Run) -> str:
+    trace = run.worst
+    if trace is None:
+        return ""
+    rows = [line.cells for section in comparison_sections(run.estimate, trace) for line in section]
+    return _table(("", "predicted", "measured", "error"), rows)
+
+
+def _step_words(run: Run) -> str:
+    values = run.step_seconds
+    figures = (
+        ("mean", fmean(values)), ("median", percentile(values, 0.5)), ("95 % are below", percentile(values, 0.95)),
+        ("fastest", min(values)), ("slowest", max(values)),
+    )  # fmt: skip
+    return f"<p>{escape(' · '.join(f'{name} {format_seconds(value)}' for name, value in figures))}</p>"
+
+
+def _communication_words(run: Run) -> str:
+    calls = run.worst.collectives if run.worst is not None and run.worst.collectives else run.estimate.collectives
+    if not calls:
+        return "<p>Nothing is communicated.</p>"
+    total = format_bytes(sum(call.total_bytes for call in calls))
+    return f"<p>{total} per step and rank, counted at the input of each call.</p>"
+
+
+def _candidates(run: Run) -> str:
+    result = run.result
+    assert result is not None
+    rows = [
+        (
+            "chosen: " + describe(result.plan),
+            format_seconds(result.estimate.step_seconds),
+            format_bytes(result.estimate.peak_bytes),
+            "",
+        )
+    ]
+    rows += [
+        (
+            difference_words(other.plan, result.plan),
+            format_seconds(other.step_seconds),
+            format_bytes(other.peak_bytes),
+            other.reason,
+        )
+        for other in result.runners_up[:SHOWN_RUNNERS_UP]
+    ]
+    searched = (
+        f"{result.num_candidates:,} candidates in {format_seconds(result.search_seconds)} by search {result.method}"
+    )
+    left = len(result.runners_up) - SHOWN_RUNNERS_UP
+    more = f"; {left} more are in search.json" if left > 0 else ""
+    head = ("what it does otherwise", "step", "peak", "why it lost")
+    return f"<p>{escape(searched + more)}</p>{_table(head, rows, words=(0, 3))}"
+
+
+def _again(run: Run) -> str:
+    parts = [f"<details><summary>the plan</summary><pre>{escape(run.plan.to_toml())}</pre></details>"]
+    if run.settings:
+        parts.insert(0, f"<details open><summary>settings.toml</summary><pre>{escape(run.settings)}</pre></details>")
+    if run.worst is not None and run.worst.environment:
+        parts.append(_table(("", ""), [(name, value) for name, value in run.worst.environment], words=(0, 1)))
+    return "".join(parts)
+
+
+def _beside(runs: Sequence[Run]) -> str:
+    """Runs in a table, the fastest first."""
+    rows = []
+    for run in sorted(runs, key=lambda one: median(one.step_seconds) or one.estimate.step_seconds):
+        trace, values = run.worst, run.step_seconds
+        peak = trace.peak_bytes if trace and trace.peak_bytes else None
+        sent = sum(call.total_bytes for call in (trace.collectives if trace else run.estimate.collectives))
+        rows.append(
+            (
+                run.name,
+                describe(run.plan),
+                format_seconds(percentile(values, 0.5)) if values else "",
+                format_seconds(percentile(values, 0.95)) if values else "",
+                format_seconds(run.estimate.step_seconds),
+                format_bytes(peak) if peak else "",
+                format_bytes(run.estimate.peak_bytes),
+                format_bytes(sent),
+                "" if run.loss is None else f"{run.loss:.4f}",
+            )
+        )
+    head = ("run", "plan", "step, median", "95 %", "predicted", "peak", "predicted", "bytes per step", "loss")
+    return _table(head, rows, words=(0, 1))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,)) -> str:
+    def cells(name: str, values: Sequence[str]) -> str:
+        kinds = (' class="words"' if place in words else "" for place in range(len(values)))
+        return "".join(f"<{name}{kind}>{escape(value)}</{name}>" for kind, value in zip(kinds, values, strict=True))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    top = f"<tr>{cells('th', head)}</tr>" if any(head) else ""
+    return f'<div class="scroll"><table>{top}{body}</table></div>'

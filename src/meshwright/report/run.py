@@ -1,0 +1,74 @@
+"""A Run: all that is known about one run, or of a run that is only planned; what the pages and words about it are made of."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.estimate import Estimate
+from meshwright.core.forecast import Forecast
+from meshwright.core.plan import Plan
+from meshwright.core.result import SearchResult
+from meshwright.core.trace import Trace
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    plan: Plan
+    estimate: Estimate
+    cluster: Cluster | None = None
+    forecast: Forecast | None = None
+    result: SearchResult | None = None
+    """How the plan was found, where it was searched."""
+    traces: tuple[Trace, ...] = ()
+    """Of all ranks that are known, in their order; none where nothing ran yet."""
+    metrics: tuple[Mapping[str, Any], ...] = ()
+    settings: str = ""
+    """The file that makes the run again."""
+    remark: str = ""
+    """What is missing, and why."""
+    repeats: tuple[tuple[float, ...], ...] = ()
+    """Seconds of the steps of the same run done again."""
+
+    @property
+    def worst(self) -> Trace | None:
+        """Of the rank with the highest peak."""
+        return max(self.traces, key=lambda trace: (trace.peak_bytes or 0, -trace.rank), default=None)
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """Of every step that counts, repeats included: not sampled, and not the first, which warms up."""
+        return (*self.own_seconds, *(seconds for repeat in self.repeats for seconds in repeat))
+
+    @property
+    def own_seconds(self) -> tuple[float, ...]:
+        """Without repeats."""
+        trace = self.worst
+        if trace is None:
+            seconds = [line["seconds"] for line in self.metrics if "seconds" in line]
+            return tuple(seconds[1:] or seconds)
+        plain = [record.seconds for record in trace.steps if not record.sampled]
+        return tuple(plain[1:] or plain)
+
+    @property
+    def loss(self) -> float | None:
+        """The last one that is known."""
+        found = [line["loss"] for line in self.metrics if "loss" in line]
+        return found[-1] if found else None
+
+
+def percentile(values: tuple[float, ...], share: float) -> float:
+    """The value that `share` of the values do not exceed, between neighbours in proportion."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def median(values: tuple[float, ...]) -> float | None:
+    return statistics.median(values) if values else None

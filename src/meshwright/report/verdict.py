@@ -1,0 +1,97 @@
+"""A run in three sentences: what it did, how that compares with the promise, and where its time goes."""
+
+from __future__ import annotations
+
+import statistics
+
+import msgspec
+
+from meshwright.core.estimate import TimeParts
+from meshwright.core.result import describe
+from meshwright.core.trace import Trace
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.report.run import Run
+from meshwright.report.straggler import find_straggler
+from meshwright.report.words import TIME_WORDS
+
+WORK = ("forward", "recompute", "backward", "update")
+PROMISED_TIME, PROMISED_MEMORY = 0.10, 0.05
+"""How far a measured figure may lie from the predicted one, as the design promises."""
+
+
+def verdict(run: Run) -> tuple[str, str, str]:
+    trace = run.worst
+    if trace is None:
+        return _going(run) if run.step_seconds else _planned(run)
+    return _did(run, trace), _promised(run, trace), _time_words(trace.time_seconds, run, trace)
+
+
+def _planned(run: Run) -> tuple[str, str, str]:
+    estimate = run.estimate
+    fits = (
+        "fits" if estimate.fits else f"does not fit, by {format_bytes(estimate.needed_bytes - estimate.budget_bytes)}"
+    )
+    moment = f"; fullest is rank {estimate.worst_rank} in {estimate.worst_moment}" if estimate.worst_moment else ""
+    return (
+        f"Predicted, nothing has run: {describe(run.plan)} takes {format_seconds(estimate.step_seconds)} per step, "
+        f"{estimate.tokens_per_second:,.0f} tokens/s, {estimate.model_flops_utilisation:.1%} of the devices' peak.",
+        f"It needs {format_bytes(estimate.needed_bytes)} of {format_bytes(estimate.budget_bytes)} per device and {fits}{moment}.",
+        _time_words(estimate.time_seconds, run, None),
+    )
+
+
+def _going(run: Run) -> tuple[str, str, str]:
+    """Of a run that goes on: nothing is known yet but its steps."""
+    done, seconds = 1 + max(line["step"] for line in run.metrics), statistics.median(run.step_seconds)
+    slower = seconds / run.estimate.step_seconds - 1
+    loss = f"; the loss is {run.loss:.4f}" if run.loss is not None else ""
+    return (
+        f"{describe(run.plan)} goes on: {done:,} steps are done, {format_seconds(seconds)} each by the median{loss}.",
+        f"It was promised {format_seconds(run.estimate.step_seconds)} per step: {_off(slower, 'slower', 'faster', PROMISED_TIME)}.",
+        "Memory and the timeline of the step follow when the run ends.",
+    )
+
+
+def _did(run: Run, trace: Trace) -> str:
+    loss = f"; the loss is {run.loss:.4f}" if run.loss is not None else ""
+    return (
+        f"{describe(run.plan)} ran {trace.num_steps:,} steps, {format_seconds(trace.step_seconds)} each by the median, "
+        f"{trace.tokens_per_second:,.0f} tokens/s{loss}."
+    )
+
+
+def _promised(run: Run, trace: Trace) -> str:
+    estimate = run.estimate
+    slower = trace.step_seconds / estimate.step_seconds - 1 if estimate.step_seconds else 0.0
+    words = f"It was promised {format_seconds(estimate.step_seconds)} per step: {_off(slower, 'slower', 'faster', PROMISED_TIME)}"
+    if trace.peak_bytes is None:
+        return words + "; no step was sampled, so its memory is not known."
+    more = trace.peak_bytes / estimate.peak_bytes - 1
+    return (
+        f"{words}; memory peaked at {format_bytes(trace.peak_bytes)} on rank {trace.rank}, where "
+        f"{format_bytes(estimate.peak_bytes)} were predicted: {_off(more, 'more', 'less', PROMISED_MEMORY)}."
+    )
+
+
+def _off(error: float, more: str, less: str, band: float) -> str:
+    if abs(error) < 0.005:
+        return "as promised"
+    kept = "within" if abs(error) <= band else "outside"
+    return f"{abs(error):.0%} {more if error > 0 else less}, {kept} the promised {band:.0%}"
+
+
+def _time_words(parts: TimeParts, run: Run, trace: Trace | None) -> str:
+    """The largest part of the step, what it waits, and who is slow."""
+    sizes = msgspec.structs.asdict(parts)
+    total = parts.total or 1.0
+    largest = max(sizes, key=lambda name: sizes[name])
+    idle = {name: size for name, size in sizes.items() if name not in WORK and name != "other" and size > 0}
+    words = f"Most of the step is {TIME_WORDS[largest]} ({sizes[largest] / total:.0%})"
+    if idle:
+        worst = max(idle, key=lambda name: idle[name])
+        waits = sum(idle.values()) / total
+        words += f"; {waits:.0%} is not work, most of that {TIME_WORDS[worst]}"
+    else:
+        words += "; no time is lost to waiting"
+    slow = find_straggler(run.plan, run.traces) if trace is not None else None
+    return f"{words}; {slow}." if slow else f"{words}."

@@ -1,0 +1,74 @@
+"""A run that gets no more memory says what filled it, what was predicted, and what would need less."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.core.errors import OutOfMemoryError
+from meshwright.runtime.launch import describe_failure
+from meshwright.runtime.out_of_memory import is_out_of_memory
+
+GREEDY = Path(__file__).parents[1] / "assets" / "greedy.py"
+SETTINGS = f"""
+name = "greedy"
+model = "{GREEDY}:make"
+device = "cpu"
+nproc = 2
+steps = 6
+[plan]
+global_batch = 8
+[data]
+source = "example"
+validation_every = 0
+"""
+
+
+def test_which_errors_are_meant() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**52)
+    assert is_out_of_memory(refused.value)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+class Failure:
+    """What the launcher knows of a rank that ended."""
+
+    def __init__(self, file: Path, exitcode: int = 1) -> None:
+        self.error_file, self.exitcode, self.pid, self.timestamp = str(file), exitcode, 7, 1.0
+
+
+def test_a_full_device_is_told_apart_from_a_host_that_kills(tmp_path: Path) -> None:
+    report = tmp_path / "error.json"
+    report.write_text('{"message": {"extraInfo": {"message": "full", "seconds": 2.0, "out_of_memory": true}}}')
+    lost = tmp_path / "lost.json"
+    lost.write_text('{"message": {"extraInfo": {"message": "lost its peer", "seconds": 1.0}}}')
+    error = describe_failure({0: Failure(lost), 1: Failure(report)}, 2)
+    assert isinstance(error, OutOfMemoryError)
+    assert str(error) == "rank 1 of 2: full"
+    killed = describe_failure({0: Failure(lost, -9)}, 2)
+    assert not isinstance(killed, OutOfMemoryError)
+    assert "most often the host ran out of memory" in str(killed)
+
+
+@pytest.mark.slow
+def test_a_run_that_runs_out(tmp_path: Path) -> None:
+    (tmp_path / "greedy.toml").write_text(SETTINGS)
+    command = [sys.executable, "-m", "meshwright", "train", "greedy.toml"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 1
+    said = ended.stderr
+    assert "is out of memory: " in said
+    assert "parameters: 66.02 KiB" in said
+    assert "  optimizer state: 132.07 KiB" in said
+    assert "optimizer state of blocks.0.weight: 32.00 KiB" in said
+    assert "predicted: " in said
+    assert "what needs at least 10% less, the cheapest first:" in said
+    assert "ZeRO 1" in said
+    assert "Traceback" not in said

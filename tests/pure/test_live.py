@@ -1,0 +1,110 @@
+"""A running job watched: the screen, the slowest rank, and the page that follows it in a browser."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, Browser
+from rich.console import Console
+from runs import run_of
+from test_report import save
+
+from meshwright.cli.serving import served_page
+from meshwright.cli.watch import has_ended, rank_states
+from meshwright.core.errors import InputError
+from meshwright.core.live import RankState
+from meshwright.report.live_view import SHOWN_RANKS, live_view, slowest_words, trend
+from meshwright.train.folder import RunFolder
+
+
+def state(rank: int, waiting: float | None = None) -> RankState:
+    return RankState(rank=rank, step=3, seconds=0.1, memory_bytes=2**20 * (rank + 1), waiting_share=waiting, at=100.0)
+
+
+def shown(ranks: list[RankState], num_lines: int = 20) -> str:
+    run = run_of(num_steps=num_lines)
+    going = replace(run, traces=(), metrics=tuple({**line, "seconds": 0.1} for line in run.metrics))
+    buffer = io.StringIO()
+    Console(file=buffer, width=100).print(live_view(going, ranks, num_steps=100, now=103.0))
+    return buffer.getvalue()
+
+
+def test_the_screen() -> None:
+    said = shown([state(0, 0.3), state(1, 0.0)])
+    assert "step 20 of 100, about 8.00 s to go" in said
+    assert "loss 0.2500" in said
+    assert "1.00 MiB" in said
+    assert "3.00 s ago" in said
+    assert "slowest: rank 1, which waits 0% of a step where the others wait 30%" in said
+
+
+def test_before_the_first_step() -> None:
+    assert "no step is done yet" in shown([], num_lines=0)
+
+
+def test_of_many_ranks_the_fullest_are_shown() -> None:
+    said = shown([state(rank) for rank in range(40)])
+    assert len([line for line in said.splitlines() if "ago" in line]) == SHOWN_RANKS
+    assert "40.00 MiB" in said
+    assert "known once a step was sampled" in said
+
+
+def test_equal_ranks_have_no_slowest() -> None:
+    assert slowest_words([state(0, 0.10), state(1, 0.12)]) == "no rank keeps the others waiting"
+
+
+def test_the_trend_goes_down() -> None:
+    assert trend([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == "█▇▆▅▄▃▂▁"
+    assert trend([1.0]) == "▁"
+    assert len(trend([float(value) for value in range(1000)])) == 40
+
+
+def going(tmp_path: Path) -> RunFolder:
+    """The folder of a run that goes on."""
+    folder = save(run_of(), tmp_path / "run")
+    (folder / "trace.json").unlink()
+    lines = [{"step": step, "loss": 5.0, "seconds": 0.1, "tokens_per_second": 9.0} for step in range(4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    state(0).save(folder / "live" / "rank-00000.json")
+    return RunFolder(folder)
+
+
+def test_when_a_run_has_ended(tmp_path: Path) -> None:
+    folder = going(tmp_path)
+    assert not has_ended(folder)
+    assert [one.rank for one in rank_states(folder)] == [0]
+    folder.trace.write_text("{}")
+    os.utime(folder.trace, (10.0, 10.0))
+    assert not has_ended(folder), "the trace is of the run before it was resumed"
+    os.utime(folder.metrics, (5.0, 5.0))
+    assert has_ended(folder)
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    folder = going(tmp_path)
+    with served_page(folder, 0, 1.0) as address:
+        port = int(address.rpartition(":")[2])
+        with pytest.raises(InputError, match="choose another, or 0"), served_page(folder, port, 1.0):
+            pass
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+def test_the_page_follows_the_run(tmp_path: Path) -> None:
+    folder = going(tmp_path)
+    with served_page(folder, 0, 0.2) as address, Browser() as browser:
+        tab = browser.open(address)
+        assert "4 steps are done" in tab.ask("document.querySelector('.verdict').textContent")
+        with folder.metrics.open("a") as file:
+            file.write(json.dumps({"step": 4, "loss": 4.0, "seconds": 0.1, "tokens_per_second": 9.0}) + "\n")
+        tab.until("document.querySelector('.verdict').textContent.includes('5 steps are done')")
+        trace = run_of().worst
+        assert trace is not None
+        trace.save(folder.trace)
+        tab.until("document.documentElement.dataset.live === 'ended'")
+        assert "ran 20 steps" in tab.ask("document.querySelector('.verdict').textContent")
+        assert tab.complaints == []
