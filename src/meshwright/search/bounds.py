@@ -149,10 +149,20 @@ class Bounds:
         if p == 1:
             return m * total
         first = total - (float(self.table.weights[-1]) if schedule in SPLIT_SCHEDULES else 0.0)
-        hop = send_seconds(self.table.sent_bytes, axis_group(shape.mesh, "pp"), self.problem.cluster)
+        hop = self._hop(shape, 1)
         hops = (p - 1) * hop * (1 if schedule in SPLIT_SCHEDULES else 2)
+        inside = 1 if placement_of(schedule) == "v" else 0  # the stages where a V turns share a coordinate
+        longest = self._hop(shape, p * virtual - 1 - inside)
         played = self._with_bubble(shape, schedule, virtual, forward, total)
-        return max(first + hops, m * total / p, m * virtual * hop, played)
+        return max(first + hops, m * total / p, m * max(virtual * hop, longest), played)
+
+    def _hop(self, shape: Shape, number: int) -> float:
+        """Of a message: so many cuts have one that takes as long, wherever they are."""
+        sent = self.table.sent
+        if not len(sent) or number < 1:
+            return 0.0
+        size = float(sent[min(number, len(sent)) - 1])
+        return send_seconds(size, axis_group(shape.mesh, "pp"), self.problem.cluster)
 
     def _with_bubble(self, shape: Shape, schedule: ScheduleKind, virtual: int, forward: float, total: float) -> float:
         p, m, share = shape.pp, shape.num_microbatches, self.forward_share

@@ -12,8 +12,8 @@ opened next:
                  those that cannot fit however much is recomputed are left out (search/room.py)
                  costed with the least recompute that fits (search/fitting.py)
 
-Short dives find good plans to begin with (search/dives.py): 1f1b without cp for each tp inside a host, then everything on the best
-mesh so far. Where nothing fits, the nearest misses are costed (search/nearest.py).
+Short dives find good plans to begin with (search/dives.py): those without stages, 1f1b without cp for each tp inside a host, then
+everything on the best mesh so far. Where nothing fits, the nearest misses are costed (search/nearest.py).
 The search ends when no open node can be faster than the best plan that fits: that plan is the fastest there is (of all cuts, where
 all were tried). After `MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too, and the least bound that is open says how far from the
 best the answer may be. Nodes are counted, not seconds, and ties are broken by the order of opening: the same input gives the same
