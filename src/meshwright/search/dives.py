@@ -23,16 +23,17 @@ MOST_SIMPLER = 5
 
 
 def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]:
-    """Good plans, so that bounds have something to cut off: those without stages on any devices; 1f1b on all devices without cp, tp inside a
+    """Good plans, so that bounds have something to cut off: those without stages; 1f1b on all devices without cp, tp inside a
     host; then all else on the best mesh of these."""
     costed: list[tuple[Plan, Estimate]] = []
     best: BestFirst | None = None
     world = worlds(problem)[:1]
     degrees = divisors(problem.cluster.devices_per_host)
-    pipelines = [
+    parts: list[dict[str, object]] = [{"pp": 1}]
+    parts += [
         {"cp": 1, "schedule": "1f1b", "tp": tp, **({"sequence_parallel": True} if tp > 1 else {})} for tp in degrees
     ]
-    for fixed in ({"pp": 1}, *pipelines):
+    for fixed in parts:
         narrow = _narrowed(problem, fixed)
         if narrow is None or not world:
             continue
