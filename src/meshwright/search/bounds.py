@@ -95,7 +95,7 @@ class Bounds:
 
     def needs(self, point: Point, again: float) -> Needs:
         """again: seconds of recompute that a microbatch needs, over all stages."""
-        exposed, once = self._exposed(point)
+        exposed, once = self._exposed(point, again)
         shape = point.shape
         each, once = exposed + again / shape.pp, once + self._after(point)
         total = (self.forward_seconds + self.backward_seconds) / shape.pp + each
@@ -181,15 +181,16 @@ class Bounds:
 
     # ------------------------------------------------------------ the state
 
-    def _exposed(self, point: Point) -> tuple[float, float]:
-        """Seconds that gathers and reductions add, in each microbatch and once a step, on an average coordinate."""
+    def _exposed(self, point: Point, again: float = 0.0) -> tuple[float, float]:
+        """Seconds that gathers and reductions add, in each microbatch and once a step, on an average coordinate; what is done
+        again hides them too."""
         shape, zero = point.shape, point.zero
         ranks = shape.dp * shape.cp
         if ranks == 1:
             return 0.0, 0.0
         num_elements = float(self.table.elements[-1]) / shape.pp
         everyone = Group(ranks, shape.tp)
-        forward, backward = self.forward_seconds / shape.pp, self.backward_seconds / shape.pp
+        forward, backward = self.forward_seconds / shape.pp, (self.backward_seconds + again) / shape.pp
         gradient = self._gradient_bytes * num_elements
         if zero == 0:
             return 0.0, self._shown(self._seconds("all_reduce", gradient, everyone), backward)
