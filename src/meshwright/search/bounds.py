@@ -95,7 +95,7 @@ class Bounds:
 
     def needs(self, point: Point, again: float) -> Needs:
         """again: seconds of recompute that a microbatch needs, over all stages."""
-        exposed, once = self._exposed(point)
+        exposed, once = self._exposed(point, again)
         shape = point.shape
         each, once = exposed + again / shape.pp, once + self._after(point)
         total = (self.forward_seconds + self.backward_seconds) / shape.pp + each
@@ -149,10 +149,20 @@ class Bounds:
         if p == 1:
             return m * total
         first = total - (float(self.table.weights[-1]) if schedule in SPLIT_SCHEDULES else 0.0)
-        hop = send_seconds(self.table.sent_bytes, axis_group(shape.mesh, "pp"), self.problem.cluster)
+        hop = self._hop(shape, 1)
         hops = (p - 1) * hop * (1 if schedule in SPLIT_SCHEDULES else 2)
+        inside = 1 if placement_of(schedule) == "v" else 0  # the stages where a V turns share a coordinate
+        longest = self._hop(shape, p * virtual - 1 - inside)
         played = self._with_bubble(shape, schedule, virtual, forward, total)
-        return max(first + hops, m * total / p, m * virtual * hop, played)
+        return max(first + hops, m * total / p, m * max(virtual * hop, longest), played)
+
+    def _hop(self, shape: Shape, number: int) -> float:
+        """Of a message: so many cuts have one that takes as long, wherever they are."""
+        sent = self.table.sent
+        if not len(sent) or number < 1:
+            return 0.0
+        size = float(sent[min(number, len(sent)) - 1])
+        return send_seconds(size, axis_group(shape.mesh, "pp"), self.problem.cluster)
 
     def _with_bubble(self, shape: Shape, schedule: ScheduleKind, virtual: int, forward: float, total: float) -> float:
         p, m, share = shape.pp, shape.num_microbatches, self.forward_share
@@ -171,15 +181,16 @@ class Bounds:
 
     # ------------------------------------------------------------ the state
 
-    def _exposed(self, point: Point) -> tuple[float, float]:
-        """Seconds that gathers and reductions add, in each microbatch and once a step, on an average coordinate."""
+    def _exposed(self, point: Point, again: float = 0.0) -> tuple[float, float]:
+        """Seconds that gathers and reductions add, in each microbatch and once a step, on an average coordinate; what is done
+        again hides them too."""
         shape, zero = point.shape, point.zero
         ranks = shape.dp * shape.cp
         if ranks == 1:
             return 0.0, 0.0
         num_elements = float(self.table.elements[-1]) / shape.pp
         everyone = Group(ranks, shape.tp)
-        forward, backward = self.forward_seconds / shape.pp, self.backward_seconds / shape.pp
+        forward, backward = self.forward_seconds / shape.pp, (self.backward_seconds + again) / shape.pp
         gradient = self._gradient_bytes * num_elements
         if zero == 0:
             return 0.0, self._shown(self._seconds("all_reduce", gradient, everyone), backward)

@@ -17,23 +17,27 @@ from meshwright.search.space import divisors, worlds
 FEW_OPENED = 500
 """Nodes that a short search opens."""
 MOST_DIVED = 6
-"""Cuts that are costed to begin with, for each degree of tp."""
+"""Cuts that are costed to begin with, without stages and for each degree of tp."""
 MOST_SIMPLER = 5
 """Cuts that are costed to find a simpler plan that is as fast, for every mechanism that is left out."""
 
 
 def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]:
-    """Good plans, so that bounds have something to cut off: 1f1b on all devices without cp, tp inside a host; then all else on the
-    best mesh of these."""
+    """Good plans, so that bounds have something to cut off: those without stages; 1f1b on all devices without cp, tp inside a
+    host; then all else on the best mesh of these."""
     costed: list[tuple[Plan, Estimate]] = []
     best: BestFirst | None = None
     world = worlds(problem)[:1]
-    for tp in divisors(problem.cluster.devices_per_host):
-        fixed = {"cp": 1, "schedule": "1f1b", "tp": tp, **({"sequence_parallel": True} if tp > 1 else {})}
+    degrees = divisors(problem.cluster.devices_per_host)
+    parts: list[dict[str, object]] = [{"pp": 1}]
+    parts += [
+        {"cp": 1, "schedule": "1f1b", "tp": tp, **({"sequence_parallel": True} if tp > 1 else {})} for tp in degrees
+    ]
+    for fixed in parts:
         narrow = _narrowed(problem, fixed)
         if narrow is None or not world:
             continue
-        here = replace(narrow, world=world[0])
+        here = replace(narrow, world=world[0]) if "schedule" in fixed else narrow
         best = BestFirst(here, drafts, known=costed, most_costed=MOST_DIVED, most_opened=FEW_OPENED)
         best.run()
         costed = best.costed

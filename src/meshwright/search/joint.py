@@ -5,13 +5,15 @@ opened next:
 
     world        how many devices                                     bound: the work of one device, evenly shared out
       family     mesh, sequence parallel, compile                     bound: the work of its largest microbatch
-       shape     and the microbatch                                   bound: its units' work on the busiest coordinate
+       shape     and the microbatch                                   bound: the quickest turns under the best state that fits
         turns    schedule and stages a coordinate                     bound: with the schedule's bubble
           point  ZeRO and its groups, offload                         bound: with dp's communication and the update
             cut  where stages end: few are all tried, of many the best by dynamic programming (search/cuts.py)
+                 those that cannot fit however much is recomputed are left out (search/room.py)
                  costed with the least recompute that fits (search/fitting.py)
 
-Short dives find good plans to begin with (1f1b without cp for each tp inside a host, then everything on the best mesh so far).
+Short dives find good plans to begin with (search/dives.py): those without stages, 1f1b without cp for each tp inside a host, then
+everything on the best mesh so far. Where nothing fits, the nearest misses are costed (search/nearest.py).
 The search ends when no open node can be faster than the best plan that fits: that plan is the fastest there is (of all cuts, where
 all were tried). After `MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too, and the least bound that is open says how far from the
 best the answer may be. Nodes are counted, not seconds, and ties are broken by the order of opening: the same input gives the same

@@ -12,6 +12,8 @@ A rank holds of every element of its parameters, by ZeRO stage, N ranks to a sha
 All p coordinates together have p · budget bytes. With S bytes of state and at least h microbatches in flight on each, they can
 keep (p · budget - S) / h bytes of activations of one microbatch. What is more than that is recomputed, at no less than the
 least seconds a byte of any unit                                                                -> recompute_seconds
+The unit that runs saves nothing by recompute: what it did not keep is there again              -> Room.running_bytes
+A cut must fit on every coordinate with everything recomputed                                   -> cut_fits
 Where a coordinate has several stages, these are about even: the fullest coordinate must fit with everything recomputed
                                                                                                 -> _even_fits
 """

@@ -53,8 +53,8 @@ class UnitTable:
     kept: dict[str, Row]
     peaks: dict[str, Row]
     """Of each unit, not summed up: bytes above what is kept while it runs."""
-    sent_bytes: float
-    """The least that any two units hand each other."""
+    sent: Row
+    """Bytes that a unit hands to the next, the fewest first."""
     elements: Row
     """Of parameters as tp cuts them, each tensor at its first name; experts' apart."""
     expert_elements: Row
@@ -157,16 +157,12 @@ def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, mic
         mode: _Columns(problem, graph, plan, divided, microbatch, _modes(problem, graph, mode)) for mode in MODES
     }
     columns = {mode: seen.by_mode() for mode, seen in by_mode.items()}
-    sent = [
-        sent_bytes(divided.passes[number], plan, divided.divisions, problem.recipe)
-        for number in divided.unlike
-        if number + 1 < len(divided.passes)
-    ]
+    sent = [sent_bytes(divided.passes[number], plan, divided.divisions, problem.recipe) for number in divided.unlike]
     dense, expert = divided.elements
     return UnitTable(
         is_cpu=problem.cluster.device.kind == "cpu",
         peaks={mode: columns[mode].pop("peak") for mode in MODES},
-        sent_bytes=min(sent, default=0.0),
+        sent=np.sort(np.array(sent, dtype=np.float64)[divided.kinds][:-1]),
         elements=_sums(dense),
         expert_elements=_sums(expert),
         **{name: _sums(values) for name, values in by_mode["none"].shared().items()},  # type: ignore[arg-type]
