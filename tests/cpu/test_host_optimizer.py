@@ -114,7 +114,9 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("case", "offload", "optimizer", "max_norm"), EXACT, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("case", "offload", "optimizer", "max_norm"), EXACT, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_one_rank_to_the_last_bit(
     pool: Pools, case: Case, offload: dict[str, Any], optimizer: Any, max_norm: float | None
 ) -> None:

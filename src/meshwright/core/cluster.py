@@ -61,6 +61,15 @@ class Link(Value, kw_only=True):
     origin: Origin
 
 
+class Alone(Value, kw_only=True):
+    """What a device reaches while the others of its host idle: cores of one host share its memory."""
+
+    rates: tuple[Rate, ...]
+    launch_seconds: Positive
+    backward_launch_seconds: Positive
+    update_elements_per_second: Positive
+
+
 class Device(Value, kw_only=True):
     name: str
     kind: Literal["cpu", "cuda"]
@@ -80,6 +89,8 @@ class Device(Value, kw_only=True):
     """How much of the shorter of compute and communication disappears when both run at once."""
     shard_call_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """What the host adds to each collective of sharded parameters; nothing where it runs ahead of the device."""
+    alone: Alone | None = None
+    """Without it, as when all run."""
     peak_flops_per_second: Positive
     """What utilisation is counted against: the best matmul rate measured, or the vendor's peak."""
     peaks: dict[RateType, Positive] = msgspec.field(default_factory=dict)
@@ -108,6 +119,15 @@ class Cluster(Value, kw_only=True):
     collectives: tuple[CollectiveTime, ...] = ()
     host_memory_bytes: Annotated[int, Meta(ge=0)] | None = None
     notes: tuple[str, ...] = ()
+
+    def seen_by(self, world: int) -> Cluster:
+        """As a plan of so many ranks finds it: one rank has the host to itself."""
+        alone = self.device.alone
+        if world > 1 or alone is None:
+            return self
+        figures = {name: getattr(alone, name) for name in alone.__struct_fields__}
+        return msgspec.structs.replace(self, device=msgspec.structs.replace(self.device, alone=None, **figures))
+
     """Where figures came from, in words."""
 
     @property

@@ -62,6 +62,7 @@ class Estimator:
     ) -> None:
         """like: of a plan that differs in its recompute only; what both share is taken from it. microbatch: where it is known."""
         check_costable(graph, plan, cluster)
+        cluster = cluster.seen_by(plan.world)
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
         self.microbatch: Microbatch = (
             like.microbatch if like else microbatch or microbatch_of(graph, plan, cluster, recipe)

@@ -8,6 +8,7 @@ Every figure is the slowest rank's median. What is measured, and how:
     halves launch  the same where gradients of weights are put off                   -> splitting.measure_halves_launch
     update         parameters per second through AdamW                               -> kernels.measure_update
     collectives    seconds by kind and input bytes, between all ranks                -> links.measure_collectives
+    alone          the same rates of one rank while the others wait                    -> _measure_alone
     host           the link to the host's memory, and how fast the host updates               -> host.measure_host
     links          bandwidth and latency; on several hosts, inside each apart        -> links.link_of, links.measure_host_link
     sharding       seconds that fully_shard adds to each of its collectives              -> sharding.measure_shard_call
@@ -25,7 +26,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from meshwright.core.cluster import Cluster, Device, Rate
+from meshwright.core.cluster import Alone, Cluster, Device, Rate
 from meshwright.core.codec import stable_hash
 from meshwright.core.errors import InputError
 from meshwright.measure import kernels, links
@@ -35,7 +36,7 @@ from meshwright.measure.splitting import measure_halves_launch, measure_split_la
 from meshwright.runtime.launch import launch
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
-PROBE_VERSION = 7
+PROBE_VERSION = 8
 """Raised when a probe measures other things than before: older measurements are then not used."""
 
 
@@ -102,6 +103,7 @@ def measure_cluster(rank: Rank) -> Cluster:
     update, forward_launches, backward_launches, split_launches, halves_launches = _slowest(
         [kernels.measure_update(rank.device), *(1 / seconds for seconds in launches)], rank
     )
+    alone = _measure_alone(rank, rates) if rank.device.type == "cpu" and per_host > 1 else None
     collectives = links.measure_collectives(rank) if rank.num_ranks > 1 else ()
     (overlap,) = _slowest([links.measure_overlap(rank) if rank.num_ranks > 1 else 1.0], rank)
     host_link, host_updates = measure_host(rank, per_host)
@@ -123,6 +125,7 @@ def measure_cluster(rank: Rank) -> Cluster:
             split_launch_seconds=1 / split_launches,
             halves_launch_seconds=1 / halves_launches,
             update_elements_per_second=update,
+            alone=alone,
             overlap_share=max(0.0, min(1.0, overlap)),
             shard_call_seconds=-negated,
             peak_flops_per_second=max(rate.per_second for rate in shared if rate.kind == "matmul"),
@@ -135,6 +138,27 @@ def measure_cluster(rank: Rank) -> Cluster:
         host_memory_bytes=host_memory_bytes(),
         notes=(f"measured with {rank.num_ranks} ranks at once, torch {torch.__version__}",),
     )
+
+
+def _measure_alone(rank: Rank, together: list[Rate]) -> Alone:
+    """The first rank's figures while all others wait. Never below what it reached among them, which noise could make it."""
+    dist.barrier()
+    found = [""]
+    if rank.number == 0:
+        rates = kernels.measure_rates(rank.device)
+        forward, backward, *_ = kernels.measure_launches(rank.device)
+        alone = Alone(
+            rates=tuple(
+                msgspec.structs.replace(rate, per_second=max(rate.per_second, other.per_second))
+                for rate, other in zip(rates, together, strict=True)
+            ),
+            launch_seconds=forward,
+            backward_launch_seconds=backward,
+            update_elements_per_second=kernels.measure_update(rank.device),
+        )
+        found = [alone.to_json()]
+    dist.broadcast_object_list(found)
+    return Alone.from_json(found[0])
 
 
 def ranks_per_host(rank: Rank) -> int:

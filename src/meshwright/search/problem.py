@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
+
+import msgspec
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import PlanError
@@ -74,8 +76,23 @@ class Problem:
         known."""
         if self.request.offload is not None:
             return (self.request.offload,)  # type: ignore[return-value]
-        known = self.cluster.host_link is not None and self.cluster.host_memory_bytes is not None
+        apart = self.cluster.device.kind != "cpu"  # a CPU's memory is its host's
+        known = apart and self.cluster.host_link is not None and self.cluster.host_memory_bytes is not None
         return ("none", *(what for what in OFFLOADED if known and not not_yet(_with_offload(what))))
+
+    @property
+    def of_one_device(self) -> Problem | None:
+        """The same for one device, where that alone is another device than one of many, and may be taken."""
+        request = self.request
+        fixed = [request.dp, request.pp, request.tp, request.cp, request.ep]
+        if (
+            self.world not in (None, 1)
+            or self.cluster.device.alone is None
+            or any((degree or 1) > 1 for degree in fixed)
+        ):
+            return None
+        asked = msgspec.structs.replace(request, global_batch=self.global_batch)
+        return replace(self, cluster=self.cluster.seen_by(1), request=asked, world=1)
 
     def hosts_hold(self, found: Estimate) -> bool:
         """Whether the hosts have room for what leaves the devices; who asks for an offload may see what it would take."""

@@ -72,9 +72,24 @@ def search(
         legal,
         prefer_fastest,
     )
-    outcome = METHODS[method](problem)
+    outcome = _outcome(METHODS[method], problem)
     result = _result(outcome, problem, method)
     return msgspec.structs.replace(result, search_seconds=time.perf_counter() - started)
+
+
+def _outcome(method: Method, problem: Problem) -> Outcome:
+    """Of one device that has its host to itself, plans are found by themselves: what bounds the others does not bound them."""
+    one = problem.of_one_device
+    if one is None:
+        return method(problem)
+    found, of_one = method(problem), method(one)
+    plans = [(msgspec.structs.replace(plan, cluster=problem.cluster_hash), made) for plan, made in of_one.costed]
+    bounds = (found.bound_seconds, of_one.bound_seconds)
+    return Outcome(
+        costed=(*plans, *(pair for pair in found.costed if pair[0].world > 1)),
+        num_candidates=found.num_candidates + of_one.num_candidates,
+        bound_seconds=None if None in bounds else min(bound for bound in bounds if bound is not None),
+    )
 
 
 def _result(outcome: Outcome, problem: Problem, method: str) -> SearchResult:
