@@ -13,9 +13,9 @@ import torch.distributed as dist
 from meshwright.core.cluster import Link
 from meshwright.runtime.offload.host import HostMemory
 from meshwright.runtime.offload.link import open_link
-from meshwright.runtime.offload.optimizer import num_threads
 from meshwright.runtime.offload.pieces import MOMENTS
 from meshwright.runtime.offload.rules import AdamRule, State, Task, find_rule
+from meshwright.runtime.offload.threads import num_threads
 from meshwright.runtime.ranks import Rank
 
 COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 25}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from meshwright.runtime.offload.activations import offload_activations
 from meshwright.runtime.offload.build import stream
 from meshwright.runtime.offload.link import open_link
 from meshwright.runtime.offload.optimizer import HostOptimizer, step_on_host
+from meshwright.runtime.offload.threads import ranks_here
 from meshwright.runtime.optimizer import OptimizerFactory, check_optimizer, make_optimizer, named_parameters
 from meshwright.runtime.pipeline.cut import cut
 from meshwright.runtime.pipeline.draw import draw
@@ -128,7 +128,7 @@ def _offload(
     link = open_link(device, host_link)
     return HostOptimizer(
         inner(found.module), found.optimizer, plan, link, device, found.values, max_norm, is_own_loop,
-        int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        ranks_here(),
     )  # fmt: skip
 
 

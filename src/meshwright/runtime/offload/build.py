@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -31,6 +30,7 @@ from meshwright.runtime.offload.resident import Resident
 from meshwright.runtime.offload.stash import DeviceStash, HostStash, Stash
 from meshwright.runtime.offload.streamed_program import StreamedProgram, Streams
 from meshwright.runtime.offload.streaming import Streaming
+from meshwright.runtime.offload.threads import num_threads, ranks_here
 from meshwright.runtime.offload.window import Window
 from meshwright.runtime.optimizer import OptimizerFactory, check_optimizer, make_optimizer, named_parameters
 from meshwright.runtime.places import Place, note_place
@@ -83,7 +83,7 @@ def stream(
     streams = Streams(
         streaming=streaming,
         departures=Departures(homes, STORED[plan.precision], device, link, group),
-        updates=HostUpdates(made, memory.buffers(), max_norm is not None, place),
+        updates=HostUpdates(made, memory.buffers(), max_norm is not None, place, num_threads(ranks_here())),
         stash=_stash(plan, link, device, len(homes)),
         memory=(memory.pinned, memory.plain),
         group=group,
@@ -121,7 +121,7 @@ class _Memory:
         """Whether masters and working copies are the same."""
         plain = 0 if self.shares or on_disk else masters
         states = NUM_STAGED * padded(self.largest * self.stored.itemsize) if on_disk else ASSUMED_STATES * masters
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here = ranks_here()
         what = f"streaming the parameters of {len(homes)} blocks"
         check_host_memory((pinned + plain + states) * here, f"{what}, with what the optimizer keeps for them,")
         self.pinned = HostMemory(pinned, device, what, here)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from meshwright.runtime._torch import has_step_hooks
 from meshwright.runtime.offload.block_home import BlockHome
 from meshwright.runtime.offload.link import Arrival
+from meshwright.runtime.offload.threads import QuickTurns
 
 NUM_BUFFERS = 3
 """One that arrives, one that is used, one that is free for the next."""
@@ -94,14 +96,17 @@ class InMemory(StatePlace):
 
 
 class HostUpdates:
-    def __init__(self, optimizer: Optimizer, buffers: Iterable[Tensor], waits_for_all: bool, place: StatePlace) -> None:
+    def __init__(
+        self, optimizer: Optimizer, buffers: Iterable[Tensor], waits_for_all: bool, place: StatePlace, threads: int = 1
+    ) -> None:
         """waits_for_all: updates run when they are told to (`run_held`), not as gradients arrive."""
         self.optimizer, self.waits_for_all, self.place = optimizer, waits_for_all, place
         self.held: list[Arrived] = []
         self._free: queue.Queue[Tensor] = queue.Queue()
         for buffer in buffers:
             self._free.put(buffer)
-        self._worker = ThreadPoolExecutor(1, "host-update")
+        self._worker = ThreadPoolExecutor(1, "host-update", partial(torch.set_num_threads, threads))
+        self._turns = QuickTurns()
         self._running: list[Future[None]] = []
 
     def take_buffer(self) -> Tensor:
@@ -144,6 +149,7 @@ class HostUpdates:
 
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
+        self._turns.close()
         self.place.close()
 
     def _update(self, arrived: Arrived, part: Optimizer) -> None:

@@ -18,8 +18,6 @@ share        the first parameters of a forward keep their state on the device, a
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
@@ -40,13 +38,8 @@ from meshwright.runtime.offload.kept import Kept
 from meshwright.runtime.offload.link import Link
 from meshwright.runtime.offload.pieces import MOMENTS, Layout, Piece, Return, Shipped, Slot, ship
 from meshwright.runtime.offload.rules import AdamRule, State, Task, TorchRule, find_rule, is_by_entry
+from meshwright.runtime.offload.threads import QuickTurns, num_threads
 from meshwright.runtime.offload.updater import Job, Updater
-
-CORES_LEFT = 2
-"""Cores that the updates leave to the threads that drive the device."""
-
-SWITCH_SECONDS = 5e-4
-"""How long a thread may keep Python's interpreter from one that waits for it: updates come back for it many times a step."""
 
 
 class _Sum(NamedTuple):
@@ -125,8 +118,7 @@ class HostOptimizer:
             fill_rest(module, values)
         self.holders: list[Shipped | Kept] = [*self.kept, *self.shipped]
         self.updater = Updater(self._work)
-        self._interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._interval, SWITCH_SECONDS))
+        self._turns = QuickTurns()
         self.observer: Callable[[str, Tensor], None] | None = None
         """Sees the gradient of each parameter, microbatch by microbatch, where they leave early."""
         self.before_step: Callable[[], None] | None = None
@@ -173,7 +165,7 @@ class HostOptimizer:
         """Give back threads and memory."""
         for handle in self._handles:
             handle.remove()
-        sys.setswitchinterval(self._interval)
+        self._turns.close()
         self.updater.close()
         self.link.close()
         for memory in self.memory:
@@ -367,11 +359,6 @@ class HostOptimizer:
         check_host_memory((pinned + plain) * num_ranks, words)
         first = HostMemory(pinned, device, words)
         return first, HostMemory(plain, torch.device("cpu"), words)
-
-
-def num_threads(num_ranks_here: int) -> int:
-    """Of the updates of one rank."""
-    return max(1, (len(os.sched_getaffinity(0)) - CORES_LEFT) // num_ranks_here)
 
 
 def _taken(values: Values | None, name: str, parameter: nn.Parameter) -> Tensor:
