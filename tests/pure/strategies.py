@@ -110,10 +110,11 @@ def meshes(draw: st.DrawFn) -> Mesh:
 @st.composite
 def requests(draw: st.DrawFn) -> PlanRequest:
     hints = get_type_hints(PlanRequest, include_extras=True)
-    fields = {name: draw(_of(hint)) for name, hint in hints.items() if name not in ("recompute", "offload")}
+    fields = {name: draw(_of(hint)) for name, hint in hints.items() if not name.startswith(("recompute", "offload"))}
     recompute = draw(st.sampled_from([None, "none", "selective", "full", "every:1", "every:12"]))
     offload = draw(st.sampled_from([None, "none", "optimizer", "parameters"]))
-    return PlanRequest(**fields, recompute=recompute, offload=offload)
+    how = {name: draw(_of(hints[name])) for name in ("offload_share", "offload_delayed")}
+    return PlanRequest(**fields, recompute=recompute, offload=offload, **(how if offload not in (None, "none") else {}))
 
 
 @st.composite

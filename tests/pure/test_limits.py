@@ -20,7 +20,12 @@ GRAPH = transformer_graph(layers=8, hidden=64, heads=4, seq=32)
         ({"compile": True, "recompute": "selective"}, {"compile": True, "recompute": "full"}, "recompute them in full"),
         ({"compile": True, "tp": 2}, {"compile": True}, "set tp and cp to 1"),
         ({"compile": True, "cp": 2}, {"cp": 2}, "leave compile out"),
-        ({"offload": "optimizer"}, {"zero": 3, "dp": 2}, "shard with ZeRO"),
+        ({"offload": "parameters"}, {"offload": "parameters", "recompute": "full"}, "set recompute to full"),
+        (
+            {"offload": "parameters", "recompute": "full", "tp": 2},
+            {"offload": "optimizer", "tp": 2},
+            "set these axes to 1",
+        ),
         ({"schedule": "gpipe"}, {"schedule": "gpipe", "pp": 2}, "raise pp"),
         (
             {"schedule": "zb", "pp": 2, "zero": 3, "dp": 2},
@@ -39,6 +44,8 @@ def test_what_is_refused_says_what_runs(asked: dict[str, Any], instead: dict[str
 
 
 def test_several_parts_are_named_together() -> None:
-    plan = plan_for(GRAPH, microbatch=1, global_batch=8, compile=True, tp=2, offload="optimizer")
-    with pytest.raises(PlanError, match=r"compile with tp or cp.*, nor offload of optimizer: .*; set offload to none"):
+    plan = plan_for(GRAPH, microbatch=1, global_batch=8, compile=True, tp=2, offload="parameters")
+    with pytest.raises(
+        PlanError, match=r"compile with tp or cp.*, nor offload of parameters with tp=2, nor .*: .*; set these"
+    ):
         check_runs(plan)

@@ -161,7 +161,6 @@ def test_a_deep_model_is_refused_without_making_its_cuts() -> None:
     [
         ({"dp": 2, "global_batch": 3}, "global batch 3 does not divide over dp=2"),
         ({"tp": 2}, "splits no tensor"),
-        ({"offload": "optimizer"}, "offload of optimizer"),
     ],
 )
 def test_an_empty_space_says_why(fixed: dict[str, Any], said: str) -> None:

@@ -111,12 +111,22 @@ def test_what_cannot_run_or_has_no_figures_is_not_looked_at() -> None:
     with offload_runs():
         assert Problem(chain_graph(2), bare).offloads == ("none",)
         assert Problem(chain_graph(2), known).offloads == ("none", "optimizer", "parameters")
-    runs = [what for what in ("optimizer", "parameters") if not not_yet(_with(what))]
-    assert Problem(chain_graph(2), known).offloads == ("none", *runs)
+    assert Problem(chain_graph(2), known).offloads == ("none", "optimizer"), "streaming needs more than a switch"
 
 
-def _with(what: str) -> Plan:
-    with patch("meshwright.core.limits.not_yet", lambda plan: {}):
-        request = PlanRequest(global_batch=1, dp=1, compile=False, offload=what)
-        cluster = with_hosts(machine(1), GENEROUS, 1e9)
-        return search(chain_graph(2), cluster, request).plan
+def test_no_more_leaves_than_must() -> None:
+    """The least share that fits, in steps of a fiftieth; the one below it does not. Who fixes a share keeps it."""
+    graph, cluster = chain_graph(40), with_hosts(machine(1), GENEROUS, 1e9)
+    request = PlanRequest(global_batch=1, compile=False, recompute="full", offload="optimizer")
+    whole = search(graph, cluster, msgspec.structs.replace(request, offload_share=1.0))
+    assert whole.plan.offload.share == 1
+    kept = msgspec.structs.replace(request, offload_share=0.0)
+    budget = (whole.estimate.needed_bytes + search(graph, cluster, kept).estimate.needed_bytes) // 2
+    found = search(graph, cluster, request, budget_bytes=budget, prefer_fastest=True)
+    share = found.plan.offload.share
+    assert 0.3 < share < 0.7
+    assert found.estimate.fits
+    assert found.estimate.step_seconds <= whole.estimate.step_seconds
+    lower = msgspec.structs.replace(request, offload_share=share - 0.04)
+    with pytest.raises(InfeasibleError):
+        search(graph, cluster, lower, budget_bytes=budget)

@@ -228,9 +228,20 @@ def test_a_sharding_for_a_kind_the_model_does_not_have_is_refused() -> None:
         ({}, {}, {"sequence_parallel": True}, "sequence parallel lays tokens over tp, but tp=1: leave it out"),
         ({}, {"tp": 3}, {}, "4 attention heads in blocks of kind 'Block' do not divide over tp=3: use a divisor of 4"),
         ({}, {"tp": 8}, {}, "4 attention heads .* do not divide over tp=8: use a divisor of 4"),
-        ({"seq": 36}, {"cp": 8}, {}, r"36 tokens a sample do not divide over cp=8: change the sequence length or cp"),
+        (
+            {"seq": 36},
+            {"cp": 8},
+            {},
+            r"36 tokens a sample do not divide over cp=8, two pieces each, as a ring needs: change",
+        ),
         ({"seq": 33}, {"cp": 2}, {}, r"33 tokens a sample do not divide over cp=2"),
-        ({"seq": 40}, {"cp": 8}, {}, r"4 attention heads .* do not divide over tp · cp = 8, as the exchange of tokens"),
+        ({"seq": 40}, {"cp": 8}, {}, r"40 tokens a sample do not divide over cp=8, two pieces each"),
+        (
+            {"seq": 40},
+            {"cp": 8, "context": "heads"},
+            {},
+            r"4 attention heads .* do not divide over tp · cp = 8, as the exchange of tokens",
+        ),
         (
             {"seq": 34},
             {"tp": 2, "cp": 2, "sequence_parallel": True},

@@ -11,15 +11,15 @@ _SCALING = "the loss scale does not change a plan"
 
 _OFFLOAD_DETAILS = dict(
     unneeded(
-        "nvme_path buffer_count buffer_size max_in_cpu pin_memory pipeline pipeline_read pipeline_write fast_init super_offload "
+        "buffer_count buffer_size max_in_cpu pin_memory pipeline pipeline_read pipeline_write fast_init super_offload "
         "cpuadam_cores_perc",
         "how DeepSpeed moves what it offloads",
     )
 )
 _ZERO: Known = {
     "stage": USED,
-    "offload_optimizer": {"device": USED, "ratio": USED, **_OFFLOAD_DETAILS},
-    "offload_param": {"device": USED, **_OFFLOAD_DETAILS},
+    "offload_optimizer": {"device": USED, "nvme_path": USED, "ratio": USED, **_OFFLOAD_DETAILS},
+    "offload_param": {"device": USED, "nvme_path": USED, **_OFFLOAD_DETAILS},
     "cpu_offload": USED,
     "cpu_offload_param": USED,
     "cpu_offload_params": USED,

@@ -60,7 +60,8 @@ def describe(plan: Plan) -> str:
     if plan.recompute:
         parts.append(f"recompute {' + '.join(dict.fromkeys(rule.mode for rule in plan.recompute))}")
     if plan.offload.what != "none":
-        parts.append(f"offload {plan.offload.what}")
+        share = "" if plan.offload.share == 1 else f"{plan.offload.share:.0%} of "
+        parts.append(f"offload {share}{plan.offload.what}")
     if plan.compile:
         parts.append("compiled")
     return " · ".join([*parts, plan.precision])

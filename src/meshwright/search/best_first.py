@@ -10,7 +10,7 @@ from math import inf
 
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
-from meshwright.core.plan import Plan, ScheduleKind, ZeroStage
+from meshwright.core.plan import Plan, ScheduleKind
 from meshwright.search.bounds import Needs
 from meshwright.search.cuts import FEW_CUTS, best_cut, every_cut, num_cuts
 from meshwright.search.drafts import LARGE_MICROBATCH, Drafts
@@ -102,7 +102,7 @@ class BestFirst:
         smallest = family[-1]
         for zero, hybrid, offload in states(self.problem, smallest):
             point = Point(smallest, "1f1b", 1, zero, hybrid, offload)
-            bounds = self.drafts.bounds(largest, sharded=zero > 0)
+            bounds = self.drafts.bounds(largest, sharded=point.casts_ahead)
             if bounds is not None and self.drafts.needs(point) is not None:
                 once = self.drafts.once(replace(point, shape=largest))
                 best = min(best, EVEN_SLACK * bounds.of_shape(largest) + once)
@@ -112,19 +112,20 @@ class BestFirst:
         """The quickest turns, under the state that adds least to them of those that fit."""
         ways = list(turns(self.problem, shape))
         best = inf
-        for needs, zero in sorted(self._fitting_states(shape), key=lambda one: one[0].seconds):
-            bounds = self.drafts.bounds(shape, sharded=zero > 0)
+        for needs, sharded in sorted(self._fitting_states(shape), key=lambda one: one[0].seconds):
+            bounds = self.drafts.bounds(shape, sharded=sharded)
             if needs.seconds >= best or bounds is None:
                 break  # no turns are quicker than none
             best = min(best, *(bounds.with_turns(shape, needs, *way) for way in ways))
         return best
 
-    def _fitting_states(self, shape: Shape) -> Iterator[tuple[Needs, ZeroStage]]:
-        """What those that may fit need, each with its ZeRO stage."""
+    def _fitting_states(self, shape: Shape) -> Iterator[tuple[Needs, bool]]:
+        """What those that may fit need, each with how its parameters reach 16 bits."""
         for zero, hybrid, offload in states(self.problem, shape):
-            needs = self.drafts.needs(Point(shape, "1f1b", 1, zero, hybrid, offload))
+            point = Point(shape, "1f1b", 1, zero, hybrid, offload)
+            needs = self.drafts.needs(point)
             if needs is not None:
-                yield needs, zero
+                yield needs, point.casts_ahead
 
     def _turns(self, shape: Shape) -> Opened:
         known = [one for sharded in (False, True) if (one := self.drafts.bounds(shape, sharded=sharded)) is not None]
@@ -135,13 +136,13 @@ class BestFirst:
     def _points(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> Opened:
         for zero, hybrid, offload in states(self.problem, shape):
             point = Point(shape, schedule, virtual, zero, hybrid, offload)
-            bounds = self.drafts.bounds(shape, sharded=zero > 0)
+            bounds = self.drafts.bounds(shape, sharded=point.casts_ahead)
             if bounds is not None and self.drafts.runs(point):
                 self.drafts.points.add(point)
                 yield bounds.of_point(point, self.drafts.room(point)), lambda point=point: self._cuts(point)  # type: ignore[misc]
 
     def _cuts(self, point: Point) -> Opened:
-        bounds = self.drafts.bounds(point.shape, sharded=point.zero > 0)
+        bounds = self.drafts.bounds(point.shape, sharded=point.casts_ahead)
         assert bounds is not None
         room, units = self.drafts.room(point), bounds.table.num_units
         found: Iterable[tuple[Cut, float]]
@@ -178,7 +179,7 @@ class BestFirst:
 
     def _fitted(self, point: Point, cut: Cut, plan: Plan) -> tuple[Plan, Estimate] | None:
         """Found once by all parts of the search; None where it does not fit, though it must."""
-        table = self.drafts.table(point.shape, sharded=point.zero > 0)
+        table = self.drafts.table(point.shape, sharded=point.casts_ahead)
         assert table is not None
         key = (*identity(plan), self.problem.request.recompute)
         known = self.drafts.fitted

@@ -18,13 +18,17 @@ EQUAL_SHARE = 1e-9
 """Estimates closer than this are taken as equal: rounding must not decide."""
 ERROR_OF_SHEETS = 0.05
 """Median error of a step on other people's clusters, from vendors' figures (docs/accuracy.md)."""
-ERROR_OF_PROBES = 0.03
-"""Median error of a step on a machine that was measured (docs/accuracy.md)."""
+ERROR_OF_PROBES = 0.05
+"""Of a step on a GPU that was measured (docs/accuracy.md)."""
+ERROR_OF_PROBED_CPUS = 0.10
+"""On a CPU that was measured, between plans that use it differently: cores share caches and memory (docs/performance.md, regret)."""
 
 
 def error_band(cluster: Cluster) -> float:
     """Estimates of two plans that differ by less say nothing about which is faster."""
-    return ERROR_OF_PROBES if cluster.origin == "probe" else ERROR_OF_SHEETS
+    if cluster.origin != "probe":
+        return ERROR_OF_SHEETS
+    return ERROR_OF_PROBED_CPUS if cluster.device.kind == "cpu" else ERROR_OF_PROBES
 
 
 def complexity(plan: Plan) -> int:

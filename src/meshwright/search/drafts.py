@@ -239,7 +239,7 @@ class Drafts:
     def needs(self, point: Point) -> Needs | None:
         """Whatever the turns; None where the degrees are refused, or nothing makes it fit."""
         if point not in self._needs:
-            bounds = self.bounds(point.shape, sharded=point.zero > 0)
+            bounds = self.bounds(point.shape, sharded=point.casts_ahead)
             again = inf if bounds is None else recompute_seconds(bounds.table, point, self.room(point))
             self._needs[point] = None if bounds is None or again == inf else bounds.needs(point, again)
         return self._needs[point]
@@ -247,7 +247,7 @@ class Drafts:
     def once(self, point: Point) -> float:
         """Seconds that its state adds at least once a step, whatever it recomputes."""
         if point not in self._once:
-            bounds = self.bounds(point.shape, sharded=point.zero > 0)
+            bounds = self.bounds(point.shape, sharded=point.casts_ahead)
             self._once[point] = inf if bounds is None else bounds.of_once(point)
         return self._once[point]
 

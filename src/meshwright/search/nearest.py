@@ -48,7 +48,7 @@ def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) ->
     for shape in shapes:
         for zero, hybrid, offload in states(problem, shape):
             point = Point(shape, "1f1b", 1, zero, hybrid, offload)
-            bounds = drafts.bounds(shape, sharded=zero > 0)
+            bounds = drafts.bounds(shape, sharded=point.casts_ahead)
             if bounds is not None and drafts.runs(point):
                 needed = least_bytes(bounds.table, point, drafts.room(point))
                 found.append((needed, number + len(found), point))

@@ -81,7 +81,7 @@ def room_of(point: Point, items: Items, recipe: Recipe, budget_bytes: float, dev
 
 
 def _working(point: Point, items: Items, recipe: Recipe) -> float:
-    if recipe.master_item_bytes or point.zero < 2 or point.offload == "parameters":
+    if recipe.master_item_bytes or point.zero < 2 or point.offload == "parameters" or _leaves_early(point):
         return 0.0
     return items.gradient + (2 * items.gathered if point.zero == 3 else 0)
 
@@ -89,10 +89,16 @@ def _working(point: Point, items: Items, recipe: Recipe) -> float:
 def _element_bytes(point: Point, items: Items, recipe: Recipe, degree: int) -> float:
     if point.offload == "parameters":
         return 0.0
+    if _leaves_early(point):  # stored in what the device computes with; gradients leave as they are made
+        return min(items.parameter, items.gathered) / degree
     state = 0.0 if point.offload == "optimizer" else items.state / degree
     gradient = items.gradient / (degree if point.zero >= 2 else 1) if _has_gradients(point) else 0.0
     packs = point.zero in (1, 2) and not recipe.master_item_bytes
     return items.parameter / degree + state + gradient + (items.gathered if packs else 0)
+
+
+def _leaves_early(point: Point) -> bool:
+    return point.offload == "optimizer" and point.shape.mesh.world == 1
 
 
 def _has_gradients(point: Point) -> bool:

@@ -76,6 +76,11 @@ class Point:
     def num_stages(self) -> int:
         return self.shape.pp * self.virtual
 
+    @property
+    def casts_ahead(self) -> bool:
+        """Whether parameters reach 16 bits before the ops that read them: sharded ones, and those whose masters lie apart."""
+        return self.zero > 0 or (self.offload != "none" and self.shape.world == 1)
+
 
 def divisors(number: int) -> list[int]:
     small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]

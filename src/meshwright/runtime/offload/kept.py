@@ -21,6 +21,7 @@ class Kept:
     """fp32 values of a parameter that the device computes with in 16 bits."""
     state: State = field(default_factory=dict)
     was_sent: bool = False
+    has_sum: bool = False
     total: Tensor | None = None
     """Sum of the gradients of the microbatches so far."""
     gradient: Tensor | None = None

@@ -137,9 +137,11 @@ class HostOptimizer:
             self.before_step()
         self._is_last = True
         for one in self.holders:
+            if one.has_sum and not one.was_sent and one.parameter.grad is None:
+                one.parameter.grad = torch.zeros_like(one.parameter)  # the last microbatch had no use for it
             if not one.was_sent and one.parameter.grad is not None:
                 self._leave(one)
-            one.was_sent = False
+            one.was_sent = one.has_sum = False
         norm = self._clip()
         for job in self._held:
             self.updater.give(job)
@@ -185,7 +187,7 @@ class HostOptimizer:
     def _leave(self, one: Shipped | Kept) -> None:
         gradient = local(one.parameter.grad)  # type: ignore[arg-type]
         one.parameter.grad = None
-        one.was_sent = self._is_last
+        one.was_sent, one.has_sum = self._is_last, not self._is_last
         if self.observer is not None:
             self.observer(one.name, gradient)
         if self.max_norm is not None and self._is_last and self.plan.num_microbatches == 1:

@@ -107,6 +107,8 @@ class Shipped:
     pieces: list[Piece]
     was_sent: bool = False
     """Whether its gradient of this step has left."""
+    has_sum: bool = False
+    """Whether those of earlier microbatches have, and wait for the last."""
 
 
 @dataclass(frozen=True)
