@@ -33,7 +33,8 @@ Most tables are products of two, three or four values: a step of 5 or 7 comes by
 LONGEST = (
     "test_cli_train.py", "test_cli_hangs.py", "test_table.py", "test_split.py", "test_collectives_and_memory.py",
     "test_parity.py", "test_pipeline.py", "test_expert_parallel.py", "test_hybrid.py", "test_cli.py", "test_checkpoint.py",
-    "test_streaming.py", "test_host_optimizer.py", "test_ring.py", "test_batch_norm.py", "test_best_sharding_runs.py", "test_hosts.py", "test_compile.py", "test_deferred.py",
+    "test_streaming.py", "test_host_optimizer.py", "test_ring.py", "test_batch_norm.py",
+    "test_best_sharding_runs.py", "test_hosts.py", "test_compile.py", "test_deferred.py",
 )  # fmt: skip
 """Workers begin with these, so that none is left with a long file when the others are done."""
 GRAPHS = "MESHWRIGHT_TEST_GRAPHS"
