@@ -84,7 +84,7 @@ def measure(row: Row) -> dict[str, Any]:
         host_bytes, predicted = 0, {}
     else:
         step, program, predicted = _ours(row)
-        host_bytes = program.host.host_bytes if program.host is not None else 0
+        host_bytes = program.host.state.host_bytes if program.host is not None else 0
     seconds, losses = [], []
     for number in range(WARMUP + STEPS):
         if number == 1:

@@ -56,6 +56,7 @@ def simpler_plans(problem: Problem, found: BestFirst) -> list[tuple[Plan, Estima
     assert found.fastest is not None
     plan, mesh = found.fastest[0], found.fastest[0].mesh
     restrictions: list[tuple[bool, dict[str, object]]] = [
+        (plan.world > 1, {"dp": 1, "pp": 1, "tp": 1, "cp": 1, "ep": 1}),
         (mesh.pp > 1, {"pp": 1}),
         (mesh.tp > 1, {"tp": 1}),
         (mesh.cp > 1, {"cp": 1}),

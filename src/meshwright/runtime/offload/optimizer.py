@@ -25,20 +25,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshwright.core.errors import PlanError
-from meshwright.core.offloaded import num_kept, order_of_need, place_of
 from meshwright.core.plan import Plan
 from meshwright.runtime.clip import local
-from meshwright.runtime.lowered import Values, fill_rest
-from meshwright.runtime.offload.host import HostMemory, check_host_memory
+from meshwright.runtime.lowered import Values
+from meshwright.runtime.offload.host_state import HostState
 from meshwright.runtime.offload.kept import Kept
 from meshwright.runtime.offload.link import Link
-from meshwright.runtime.offload.pieces import MOMENTS, Layout, Piece, Return, Shipped, Slot, ship
-from meshwright.runtime.offload.rules import AdamRule, State, Task, TorchRule, find_rule, is_by_entry
-from meshwright.runtime.offload.threads import QuickTurns, num_threads
+from meshwright.runtime.offload.pieces import Piece, Return, Shipped, Slot
+from meshwright.runtime.offload.rules import State, Task, TorchRule
+from meshwright.runtime.offload.threads import QuickTurns
 from meshwright.runtime.offload.updater import Job, Updater
 
 
@@ -85,38 +82,9 @@ class HostOptimizer:
         self._block = ""
         self._norms: list[Tensor] = []
         self._held: list[Job] = []
-        found = self._trained()
-        self._check_shape_free([parameter for _, parameter in found])
-        sizes = [local(parameter.detach()).numel() for _, parameter in found]
-        kept = num_kept(sizes, plan.offload.share)
-        dtype = found[0][1].dtype if found else torch.float32
-        master_dtype = dtype if values is None else torch.float32
+        sums = plan.num_microbatches > 1 and self.leaves_early
+        self.state = HostState(module, optimizer, plan, device, values, sums, num_ranks_here)
         self._device_rule = TorchRule(optimizer)
-        self.rule = find_rule(optimizer, master_dtype, num_threads(num_ranks_here))
-        self.layout = Layout(
-            dtype=dtype,
-            master_dtype=master_dtype,
-            num_slots=2 if plan.offload.delayed else 1,
-            has_sums=plan.num_microbatches > 1 and self.leaves_early,
-            num_moments=len(MOMENTS) if isinstance(self.rule, AdamRule) else 0,
-        )
-        self.memory = self._take_memory(sizes[kept:], device, num_ranks_here)
-        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        by_entry = is_by_entry(optimizer)
-        self.shipped = [
-            ship(
-                name, place_of(name, plan.blocks), parameter, place, groups[id(parameter)], self.layout, self.memory,
-                _taken(values, name, parameter), by_entry,
-            )
-            for place, (name, parameter) in enumerate(found[kept:], start=kept)
-        ]  # fmt: skip
-        self.kept = [
-            Kept(name, place_of(name, plan.blocks), parameter, groups[id(parameter)], _master(values, name, parameter))
-            for name, parameter in found[:kept]
-        ]
-        if values is not None:
-            fill_rest(module, values)
-        self.holders: list[Shipped | Kept] = [*self.kept, *self.shipped]
         self.updater = Updater(self._work)
         self._turns = QuickTurns()
         self.observer: Callable[[str, Tensor], None] | None = None
@@ -136,7 +104,7 @@ class HostOptimizer:
         if self.before_step is not None:
             self.before_step()
         self._is_last = True
-        for one in self.holders:
+        for one in self.state.holders:
             if one.has_sum and not one.was_sent and one.parameter.grad is None:
                 one.parameter.grad = torch.zeros_like(one.parameter)  # the last microbatch had no use for it
             if not one.was_sent and one.parameter.grad is not None:
@@ -148,7 +116,7 @@ class HostOptimizer:
         self._held = []
         self._return_late_ones()
         if self.plan.mesh.pp > 1:
-            self._await_all(self._pieces())  # stages are run in parts: there is no one forward to wait in
+            self._await_all(self.state.pieces)  # stages are run in parts: there is no one forward to wait in
         self._scales = {step: scale for step, scale in self._scales.items() if step >= self.num_steps - 1}
         self.num_steps += 1
         return norm
@@ -157,7 +125,7 @@ class HostOptimizer:
         """Until every parameter on the device is the newest."""
         self.updater.settle()
         self.link.hold_back()
-        for piece in self._pieces():
+        for piece in self.state.pieces:
             if piece.late is not None:
                 piece.late.allow()
                 piece.newest, piece.late = piece.late, None
@@ -170,12 +138,7 @@ class HostOptimizer:
         self._turns.close()
         self.updater.close()
         self.link.close()
-        for memory in self.memory:
-            memory.close()
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(memory.num_bytes for memory in self.memory)
+        self.state.close()
 
     @property
     def is_delayed(self) -> bool:
@@ -191,7 +154,7 @@ class HostOptimizer:
         if self.observer is not None:
             self.observer(one.name, gradient)
         if self.max_norm is not None and self._is_last and self.plan.num_microbatches == 1:
-            self._norms.append(torch.linalg.vector_norm(gradient, dtype=self.layout.master_dtype))
+            self._norms.append(torch.linalg.vector_norm(gradient, dtype=self.state.layout.master_dtype))
         if one.block != self._block:  # of the blocks, backward has come to the next
             self._block = one.block
             self.link.pace()
@@ -213,7 +176,7 @@ class HostOptimizer:
             return
         one.gradient = whole
         if self.plan.num_microbatches > 1:
-            self._norms.append(torch.linalg.vector_norm(whole, dtype=self.layout.master_dtype))
+            self._norms.append(torch.linalg.vector_norm(whole, dtype=self.state.layout.master_dtype))
 
     def _send(self, one: Shipped, piece: Piece, gradient: Tensor) -> None:
         slot = piece.slots[self.num_steps % len(piece.slots)]
@@ -241,16 +204,16 @@ class HostOptimizer:
         """What the gradients of this step are multiplied with is known now."""
         if self.max_norm is None:
             return None
-        if self.layout.has_sums:
+        if self.state.layout.has_sums:
             self.updater.settle()  # of sums the norms are taken on the host
-            self._norms += [piece.norm for piece in self._pieces() if piece.norm is not None]
+            self._norms += [piece.norm for piece in self.state.pieces if piece.norm is not None]
         device = self._norms[0].device if self._norms else torch.device("cpu")
         norms = torch.stack([norm.to(device) for norm in self._norms]) if self._norms else torch.zeros(1)
         self._norms = []
         norm: Tensor = torch.linalg.vector_norm(norms)
         scale = float((self.max_norm / (norm + 1e-6)).clamp(max=1.0))
         self._scales[self.num_steps] = scale
-        for one in self.kept:
+        for one in self.state.kept:
             if one.gradient is not None:
                 one.update(one.gradient, self._device_rule, scale)
                 one.gradient = None
@@ -269,16 +232,16 @@ class HostOptimizer:
     def _add(self, job: _Sum) -> None:
         piece = job.piece
         assert piece.total is not None
-        self.rule.accumulate(piece.total, job.slot.memory, is_first=piece.num_summed == 0)
+        self.state.rule.accumulate(piece.total, job.slot.memory, is_first=piece.num_summed == 0)
         piece.num_summed += 1
         if job.is_measured:
             piece.norm = torch.linalg.vector_norm(piece.total)
         job.slot.is_free.set()
 
     def _update(self, jobs: list[_Update], scale: float) -> None:
-        self.rule.update([self._task(job, scale) for job in jobs])
+        self.state.rule.update([self._task(job, scale) for job in jobs])
         for _, piece, slot, back, _ in jobs:
-            if self.layout.is_narrow:
+            if self.state.layout.is_narrow:
                 back.offer(slot.memory)
             elif len(piece.slots) > 1:
                 back.offer(slot.memory.copy_(piece.master))  # the master may change again before this has returned
@@ -291,9 +254,11 @@ class HostOptimizer:
         gradient = slot.memory
         if piece.num_summed and piece.total is not None:
             if piece.norm is None:  # else the last one is in the sum
-                self.rule.accumulate(piece.total, slot.memory, is_first=False)
+                self.state.rule.accumulate(piece.total, slot.memory, is_first=False)
             gradient, piece.num_summed, piece.norm = piece.total, 0, None
-        return Task(piece.master, piece.state, gradient, slot.memory if self.layout.is_narrow else None, group, scale)
+        return Task(
+            piece.master, piece.state, gradient, slot.memory if self.state.layout.is_narrow else None, group, scale
+        )
 
     # ------------------------------------------------------------ parameters return
 
@@ -302,7 +267,7 @@ class HostOptimizer:
         if not self.plan.offload.delayed:
             return
         self.link.hold_back()
-        for piece in self._pieces():
+        for piece in self.state.pieces:
             if piece.newest is not None and not piece.newest.may_go:
                 piece.newest.allow()
 
@@ -318,14 +283,14 @@ class HostOptimizer:
     def _watch_gradients(self) -> Iterable[Any]:
         if not self.leaves_early:
             return
-        for one in self.holders:
+        for one in self.state.holders:
             yield one.parameter.register_post_accumulate_grad_hook(partial(_call, self._leave, one))
 
     def _watch_forwards(self) -> Iterable[Any]:
         """A block waits for its own parameters, the whole module for those in no block; for all of them where ranks gather
         parameters ahead of their use."""
         by_block: dict[str, list[Piece]] = {}
-        for one in self.shipped:
+        for one in self.state.shipped:
             place = one.block if self.plan.world == 1 else ""
             by_block.setdefault(place, []).extend(one.pieces)
         for name, pieces in by_block.items():
@@ -336,47 +301,6 @@ class HostOptimizer:
         self.link.pace()
         for piece in pieces:
             self._await(piece)
-
-    def _pieces(self) -> Iterable[Piece]:
-        return (piece for one in self.shipped for piece in one.pieces)
-
-    # ------------------------------------------------------------ how it is made
-
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer updates, as forward needs it."""
-        mine = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        named = [(name, parameter) for name, parameter in self.module.named_parameters() if id(parameter) in mine]
-        return order_of_need(named, self.plan.blocks)
-
-    def _check_shape_free(self, parameters: list[nn.Parameter]) -> None:
-        if not is_by_entry(self.optimizer) and any(isinstance(parameter, DTensor) for parameter in parameters):
-            raise PlanError(
-                f"{type(self.optimizer).__name__} may look at whole tensors, but ranks hold parts of them, and offload updates "
-                "each part by itself: use an optimizer that treats every entry by itself (AdamW, SGD), or a plan without ZeRO"
-            )
-
-    def _take_memory(self, sizes: list[int], device: torch.device, num_ranks: int) -> tuple[HostMemory, HostMemory]:
-        pinned, plain = self.layout.pinned_bytes(sizes), self.layout.plain_bytes(sizes)
-        words = f"offload of the optimizer state of {sum(sizes):,} parameters"
-        check_host_memory((pinned + plain) * num_ranks, words)
-        first = HostMemory(pinned, device, words)
-        return first, HostMemory(plain, torch.device("cpu"), words)
-
-
-def _taken(values: Values | None, name: str, parameter: nn.Parameter) -> Tensor:
-    """What a master on the host starts with; the device gets it too, where it has nothing yet."""
-    value = None if values is None else values.take(name)
-    if value is None:
-        return local(parameter.detach())
-    parameter.detach().copy_(value)
-    return value
-
-
-def _master(values: Values | None, name: str, parameter: nn.Parameter) -> Tensor | None:
-    """The same for one on the device; None where the parameter is its own master."""
-    if values is None:
-        return None
-    return _taken(values, name, parameter).to(parameter.device, copy=True)
 
 
 def step_on_host(optimizer: Optimizer, host: HostOptimizer, before: Callable[[], None]) -> None:

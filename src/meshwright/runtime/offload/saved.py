@@ -18,22 +18,22 @@ from meshwright.runtime.offload.rules import AdamRule, State
 
 def masters_of(host: HostOptimizer) -> dict[int, Tensor]:
     """By the parameter's id, in the shape it has for its rank; the same memory where that is possible."""
-    return {id(one.parameter): _like(one.parameter, _master(one)) for one in host.holders}
+    return {id(one.parameter): _like(one.parameter, _master(one)) for one in host.state.holders}
 
 
 def states_of(host: HostOptimizer) -> dict[str, State]:
     """By the parameter's name."""
-    return {one.name: _state(one) for one in host.holders}
+    return {one.name: _state(one) for one in host.state.holders}
 
 
 @torch.no_grad()
 def load(host: HostOptimizer, masters: Mapping[str, Tensor], states: Mapping[str, State]) -> None:
     """What was loaded becomes the state on the host, and the device's parameters follow from it."""
-    for one in host.holders:
+    for one in host.state.holders:
         _master(one).copy_(local(masters[one.name]))
         local(one.parameter.detach()).copy_(_master(one))
         if one.name in states:
-            _take(one, states[one.name], isinstance(host.rule, AdamRule))
+            _take(one, states[one.name], isinstance(host.state.rule, AdamRule))
 
 
 def _master(one: Shipped | Kept) -> Tensor:
