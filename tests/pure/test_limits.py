@@ -20,7 +20,11 @@ GRAPH = transformer_graph(layers=8, hidden=64, heads=4, seq=32)
         ({"compile": True, "recompute": "selective"}, {"compile": True, "recompute": "full"}, "recompute them in full"),
         ({"compile": True, "tp": 2}, {"compile": True}, "set tp and cp to 1"),
         ({"compile": True, "cp": 2}, {"cp": 2}, "leave compile out"),
-        ({"offload": "parameters"}, {"offload": "parameters", "recompute": "full"}, "set recompute to full"),
+        (
+            {"offload": "parameters", "precision": "fp32"},
+            {"offload": "parameters", "precision": "fp32", "recompute": "full"},
+            "set recompute to full",
+        ),
         (
             {"offload": "parameters", "recompute": "full", "tp": 2},
             {"offload": "optimizer", "tp": 2},

@@ -55,13 +55,14 @@ class PlanRequest(Value, kw_only=True):
             parse_recompute(self.recompute)
         if self.offload not in (None, "none", "optimizer", "parameters"):
             raise InputError(f"offload '{self.offload}' is not one of none, optimizer, parameters")
-        if self.offload in (None, "none") and (self.offload_share is not None or self.offload_delayed):
-            raise InputError("offload_share and offload_delayed say how to offload, but not what: set offload too")
 
     def offloading(self, what: str | None = None) -> Offload:
         """What leaves the device; what: where the request leaves it open."""
+        kind = self.offload or what or "none"
+        if kind == "none":
+            return Offload()
         return Offload(
-            what=self.offload or what or "none",  # type: ignore[arg-type]
+            what=kind,  # type: ignore[arg-type]
             share=1.0 if self.offload_share is None else self.offload_share,
             delayed=bool(self.offload_delayed),
         )
@@ -111,7 +112,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         zero=request.zero or 0,
         hybrid=request.hybrid,
         recompute=recompute_rules(request.recompute or "none", graph.repeated_blocks),
-        offload=request.offloading(),
+        offload=_plain_offload(request),
         schedule=schedule,
         virtual=virtual,
         microbatch=microbatch,
@@ -121,6 +122,12 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         compile=bool(request.compile),
         sync_batch_norm=bool(request.sync_batch_norm),
     )
+
+
+def _plain_offload(request: PlanRequest) -> Offload:
+    if request.offload is None and (request.offload_share is not None or request.offload_delayed):
+        raise PlanError("offload_share and offload_delayed say how to offload, but not what: set offload too")
+    return request.offloading()
 
 
 def plain_mesh(request: PlanRequest, world: int) -> Mesh:

@@ -70,7 +70,7 @@ def offloaded(
     if plan.world > 1 or plan.precision == "fp16":
         return Offloaded(0.0, max(host.out, host.update, host.back) + beside)
     if recipe.clips:
-        return Offloaded(max(host.update - forward, 0.0) + host.largest_piece, beside)
+        return Offloaded(max(host.update - forward, 0.0) + forward / max(len(plan.blocks), 1), beside)
     return Offloaded(_early(host, forward, backward, num_blocks=len(plan.blocks)), beside)
 
 
