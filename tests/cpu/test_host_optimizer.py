@@ -11,17 +11,21 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from cases import Case, graph_of, plan_of, source_of
+from cases import Case, graph_of, hand_cluster, plan_of, source_of
 from pool import RankError, RankPool, this_rank
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.capture.capture import capture_source
+from meshwright.core.cluster import Link
 from meshwright.core.offloaded import num_kept, order_of_need
 from meshwright.core.plan import Offload, Plan
 from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.cost.estimate import estimate
 from meshwright.measure.parity import compare
 from meshwright.models.objective import call, default_loss
 from meshwright.runtime.apply import apply, wrap
+from meshwright.runtime.held import held_bytes
 from meshwright.runtime.offload import host as host_memory
 from meshwright.runtime.offload import kernel, pieces
 from meshwright.runtime.program import Program
@@ -236,6 +240,27 @@ def bf16_on_rank(share: float) -> tuple[list[float], list[float], set[torch.dtyp
     program.host.close()
     expected, _ = trained(case, msgspec.structs.replace(plan_of(case), zero=1), adamw, None)
     return losses, expected, dtypes
+
+
+def test_what_is_held_on_the_device(pool: Pools) -> None:
+    """Two moments and a master of what stays; of what leaves, nothing. And what is promised of it."""
+    for share in (1.0, 0.5, 0.0):
+        held, promised, kept = pool(1).run(held_on_rank, share)[0]
+        assert held == pytest.approx(12 * kept, abs=200)  # a count of steps a tensor
+        assert promised == pytest.approx(12 * kept, rel=0.01, abs=1000)
+
+
+def held_on_rank(share: float) -> tuple[int, int, int]:
+    case = Case("gpt", precision="bf16")
+    _, program = trained(case, plan_with(case, share=share), adamw, None)
+    assert program.host is not None
+    kept = sum(one.parameter.numel() for one in program.host.state.kept)
+    held = held_bytes(program, batches(case, 1)[0]).optimizer_state
+    program.host.close()
+    graph = capture_source(source_of("gpt"), "bf16", "parameters")
+    cluster = msgspec.structs.replace(hand_cluster(1), host_link=Link(bytes_per_second=1e9, origin="assumed"))
+    promised = estimate(graph, program.plan, cluster).memory_bytes.optimizer_state
+    return held, promised, kept
 
 
 def test_delayed_updates_converge(pool: Pools) -> None:

@@ -25,11 +25,19 @@ def held_bytes(program: Program, batch: Batch) -> MemoryParts:
     return MemoryParts(
         parameters=_bytes([*module.parameters(), *module.buffers()], device),
         gradients=max(_bytes(gradients, device), _bucket_bytes(program.spread_module, device)),
-        optimizer_state=_bytes(state_tensors(program.optimizer), device),
+        optimizer_state=_bytes(_state(program), device),
         inputs=sum(
             tensor.numel() * tensor.element_size() for tensor in tensors_of(batch) if tensor.device.type == device.type
         ),
     )
+
+
+def _state(program: Program) -> Iterable[Tensor]:
+    """Of state that is on the host, what stayed on the device."""
+    if program.host is None:
+        return state_tensors(program.optimizer)
+    kept = ((*one.state.values(), one.master) for one in program.host.state.kept)
+    return (tensor for found in kept for tensor in found if isinstance(tensor, Tensor))
 
 
 def _bucket_bytes(module: nn.Module, device: torch.device) -> int:
