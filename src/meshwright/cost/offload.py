@@ -12,6 +12,7 @@
                           step = last gradient's delay + U + F · B / U                                   -> _early
     one rank, U ≤ B   only the updates of what backward reaches last show
     clipping          updates begin when backward ends:  step = B + max(U, F) and the last block's forward
+    slow link         stands in U's place where copies out or back take longer than the updates
     delayed           step = max(F + B, U)
     several ranks     updates begin when gradients are settled; nothing of them is hidden                 -> _late
 
@@ -70,14 +71,15 @@ def offloaded(
     if plan.world > 1 or plan.precision == "fp16":
         return Offloaded(0.0, max(host.out, host.update, host.back) + beside)
     if recipe.clips:
-        return Offloaded(max(host.update - forward, 0.0) + forward / max(len(plan.blocks), 1), beside)
+        waiting = max(host.out - backward, 0.0) + max(host.update, host.back) - forward
+        return Offloaded(max(waiting, 0.0) + forward / max(len(plan.blocks), 1), beside)
     return Offloaded(_early(host, forward, backward, num_blocks=len(plan.blocks)), beside)
 
 
 def _early(host: _Host, forward: float, backward: float, num_blocks: int) -> float:
     """What shows beside forward and backward, of one rank whose gradients leave as they are made."""
     first_gradient = backward / max(num_blocks, 1)
-    update = max(host.update, host.out)
+    update = max(host.update, host.out, host.back)
     if update <= backward:
         return min(host.largest_piece, update)
     return max(0.0, first_gradient + update + forward * backward / update - forward - backward)
