@@ -3,7 +3,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN := .venv/bin/python -m
-WORKERS ?= 3
+WORKERS ?= 2
 # a worker that hangs in native code is ended, and with it the run; what hangs in Python fails before, see tests/conftest.py
 HANGING := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 PYTEST := $(RUN) pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(HANGING)
