@@ -6,29 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import ASSETS, MODELS, hand_cluster
+from command import Ended
 
 from meshwright.core.plan import Plan
 
 CONFIGS = ASSETS / "configs"
 MODEL = MODELS["gpt"]
-
-
-@dataclass(frozen=True)
-class Said:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        (line,) = self.out.splitlines()
-        return json.loads(line)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +26,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path) -> Callable[..., Said]:
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path) -> Callable[..., Ended]:
     from meshwright.cli import main
 
-    def run(*arguments: object) -> Said:
+    def run(*arguments: object) -> Ended:
         monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(cache))
         monkeypatch.setattr(sys, "argv", ["meshwright", *map(str, arguments)])
         code: Any = 0
@@ -49,12 +37,12 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ca
             main()
         except SystemExit as end:
             code = end.code
-        return Said(int(code or 0), *capsys.readouterr())
+        return Ended(int(code or 0), *capsys.readouterr())
 
     return run
 
 
-Here = Callable[..., Said]
+Here = Callable[..., Ended]
 
 
 @pytest.fixture

@@ -85,14 +85,19 @@ def _early(host: _Host, forward: float, backward: float, num_blocks: int) -> flo
     return max(0.0, first_gradient + update + forward * backward / update - forward - backward)
 
 
+def host_update_rate(plan: Plan, cluster: Cluster) -> float:
+    """Parameters a second that the host updates for one of its ranks."""
+    ranks = min(plan.world, cluster.devices_per_host)
+    return (cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND) / ranks
+
+
 class _Host:
     """Seconds of what the host of one rank does in a step."""
 
     def __init__(self, holdings: Holdings, plan: Plan, cluster: Cluster) -> None:
         assert cluster.host_link is not None
         link = cluster.host_link.bytes_per_second
-        ranks = min(plan.world, cluster.devices_per_host)
-        rate = (cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND) / ranks
+        rate = host_update_rate(plan, cluster)
         moved = holdings.shipped * holdings.items.gradient
         self.out = moved * plan.num_microbatches / link
         self.back = moved / link
@@ -108,9 +113,7 @@ def _by_traffic(holdings: Holdings, plan: Plan, cluster: Cluster, played_seconds
     link, share = cluster.host_link.bytes_per_second, plan.offload.share
     out = holdings.sharded_gradients * share / link
     back = holdings.parameter_bytes * share / link
-    rate = (cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND) / min(
-        plan.world, cluster.devices_per_host
-    )
+    rate = host_update_rate(plan, cluster)
     traffic = plan.num_microbatches * (2 * back + out)
     beside = update_seconds(holdings.trainable * (1 - share), cluster.device)
     return Offloaded(max(0.0, traffic - played_seconds), max(holdings.trainable * share / rate, beside))

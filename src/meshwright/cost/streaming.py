@@ -35,6 +35,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.compute import update_seconds
 from meshwright.cost.division import Division
 from meshwright.cost.footprint import Footprints
+from meshwright.cost.offload import host_update_rate
 from meshwright.cost.stages import StageCost
 
 IN_PASSING = 4 + 1 + 2
@@ -44,8 +45,6 @@ BUFFERS = 3
 STAGED = 3
 """Blocks whose state is in memory while the rest is on disk (runtime/offload/disk_state.py)."""
 LANES = 2
-ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
-"""Parameters per second that AdamW updates on one host where nobody measured it. Origin: assumed."""
 
 
 def is_streamed(plan: Plan) -> bool:
@@ -201,10 +200,7 @@ class StreamedCost:
         parameters, gradients = self.total * self.working / degree / link, self.total * self.stored / degree / link
         stash = self._stash_traffic() / link
         exposed = max(0.0, max(parameters, stash) - forward) + max(0.0, max(parameters + stash, gradients) - backward)
-        rate = (cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND) / min(
-            self.plan.world, cluster.devices_per_host
-        )
-        update = self.total / degree / rate
+        update = self.total / degree / host_update_rate(self.plan, cluster)
         last = (update + gradients) / max(len(self.elements), 1)
         beside = update_seconds(_count(self._all_outside, trainable_only=True), cluster.device)
         return StreamedTime(exposed, max(last, update - backward, beside))

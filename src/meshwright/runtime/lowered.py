@@ -83,8 +83,8 @@ def fill_rest(module: nn.Module, values: Values) -> None:
 
 def _cast_inputs(module: nn.Module, plan: Plan, dtype: torch.dtype) -> None:
     def cast(part: nn.Module, arguments: Any, options: Any) -> Any:
-        return map_batch(lambda tensor: _narrow(tensor, dtype), arguments), map_batch(
-            lambda tensor: _narrow(tensor, dtype), options
+        return map_batch(lambda tensor: narrow(tensor, dtype), arguments), map_batch(
+            lambda tensor: narrow(tensor, dtype), options
         )
 
     for part in _parts(module, plan):
@@ -96,5 +96,5 @@ def _parts(module: nn.Module, plan: Plan) -> Iterator[nn.Module]:
     yield from (module.get_submodule(name) for name in plan.blocks)
 
 
-def _narrow(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def narrow(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -104,7 +104,7 @@ def _compile(compiler: str, library: Path) -> bool:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "meshwright" / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright" / "kernels"
 
 
 def _identity(compiler: str) -> str:

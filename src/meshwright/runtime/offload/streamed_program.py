@@ -21,6 +21,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Schedule
 from meshwright.models.objective import Batch, Objective, map_batch
 from meshwright.runtime.clock import Mark, mark
+from meshwright.runtime.lowered import narrow
 from meshwright.runtime.offload.departures import Departures
 from meshwright.runtime.offload.host import HostMemory
 from meshwright.runtime.offload.host_updates import HostUpdates, clip_together
@@ -94,7 +95,7 @@ class StreamedProgram(Program):
         moved, lower = super()._moved(microbatch), LOWER.get(self.plan.precision)
         if lower is None:
             return moved
-        return map_batch(lambda tensor: tensor.to(lower) if tensor.is_floating_point() else tensor, moved)
+        return map_batch(lambda tensor: narrow(tensor, lower), moved)
 
     def _step(self, batch: Batch, signal: float) -> StepOutput:
         if self._is_torn:
