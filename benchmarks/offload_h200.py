@@ -69,7 +69,7 @@ ROWS = {
     "5.25e9 partial": Row("within 60 GiB", **FIVE, share=0.3),
     "5.25e9 in memory": Row("in memory", **FIVE, share=None),
     "10e9": Row("10e9 parameters", layers=30, hidden=5120, heads=40, microbatch=16, share=0.7),
-    "1.3e9": Row("1.3e9 in memory", **ONE, microbatch=16, share=0.0),
+    "1.3e9": Row("1.3e9 in memory", **ONE, microbatch=32, share=0.0),
     "1.3e9 plain": Row("1.3e9 in memory, autocast", **ONE, microbatch=16, share=None),
     "llama": Row("Hugging Face Llama in memory", **ONE, microbatch=8, share=0.0, peer="llama"),
     "accelerate": Row("the same under Accelerate, compiled", **ONE, microbatch=8, share=None, peer="accelerate"),

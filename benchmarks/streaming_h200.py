@@ -1,9 +1,9 @@
 """Layer streaming on one GPU against the same model in memory with the same recompute.
 
-    python benchmarks/streaming_h200.py [--depths 24,96,384] [--in-memory 24] [--microbatch 16] [--compile]
+    python benchmarks/streaming_h200.py [--depths 24,96,384] [--in-memory 24] [--microbatch 64] [--no-compile]
 
-One JSON row a run: depth, way, milliseconds a step (median), peak bytes the allocator held, what streaming itself counts, host
-bytes, bytes over the link. Model: GPT, hidden 1024, 16 heads, sequence 512, batch 64, bf16.
+One JSON row a run: depth, way, milliseconds a step (median) and predicted, peak bytes the allocator held and predicted, what
+streaming itself counts, host bytes, bytes over the link. Model: GPT, hidden 1024, 16 heads, sequence 512, batch 64, bf16.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.capture.capture import capture_source
+from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Offload, Plan, Recompute, Stage
-from meshwright.models.source import resolve
+from meshwright.cost.estimate import estimate
+from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
 from meshwright.runtime.offload.streamed_program import StreamedProgram
@@ -50,7 +53,7 @@ def run(depth: int, way: str, asked: argparse.Namespace, device: torch.device) -
     assert source.example is not None
     torch.manual_seed(0)
     started = time.perf_counter()
-    with building(plan):
+    with device, building(plan):
         module = source.build()
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     program = apply(module, plan, optimizer=optimizer, device=device)
@@ -71,6 +74,8 @@ def run(depth: int, way: str, asked: argparse.Namespace, device: torch.device) -
         "way": way,
         "parameters": sum(one.numel() for one in program.module.parameters()),
         "ms_per_step": round(1e3 * statistics.median(seconds[WARMUP:]), 1),
+        "ms_of_steps": [round(1e3 * one, 1) for one in seconds],
+        **predicted(source, plan),
         "peak_device_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
         "reserved_device_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
         "build_seconds": round(built, 1),
@@ -86,6 +91,16 @@ def run(depth: int, way: str, asked: argparse.Namespace, device: torch.device) -
     if on_gpu:
         torch.cuda.empty_cache()
     return row
+
+
+def predicted(source: ModelSource, plan: Plan) -> dict[str, Any]:
+    graph = capture_source(source, plan.precision, plan.casting)
+    found = estimate(graph, plan, Cluster.named("h200-single", hosts=1))
+    return {
+        "predicted_ms": round(1e3 * found.step_seconds, 1),
+        "predicted_device_bytes": found.peak_bytes,
+        "predicted_host_bytes": found.host_bytes,
+    }
 
 
 def _synchronise(device: torch.device) -> None:
@@ -115,7 +130,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--depths", default="24,96,384")
     parser.add_argument("--in-memory", default="24", help="depths that are also run in memory")
     parser.add_argument("--in-memory-microbatch", type=int, default=64)
-    parser.add_argument("--microbatch", type=int, default=16)
+    parser.add_argument("--microbatch", type=int, default=64)
     parser.add_argument("--stash", default="host", choices=("host", "device"))
     parser.add_argument("--window", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=50304)
@@ -123,8 +138,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--device", default="cuda:0", help="cpu: with small sizes, to see that it runs")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 
 

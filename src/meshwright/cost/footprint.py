@@ -157,9 +157,23 @@ class Footprints:
                 share = births.share_before(event.source)
                 inside = level + division.passing_bytes(event.source, self.samples)
                 fullest = max(fullest, (inside + share * births.total_bytes, inside, 1 - share))
-        at_the_end = (level + births.total_bytes, level, 0.0)
+        added = self._added(division, number)
+        at_the_end = (level + added + births.total_bytes, level + added, 0.0)
         _, peak, unborn = max(fullest, at_the_end)
-        return level - gone + late, max(0.0, peak), unborn
+        return level - gone + late + added, max(0.0, peak), unborn
+
+    def _added(self, division: Division, number: int) -> float:
+        """What fused code keeps from forward to backward beyond what plain code does."""
+        fused = self._fused[id(division)]
+        if fused is None:
+            return 0.0
+        one = division.kind.passes[number]
+        forward = one if one.phase == "forward" else division.kind.passes[_forward_of(division.kind, number)]
+        ops = (op for op in forward.op_range if op in fused.added_ops)
+        size = sum(division.kind.ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in ops)
+        if fused.keeps_input:
+            size += forward.output_bytes.at(self.samples) * division.result_share("@input")
+        return size if one.phase == "forward" else -size
 
     def _read_again(self, division: Division, source: Source) -> bool:
         """Whether fused code reads in backward what another block made, rather than keep its own copy of it: it is given

@@ -8,6 +8,8 @@ What backward needs is chosen anew:                                             
     results of matmuls and attention, and fused results that are written anyway       are kept, as without compiling
     a sum (the residual stream) with the result of one matmul of fewer bytes          is computed again from that result
     what stays inside a group                                                         is computed again from what it read
+Plain code that casts a block's input keeps the copy and drops the input; compiled code does the reverse, and keeps the matmul's
+result that is added to it.                                                                        -> Fused.added_ops
 This is what the partitioner of torch.compile was seen to choose for transformer blocks and for the loss.
 """
 
@@ -34,6 +36,10 @@ class Fused:
     """Fused ops whose results are in memory all the same."""
     kept_ops: frozenset[int]
     """Ops of forward whose results are kept for backward."""
+    added_ops: frozenset[int]
+    """Of these, those that plain code does not keep."""
+    keeps_input: bool
+    """Whether the block's input is kept, which plain code drops."""
 
     def bytes_at(self, group: int, samples: float) -> float:
         return self.moved[group].at(samples)
@@ -62,12 +68,17 @@ def fused_groups(kind: Kind) -> Fused:
         for number in group_of
         if first_of[number] == number and _needed_outside(kind, number, group_of, readers.get(number, []))
     )
+    kept = _kept(kind, group_of, written, first_of)
+    keeps_input = _input_is_dropped(kind) and _reads_input_again(kind, group_of, written, first_of)
+    added = frozenset(number for number in kept if keeps_input and _is_dropped(kind.ops[number]))
     return Fused(
         group_of=group_of,
         members={group: tuple(numbers) for group, numbers in members.items()},
         moved={group: _moved(kind, numbers, group_of, (written, first_of)) for group, numbers in members.items()},
         written=written,
-        kept_ops=_kept(kind, group_of, written, first_of),
+        kept_ops=kept,
+        added_ops=added,
+        keeps_input=keeps_input,
     )
 
 
@@ -158,7 +169,7 @@ def _kept(kind: Kind, group_of: dict[int, int], written: frozenset[int], first_o
     """What backward needs itself, or what it computes that from."""
     kept: set[int] = set()
     for number, op in enumerate(kind.ops):
-        if op.phase != "forward" or not (op.saved_bytes.per_sample or op.saved_bytes.fixed):
+        if op.phase != "forward" or _is_dropped(op):
             continue
         if number not in group_of:
             kept.add(number)
@@ -167,6 +178,17 @@ def _kept(kind: Kind, group_of: dict[int, int], written: frozenset[int], first_o
         else:
             kept |= _flop_inputs(kind, number, group_of)
     return frozenset(kept)
+
+
+def _computed_again(
+    kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]
+) -> list[int]:
+    """Ops of forward whose results backward needs, and which stay inside their groups."""
+    return [
+        number
+        for number, op in enumerate(kind.ops)
+        if op.phase == "forward" and not _is_dropped(op) and number in group_of and first_of[number] not in written
+    ]
 
 
 def _smaller_origin(kind: Kind, number: int, group_of: dict[int, int]) -> int:
@@ -180,17 +202,42 @@ def _smaller_origin(kind: Kind, number: int, group_of: dict[int, int]) -> int:
     return number
 
 
-def _flop_inputs(kind: Kind, number: int, group_of: dict[int, int]) -> set[int]:
-    """Results of matmuls and attention that a fused result is computed from, inside its group."""
-    found: set[int] = set()
+def _is_dropped(op: Op) -> bool:
+    return not (op.saved_bytes.per_sample or op.saved_bytes.fixed)
+
+
+def _input_is_dropped(kind: Kind) -> bool:
+    """Blocks of a kind follow each other: what one hands on is the next one's input."""
+    forward = [(number, op) for number, op in enumerate(kind.ops) if op.phase == "forward"]
+    read = {source for _, op in forward for source in op.inputs}
+    return all(_is_dropped(op) for number, op in forward if number not in read)
+
+
+def _reads_input_again(kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]) -> bool:
+    """Whether something that backward needs is computed again from the block's input."""
+    return any(
+        "@input" in kind.ops[source].inputs
+        for number in _computed_again(kind, group_of, written, first_of)
+        for source in _inside(kind, number, group_of)
+    )
+
+
+def _inside(kind: Kind, number: int, group_of: dict[int, int]) -> set[int]:
+    """The ops of its group that a fused result is computed from, itself included."""
     waiting, seen = [number], {number}
     while waiting:
         for source in kind.ops[waiting.pop()].inputs:
-            if not isinstance(source, int) or source in seen or kind.ops[source].phase != "forward":
-                continue
-            seen.add(source)
-            if source not in group_of:
-                found.add(source)
-            elif group_of[source] == group_of[number]:
+            if isinstance(source, int) and source not in seen and group_of.get(source) == group_of[number]:
+                seen.add(source)
                 waiting.append(source)
-    return found
+    return seen
+
+
+def _flop_inputs(kind: Kind, number: int, group_of: dict[int, int]) -> set[int]:
+    """Results of matmuls and attention that a fused result is computed from, inside its group."""
+    return {
+        source
+        for op in _inside(kind, number, group_of)
+        for source in kind.ops[op].inputs
+        if isinstance(source, int) and source not in group_of
+    }

@@ -40,7 +40,7 @@ from meshwright.cost.stages import StageCost
 
 IN_PASSING = 4 + 1 + 2
 """Inputs of blocks that are on their way to the host, in use, and on their way back (runtime/offload/stash.py, streaming.py)."""
-BUFFERS = 3
+BUFFERS = 5
 """Of gradients on the host, where nothing is clipped (runtime/offload/host_updates.py)."""
 STAGED = 3
 """Blocks whose state is in memory while the rest is on disk (runtime/offload/disk_state.py)."""

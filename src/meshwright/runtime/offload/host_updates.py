@@ -1,16 +1,16 @@
 """Updates of streamed blocks on the host, in a thread of their own, while the device goes on with backward.
 
-A block's gradients arrive in a buffer of the host, its masters are updated by the user's own optimizer, and its working copy
-follows. There are a few buffers: backward waits when all are full. Where gradients are clipped, their norm is known only when
-all have arrived: then every block has a buffer, and updates run at the end. An optimizer with hooks is stepped between blocks, not
-beside them: a hook may read gradients that backward is just writing.
+A block's gradients arrive in a buffer of the host, its masters are updated by the compiled Adam or by the user's own optimizer
+(`rules.py` says which), and its working copy follows. There are a few buffers: backward waits when all are full. Where gradients
+are clipped, their norm is known only when all have arrived: then every block has a buffer, and updates run at the end. An
+optimizer with hooks is stepped between blocks, not beside them: a hook may read gradients that backward is just writing.
 """
 
 from __future__ import annotations
 
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,10 +24,12 @@ from torch.optim import Optimizer
 from meshwright.runtime._torch import has_step_hooks
 from meshwright.runtime.offload.block_home import BlockHome
 from meshwright.runtime.offload.link import Arrival
+from meshwright.runtime.offload.pieces import MOMENTS
+from meshwright.runtime.offload.rules import AdamRule, Task, Wait, find_rule
 from meshwright.runtime.offload.threads import QuickTurns
 
-NUM_BUFFERS = 3
-"""One that arrives, one that is used, one that is free for the next."""
+NUM_BUFFERS = 5
+"""Two that arrive, two that are used, one that is free for the next."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class HostUpdates:
     ) -> None:
         """waits_for_all: updates run when they are told to (`run_held`), not as gradients arrive."""
         self.optimizer, self.waits_for_all, self.place = optimizer, waits_for_all, place
+        self._rule = find_rule(optimizer, optimizer.param_groups[0]["params"][0].dtype, threads)
         self.held: list[Arrived] = []
         self._free: queue.Queue[Tensor] = queue.Queue()
         for buffer in buffers:
@@ -108,6 +111,8 @@ class HostUpdates:
         self._worker = ThreadPoolExecutor(1, "host-update", partial(torch.set_num_threads, threads))
         self._turns = QuickTurns()
         self._running: list[Future[None]] = []
+        self._begun: tuple[Arrived, Wait] | None = None
+        """The worker's own: an update that runs, and is not finished."""
 
     def take_buffer(self) -> Tensor:
         """Waits until one is free."""
@@ -129,20 +134,26 @@ class HostUpdates:
         self.place.request(arrived.home)
         part = part_of(self.optimizer, arrived.home.masters)
         if has_step_hooks(self.optimizer):
-            self._update(arrived, part)
+            self._update(arrived, partial(self._step, arrived, part))
+            return
+        if not isinstance(self._rule, AdamRule):
+            work = partial(self._update, arrived, partial(self._step, arrived, part))
+        elif isinstance(self.place, InMemory):
+            work = partial(self._begin, arrived, part, self._rule)
         else:
-            self._running.append(self._worker.submit(self._update, arrived, part))
+            work = partial(self._update, arrived, partial(self._update_compiled, arrived, part, self._rule))
+        self._running.append(self._worker.submit(work))
 
     def settle(self) -> None:
         """Until all that were submitted are done; what went wrong is raised here."""
-        running, self._running = self._running, []
+        running, self._running = [*self._running, self._worker.submit(self._finish)], []
         for future in running:
             future.result()
         self.place.commit()
 
     def give_up(self) -> None:
         """After an error: nothing runs any more."""
-        running, self._running, self.held = self._running, [], []
+        running, self._running, self.held = [*self._running, self._worker.submit(self._finish)], [], []
         for future in running:
             future.exception()
         self.place.rest()
@@ -150,17 +161,74 @@ class HostUpdates:
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._turns.close()
+        self._rule.close()
         self.place.close()
 
-    def _update(self, arrived: Arrived, part: Optimizer) -> None:
+    def _update(self, arrived: Arrived, update: Callable[[], None]) -> None:
         try:
-            arrived.give()
+            arrived.arrival.wait_on_host()
             with self.place.at_hand(arrived.home):
-                step_of_class(part)
-                arrived.home.refresh()
+                update()
         finally:
             arrived.take_back()
             self._free.put(arrived.buffer)
+
+    def _begin(self, arrived: Arrived, part: Optimizer, rule: AdamRule) -> None:
+        """The next block's update begins before the last one's is finished: the interpreter may be busy in between."""
+        arrived.arrival.wait_on_host()
+        wait = rule.begin(self._tasks(arrived, part))
+        self._finish()
+        self._begun = (arrived, wait)
+
+    def _finish(self) -> None:
+        if self._begun is None:
+            return
+        (arrived, wait), self._begun = self._begun, None
+        wait()
+        self._refresh(arrived.home)
+        arrived.take_back()
+        self._free.put(arrived.buffer)
+
+    def _step(self, arrived: Arrived, part: Optimizer) -> None:
+        """By the optimizer itself."""
+        arrived.give()
+        step_of_class(part)
+        arrived.home.refresh()
+
+    def _update_compiled(self, arrived: Arrived, part: Optimizer, rule: AdamRule) -> None:
+        rule.update(self._tasks(arrived, part))
+        self._refresh(arrived.home)
+
+    @torch.no_grad()
+    def _tasks(self, arrived: Arrived, part: Optimizer) -> list[Task]:
+        """One pass over memory, which writes the working copy too."""
+        home = arrived.home
+        groups = {id(one): group for group in part.param_groups for one in group["params"]}
+        narrow = home.local_views(home.working) if _is_written_at_once(home) else [None] * len(home.masters)
+        views = home.local_views(arrived.buffer)
+        return [
+            Task(master.detach(), adam_state(self.optimizer, master), view, new, groups[id(master)], scale=1.0)
+            for number, (master, view, new) in enumerate(zip(home.masters, views, narrow, strict=True))
+            if number in arrived.used and id(master) in groups
+        ]
+
+    def _refresh(self, home: BlockHome) -> None:
+        if not _is_written_at_once(home):
+            home.refresh()
+
+
+def _is_written_at_once(home: BlockHome) -> bool:
+    """Whether the compiled Adam writes the working copy beside the master."""
+    return home.working.dtype == torch.bfloat16 and home.masters[0].dtype == torch.float32
+
+
+def adam_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """What Adam keeps for a parameter, as torch's own begins it."""
+    state: dict[str, Any] = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state |= {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
+    return state
 
 
 def part_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Optimizer:

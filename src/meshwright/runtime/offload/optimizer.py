@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,7 @@ class HostOptimizer:
         """Sees the gradient of each parameter, microbatch by microbatch, where they leave early."""
         self.before_step: Callable[[], None] | None = None
         self._handles = [*self._watch_gradients(), *self._watch_forwards()]
+        self._at_exit = finalize(self, Updater.close, self.updater)  # a thread in native code must not outlive Python
 
     # ------------------------------------------------------------ what the step calls
 
@@ -139,7 +141,7 @@ class HostOptimizer:
         for handle in self._handles:
             handle.remove()
         self._turns.close()
-        self.updater.close()
+        self._at_exit()
         self.link.close()
         self.state.close()
 
