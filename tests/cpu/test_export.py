@@ -60,8 +60,10 @@ def test_there_and_back(
 
     model = f"hf:{weights}/config.json"
     file = settings(model=model, weights=str(weights), steps=2, plan={"global_batch": 4, **plan})
-    linked = msgspec.structs.replace(hand_cluster(2), host_link=Link(latency=1e-5, bandwidth=1e9), host_update_rate=1e9)
-    linked.save(tmp_path / "cluster.json")
+    link = Link(bytes_per_second=1e9, origin="assumed")
+    msgspec.structs.replace(hand_cluster(2), host_link=link, host_updates_per_second=1e9).save(
+        tmp_path / "cluster.json"
+    )
     run = tmp_path / "run"
     ended = cli("train", file)
     assert ended.code == 0, ended.err

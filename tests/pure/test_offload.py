@@ -56,6 +56,14 @@ def test_a_share_of_it(share: float) -> None:
     assert plain.memory_bytes.parameters == moved.memory_bytes.parameters
 
 
+def test_moments_in_16_bits() -> None:
+    """Of what is on the host; what stays on the device keeps them in 32."""
+    assert cost("optimizer", moments="bf16").host_bytes == 12 * PSI
+    shared = cost("optimizer", moments="bf16", share=0.5)
+    assert shared.host_bytes == 0.5 * 12 * PSI
+    assert shared.memory_bytes.optimizer_state == 0.5 * 8 * PSI
+
+
 def test_parameters_are_there_two_blocks_at_a_time() -> None:
     moved = cost("parameters")
     assert moved.memory_bytes.parameters == moved.memory_bytes.optimizer_state == 0

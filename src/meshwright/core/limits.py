@@ -39,6 +39,11 @@ def not_yet(plan: Plan) -> dict[str, str]:
             "leave compile out, or recompute these blocks",
             bool(plan.offload.activations) and plan.compile,
         ),
+        (
+            "16-bit moments of fp64 masters",
+            "use fp32 moments, or another precision",
+            plan.offload.moments == "bf16" and plan.precision == "fp64",
+        ),
         *_streaming(plan),
         (
             f"schedule {schedule} without pp",
@@ -83,5 +88,6 @@ def _streaming(plan: Plan) -> list[tuple[str, str, bool]]:
             offload.where == "disk" and not offload.folder,
         ),
         ("offload of a share of the parameters", "set share to 1", offload.share < 1),
+        ("16-bit moments of streamed parameters", "set moments to fp32", offload.moments == "bf16"),
         ("delayed updates of streamed parameters", "set delayed to false", offload.delayed),
     ]

@@ -18,7 +18,15 @@ from meshwright.core.graph import Graph, Parameter
 from meshwright.core.offloaded import num_kept, order_of_need
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.state import groups_of, held_elements, items_of, local_parameters, shard_degree, total_elements
+from meshwright.cost.state import (
+    groups_of,
+    held_elements,
+    items_of,
+    local_parameters,
+    moment_bytes,
+    shard_degree,
+    total_elements,
+)
 
 
 class Holdings:
@@ -94,7 +102,8 @@ class Holdings:
         slots = items.gradient * (2 if plan.offload.delayed else 1)
         master = 0 if plan.stores_16_bits or self.recipe.master_item_bytes else stored
         sums = stored if self.leaves_early and plan.num_microbatches > 1 else 0
-        return float(self.shipped * (items.state + master + slots + sums))
+        state = items.state - self.recipe.optimizer_slots * (stored - moment_bytes(plan))
+        return float(self.shipped * (state + master + slots + sums))
 
     def before_any_backward(self) -> Holdings:
         """The same rank while no microbatch of the step has left gradients yet."""

@@ -17,7 +17,7 @@ from meshwright.runtime.lowered import Values, fill_rest
 from meshwright.runtime.offload.host import HostMemory, check_host_memory
 from meshwright.runtime.offload.kept import Kept
 from meshwright.runtime.offload.pieces import MOMENTS, Layout, Piece, Shipped, ship
-from meshwright.runtime.offload.rules import AdamRule, find_rule, is_by_entry
+from meshwright.runtime.offload.rules import AdamRule, Rule, find_rule, is_by_entry, is_plain_adam
 from meshwright.runtime.offload.threads import num_threads
 
 Named = list[tuple[str, nn.Parameter]]
@@ -37,12 +37,15 @@ class HostState:
         dtype = found[0][1].dtype if found else torch.float32
         master_dtype = dtype if values is None else torch.float32
         self.rule = find_rule(optimizer, master_dtype, num_threads(num_ranks_here))
+        if plan.offload.moments == "bf16":
+            _check_moments(optimizer, self.rule)
         self.layout = Layout(
             dtype=dtype,
             master_dtype=master_dtype,
             num_slots=2 if plan.offload.delayed else 1,
             has_sums=sums_on_host,
             num_moments=len(MOMENTS) if isinstance(self.rule, AdamRule) else 0,
+            moment_dtype=torch.bfloat16 if plan.offload.moments == "bf16" else master_dtype,
         )
         self.memory = _take_memory(self.layout, sizes[kept:], device, num_ranks_here)
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
@@ -88,6 +91,17 @@ def _check_shape_free(optimizer: Optimizer, found: Named) -> None:
             f"{type(optimizer).__name__} may look at whole tensors, but ranks hold parts of them, and offload updates each part by "
             "itself: use an optimizer that treats every entry by itself (AdamW, SGD), or a plan without ZeRO"
         )
+
+
+def _check_moments(optimizer: Optimizer, rule: Rule) -> None:
+    if isinstance(rule, AdamRule):
+        return
+    why = (
+        "that needs a C compiler, and none was found: install one"
+        if is_plain_adam(optimizer)
+        else f"only Adam and AdamW with plain options are updated so, not {type(optimizer).__name__} as it is set: change it"
+    )
+    raise PlanError(f"the plan keeps moments in bf16: {why}, or set offload.moments to fp32")
 
 
 def _take_memory(
