@@ -90,14 +90,14 @@ def test_a_run_begins_where_its_weights_say(
     cli: Cli, settings: Callable[..., Path], weights: Path, tmp_path: Path
 ) -> None:
     """And one that is resumed does not begin there again."""
-    first = {}
-    for number, chosen in enumerate(({"weights": str(weights)}, {"weights": str(weights), "seed": 1}, {})):
+    first: dict[int, float] = {}
+    for number, chosen in enumerate(({"weights": str(weights)}, {})):
         out = tmp_path / f"run{number}"
         file = settings(model=f"hf:{weights}/config.json", steps=1, plan={"global_batch": 4}, out=str(out), **chosen)
         ended = cli("train", file)
         assert ended.code == 0, ended.err
         first[number] = losses(out)[0][1]
-    assert first[0] != first[2]
+    assert first[0] != first[1]
     file = settings(
         model=f"hf:{weights}/config.json",
         steps=2,

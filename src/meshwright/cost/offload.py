@@ -14,7 +14,10 @@
     clipping          updates begin when backward ends:  step = B + max(U, F) and the last block's forward
     slow link         stands in U's place where copies out or back take longer than the updates
     delayed           step = max(F + B, U)
-    several ranks     updates begin when gradients are settled; nothing of them is hidden                 -> _late
+    several ranks     updates begin when gradients are settled; nothing of them is hidden
+    on a CPU          device and host are the same cores: what the host does, compute waits for. Updates show in full, and so does
+                      the handling of each tensor that leaves, is updated and returns: a latency of the link for every two times
+                      that one thread wakes another. Only what a throttled link sleeps is hidden            -> _on_same_cores
 
 Parameters on the host are streamed: cost/streaming.py. Where a plan of that kind cannot run, it is costed by its traffic.
 """
@@ -34,6 +37,8 @@ from meshwright.cost.stages import StageCost
 
 ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
 """Parameters per second that AdamW updates on one host where nobody measured it. Origin: assumed."""
+WAKES, CLIP_WAKES = 4, 2
+"""Times one thread wakes another for a tensor: it leaves, it has landed, it is updated, it is back; and for the norm and after it."""
 UPDATE_BYTES = 28
 """Of host memory that AdamW's update moves for each parameter: four reads and four writes of it and its state."""
 
@@ -66,6 +71,8 @@ def offloaded(
     beside = update_seconds(holdings.trainable - holdings.shipped, cluster.device)
     forward = plan.num_microbatches * sum(stage.forward_seconds for stage in stages) / plan.mesh.pp
     backward = sum(stage.backward_seconds for stage in stages) / plan.mesh.pp
+    if cluster.device.kind == "cpu":
+        return _on_same_cores(host, plan, recipe, forward, backward, beside)
     if plan.offload.delayed:
         return Offloaded(max(0.0, host.update - played_seconds), beside)
     if plan.world > 1 or plan.precision == "fp16":
@@ -74,6 +81,22 @@ def offloaded(
         waiting = max(host.out - backward, 0.0) + max(host.update, host.back) - forward
         return Offloaded(max(waiting, 0.0) + forward / max(len(plan.blocks), 1), beside)
     return Offloaded(_early(host, forward, backward, num_blocks=len(plan.blocks)), beside)
+
+
+def _on_same_cores(
+    host: _Host, plan: Plan, recipe: Recipe, forward: float, backward: float, beside: float
+) -> Offloaded:
+    """Host and device are one: the link alone has time of its own."""
+    wakes = WAKES + (CLIP_WAKES if recipe.clips else 0)
+    handling = host.num_tensors * host.latency * wakes / 2
+    out, back = (seconds + host.num_tensors * host.latency for seconds in (host.out, host.back))
+    if plan.offload.delayed:
+        waiting = max(0.0, max(out, back) - forward - backward)
+    elif plan.world > 1 or plan.precision == "fp16":
+        waiting = out + back
+    else:
+        waiting = max(0.0, out - backward) + max(0.0, back - forward) + min(back, forward) / max(len(plan.blocks), 1)
+    return Offloaded(waiting + handling, host.update + beside)
 
 
 def _early(host: _Host, forward: float, backward: float, num_blocks: int) -> float:
@@ -104,6 +127,8 @@ class _Host:
         shared = 1 + 2 * holdings.items.gradient / UPDATE_BYTES
         self.update = holdings.shipped / rate * shared
         blocks = max(len(plan.blocks), 1)
+        self.latency = cluster.host_link.latency_seconds or 0.0
+        self.num_tensors = holdings.num_shipped
         self.largest_piece = (holdings.shipped / rate + moved / link) / blocks
 
 
