@@ -38,7 +38,7 @@ from meshwright.cost.stages import StageCost
 ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
 """Parameters per second that AdamW updates on one host where nobody measured it. Origin: assumed."""
 WAKES, CLIP_WAKES = 4, 2
-"""Times one thread wakes another for a tensor: it leaves, it has landed, it is updated, it is back; and for the norm and after it."""
+"""Times one thread wakes another for a tensor: it leaves, it has landed, it is updated, it is back; and for the norm, twice."""
 UPDATE_BYTES = 28
 """Of host memory that AdamW's update moves for each parameter: four reads and four writes of it and its state."""
 

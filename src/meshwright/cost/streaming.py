@@ -14,6 +14,8 @@
              backward in Σ n_b W + L M a,  out Σ n_b S
              each pass takes the longest of its compute and its traffic each way; what compute does not hide is exposed
     update   the host's runs under backward: what shows is the last block's, or what backward was too short for
+    disk     masters and states are read under backward, and written as blocks are updated; but a step counts when all of it is on
+             the disk for good, and that is waited for:  (1 + states) Σ n_b S / rate shows in full              -> _disk_seconds
 
 A block is cut over dp ranks: at home a rank has 1/dp of it, in a slot both its part and the whole.
 """
@@ -45,6 +47,8 @@ BUFFERS = 3
 STAGED = 3
 """Blocks whose state is in memory while the rest is on disk (runtime/offload/disk_state.py)."""
 LANES = 2
+ASSUMED_DISK_BYTES_PER_SECOND = 1.0e9
+"""Of a host's disk where nobody measured it. Origin: assumed."""
 
 
 def is_streamed(plan: Plan) -> bool:
@@ -203,7 +207,17 @@ class StreamedCost:
         update = self.total / degree / host_update_rate(self.plan, cluster)
         last = (update + gradients) / max(len(self.elements), 1)
         beside = update_seconds(_count(self._all_outside, trainable_only=True), cluster.device)
-        return StreamedTime(exposed, max(last, update - backward, beside))
+        written = self._disk_seconds(cluster)
+        return StreamedTime(exposed + max(0.0, written - backward), max(last, update - backward, beside) + written)
+
+    def _disk_seconds(self, cluster: Cluster) -> float:
+        """To read, or to write for good, the masters and states of one step."""
+        if self.plan.offload.where != "disk":
+            return 0.0
+        rate = (cluster.disk_bytes_per_second or ASSUMED_DISK_BYTES_PER_SECOND) / min(
+            self.plan.world, cluster.devices_per_host
+        )
+        return (1 + self.recipe.optimizer_slots) * self.total / self.plan.mesh.dp * self.stored / rate
 
 
 def _elements(parameter: Parameter) -> int:
