@@ -105,6 +105,8 @@ class Holdings:
         master = 0 if plan.stores_16_bits or self.recipe.master_item_bytes else stored
         sums = stored if self.leaves_early and plan.num_microbatches > 1 else 0
         state = items.state - self.recipe.optimizer_slots * (stored - moment_bytes(plan))
+        if plan.offload.where == "disk":
+            return float(self.shipped * (master + slots))
         return float(self.shipped * (state + master + slots + sums))
 
     def before_any_backward(self) -> Holdings:

@@ -7,6 +7,8 @@
 
     host memory   n_h (M master + slots · M state + D for a gradient on its way, twice where updates may be late
                   + M for a sum where there are microbatches)
+    on disk       state is in a file: of host memory a gradient on its way stays, and the master where the device has the same
+                  numbers. U is no less than reading and writing the state takes                           -> _disk_seconds
     one rank, U > B   gradients land while backward runs, in its order; when it ends, the updates left are those of the first
                       blocks, done in the order forward needs them. Forward of what comes behind runs after the last:
                           step = last gradient's delay + U + F · B / U                                   -> _early
@@ -34,9 +36,12 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.compute import update_seconds
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.stages import StageCost
+from meshwright.cost.state import moment_bytes
 
 ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
 """Parameters per second that AdamW updates on one host where nobody measured it. Origin: assumed."""
+ASSUMED_DISK_BYTES_PER_SECOND = 1.0e9
+"""Of a host's disk where nobody measured it. Origin: assumed."""
 WAKES, CLIP_WAKES = 4, 2
 """Times one thread wakes another for a tensor: it leaves, it has landed, it is updated, it is back; and for the norm, twice."""
 UPDATE_BYTES = 28
@@ -114,6 +119,12 @@ def host_update_rate(plan: Plan, cluster: Cluster) -> float:
     return (cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND) / ranks
 
 
+def disk_rate(plan: Plan, cluster: Cluster) -> float:
+    """Bytes a second that one rank writes to its host's disk, or reads from it."""
+    ranks = min(plan.world, cluster.devices_per_host)
+    return (cluster.disk_bytes_per_second or ASSUMED_DISK_BYTES_PER_SECOND) / ranks
+
+
 class _Host:
     """Seconds of what the host of one rank does in a step."""
 
@@ -125,11 +136,21 @@ class _Host:
         self.out = moved * plan.num_microbatches / link
         self.back = moved / link
         shared = 1 + 2 * holdings.items.gradient / UPDATE_BYTES
-        self.update = holdings.shipped / rate * shared
+        self.update = max(holdings.shipped / rate * shared, _disk_seconds(holdings, plan, cluster))
         blocks = max(len(plan.blocks), 1)
         self.latency = cluster.host_link.latency_seconds or 0.0
         self.num_tensors = holdings.num_shipped
         self.largest_piece = (holdings.shipped / rate + moved / link) / blocks
+
+
+def _disk_seconds(holdings: Holdings, plan: Plan, cluster: Cluster) -> float:
+    """Every update reads its state from the disk and leaves it to be written there."""
+    if plan.offload.where != "disk":
+        return 0.0
+    slots = holdings.recipe.optimizer_slots
+    stored = 8 if plan.precision == "fp64" else 4
+    state = holdings.items.state - slots * (stored - moment_bytes(plan))
+    return 2 * holdings.shipped * state / disk_rate(plan, cluster)
 
 
 def _by_traffic(holdings: Holdings, plan: Plan, cluster: Cluster, played_seconds: float) -> Offloaded:

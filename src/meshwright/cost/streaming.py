@@ -37,7 +37,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.compute import update_seconds
 from meshwright.cost.division import Division
 from meshwright.cost.footprint import Footprints
-from meshwright.cost.offload import host_update_rate
+from meshwright.cost.offload import disk_rate, host_update_rate
 from meshwright.cost.stages import StageCost
 
 IN_PASSING = 4 + 1 + 2
@@ -47,8 +47,6 @@ BUFFERS = 3
 STAGED = 3
 """Blocks whose state is in memory while the rest is on disk (runtime/offload/disk_state.py)."""
 LANES = 2
-ASSUMED_DISK_BYTES_PER_SECOND = 1.0e9
-"""Of a host's disk where nobody measured it. Origin: assumed."""
 
 
 def is_streamed(plan: Plan) -> bool:
@@ -214,10 +212,8 @@ class StreamedCost:
         """To read, or to write for good, the masters and states of one step."""
         if self.plan.offload.where != "disk":
             return 0.0
-        rate = (cluster.disk_bytes_per_second or ASSUMED_DISK_BYTES_PER_SECOND) / min(
-            self.plan.world, cluster.devices_per_host
-        )
-        return (1 + self.recipe.optimizer_slots) * self.total / self.plan.mesh.dp * self.stored / rate
+        state = (1 + self.recipe.optimizer_slots) * self.total / self.plan.mesh.dp * self.stored
+        return state / disk_rate(self.plan, cluster)
 
 
 def _elements(parameter: Parameter) -> int:
