@@ -15,7 +15,8 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN_FOLDER")],
     output: Annotated[str, typer.Option("-o", "--output", metavar="FOLDER", help="Where to; must not exist yet.")],
     dtype: Annotated[
-        str, typer.Option("--dtype", help=f"What weights are rounded to: {', '.join(DTYPES)} (as they are).")
+        str,
+        typer.Option("--dtype", help=f"What weights are rounded to, of {', '.join(DTYPES)} (trained: as they are)."),
     ] = "trained",
     shard: Annotated[
         str, typer.Option("--shard", metavar="SIZE", help="Files of at most this much, such as 5GB or 500MiB.")
