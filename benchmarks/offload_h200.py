@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 SEQ, VOCAB = 2048, 50304
-STEPS, WARMUP = 8, 3
+WARMUP, ROUNDS, STEPS = 3, 3, 4
+"""Steps of a round follow each other as in training, where nobody reads the loss of every step before the next begins."""
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "intermediate_size": 5504,
     "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": VOCAB,
@@ -85,14 +86,18 @@ def measure(row: Row) -> dict[str, Any]:
     else:
         step, program, predicted = _ours(row)
         host_bytes = program.host.state.host_bytes if program.host is not None else 0
-    seconds, losses = [], []
-    for number in range(WARMUP + STEPS):
-        if number == 1:
-            torch.cuda.reset_peak_memory_stats()
+    losses = [float(step())]
+    torch.cuda.reset_peak_memory_stats()
+    losses += [float(step()) for _ in range(WARMUP - 1)]
+    seconds, found = [], []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
         started = time.perf_counter()
-        losses.append(step())
-        seconds.append(time.perf_counter() - started)
-    typical = statistics.median(seconds[WARMUP:])
+        found += [step() for _ in range(STEPS)]
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - started) / STEPS)
+    losses += map(float, found)
+    typical = statistics.median(seconds)
     return {
         "what": row.what,
         "step_seconds": typical,
@@ -146,7 +151,17 @@ def _ours(row: Row) -> tuple[Any, Any, dict[str, Any]]:
         "predicted_bytes": found.peak_bytes,
         "predicted_host_bytes": found.host_bytes,
     }
-    return lambda: program.step(batch).loss, program, predicted
+    return lambda: _Loss(program.step(batch)), program, predicted
+
+
+class _Loss:
+    """Of a step, read when somebody asks."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+    def __float__(self) -> float:
+        return float(self.output.loss)
 
 
 def _accelerate(row: Row) -> Any:
@@ -162,12 +177,12 @@ def _accelerate(row: Row) -> Any:
     model, optimizer = accelerator.prepare(model, optimizer)
     tokens = torch.randint(0, VOCAB, (row.microbatch, SEQ), device="cuda")
 
-    def step() -> float:
+    def step() -> Any:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return loss.detach()
 
     return step
 

@@ -342,7 +342,7 @@ def failure_on_rank() -> str:
     def fail(tasks: Any) -> None:
         raise RuntimeError("the disk of the host is on fire")
 
-    host.state.rule.update = fail  # type: ignore[method-assign]
+    host.state.rule.begin = fail  # type: ignore[method-assign]
     try:
         for batch in batches(case, 1):
             program.step(batch)

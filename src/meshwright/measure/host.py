@@ -114,4 +114,5 @@ def _update_seconds(device: torch.device, per_host: int) -> float:
         started = time.perf_counter()
         rule.update([task])
         found.append(time.perf_counter() - started)
+    rule.close()
     return sorted(found)[REPEATS // 2]

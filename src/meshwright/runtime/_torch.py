@@ -139,6 +139,12 @@ def flash_gradients(
     return of_query, of_key, of_value
 
 
+def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Many copies, in one kernel where the device can: a launch for each would take longer than the copies."""
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources)
+
+
 def has_step_hooks(optimizer: typing.Any) -> bool:
     """Whether somebody looks on when an optimizer steps: a hook may read what a backward beside it is writing."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -67,7 +67,7 @@ def stream(
         place = _move_in(module, homes, memory, lambda: _sample(optimizer), device, group)
         resident = _stay(module, homes, plan, device, group)
         compile_blocks(module, plan)
-        postpone_logits(module)
+        postpone_logits(module, plan.compile)
         made = make_optimizer(optimizer, module, before)
         check_optimizer(made, plan)
     except BaseException:

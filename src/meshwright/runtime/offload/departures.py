@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.runtime._torch import foreach_copy
 from meshwright.runtime.offload.block_home import BlockHome
 from meshwright.runtime.offload.host_updates import Arrived, HostUpdates
 from meshwright.runtime.offload.link import Arrival, Link
@@ -35,6 +36,8 @@ class Departures:
         self._departing: list[Arrival | None] = [None] * NUM_LANES
         self._turn = 0
         self._used: set[int] = set()
+        self._views: dict[tuple[int, str], list[Tensor]] = {}
+        """Of a lane, for a block, once it has been there."""
 
     @property
     def num_bytes(self) -> int:
@@ -51,15 +54,17 @@ class Departures:
 
     def add(self, home: BlockHome, parameters: list[nn.Parameter]) -> None:
         """What one microbatch's backward left in them."""
-        for number, (view, parameter) in enumerate(zip(home.full_views(self._lane), parameters, strict=True)):
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                continue
-            if number in self._used:
-                view.add_(gradient)
-            else:
-                view.copy_(gradient)
-                self._used.add(number)
+        gradients = {number: one.grad for number, one in enumerate(parameters) if one.grad is not None}
+        for parameter in parameters:
+            parameter.grad = None
+        views = self._views_of(home)
+        first = [number for number in gradients if number not in self._used]
+        again = [number for number in gradients if number in self._used]
+        if first:
+            foreach_copy([views[number] for number in first], [gradients[number] for number in first])
+        for number in again:
+            views[number].add_(gradients[number])
+        self._used.update(first)
 
     def send(self, home: BlockHome, updates: HostUpdates) -> None:
         if not home.trainable:
@@ -73,11 +78,17 @@ class Departures:
 
     def _fill_up(self, home: BlockHome) -> None:
         """Ranks add up the same parameters; alone, one without a gradient stays without."""
-        for number, (view, member) in enumerate(zip(home.full_views(self._lane), home.members, strict=True)):
+        for number, (view, member) in enumerate(zip(self._views_of(home), home.members, strict=True)):
             if number not in self._used:
                 view.zero_()
                 if self.group is not None and member.trainable:
                     self._used.add(number)
+
+    def _views_of(self, home: BlockHome) -> list[Tensor]:
+        key = (self._turn, home.name)
+        if key not in self._views:
+            self._views[key] = home.full_views(self._lane)
+        return self._views[key]
 
     @property
     def _lane(self) -> Tensor:

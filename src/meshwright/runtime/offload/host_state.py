@@ -74,6 +74,7 @@ class HostState:
         return sum(memory.num_bytes for memory in self.memory)
 
     def close(self) -> None:
+        self.rule.close()
         for memory in self.memory:
             memory.close()
 

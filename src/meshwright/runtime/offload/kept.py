@@ -25,7 +25,7 @@ class Kept:
     total: Tensor | None = None
     """Sum of the gradients of the microbatches so far."""
     gradient: Tensor | None = None
-    """Of all of them, while its update has to wait for the norm."""
+    """Of all of them, while its update has to wait: for others of its block, or for the norm."""
 
     def add(self, gradient: Tensor) -> None:
         """The gradient of a microbatch that is not the last."""
@@ -37,11 +37,19 @@ class Kept:
         total, self.total = self.total, None
         return gradient if total is None else total.add_(gradient)
 
-    @torch.no_grad()
-    def update(self, gradient: Tensor, rule: Rule, scale: float) -> None:
-        narrow = None if self.master is None else local(self.parameter.detach())
-        rule.update([Task(self.weight, self.state, gradient, narrow, self.group, scale)])
-
     @property
     def weight(self) -> Tensor:
         return local(self.parameter.detach()) if self.master is None else self.master
+
+    def task(self, scale: float) -> Task:
+        assert self.gradient is not None
+        narrow = None if self.master is None else local(self.parameter.detach())
+        return Task(self.weight, self.state, self.gradient, narrow, self.group, scale)
+
+
+@torch.no_grad()
+def update_kept(ready: list[Kept], rule: Rule, scale: float) -> None:
+    """Those that have a gradient, which goes."""
+    rule.update([one.task(scale) for one in ready])
+    for one in ready:
+        one.gradient = None

@@ -1,4 +1,5 @@
-"""The compiled update (adam.c): made once per machine, by the C compiler that torch.compile needs too.
+"""The compiled update (adam.c) and the thread that runs it (queue.c): made once per machine, by the C compiler that torch.compile
+needs too.
 
 Python's interpreter lock is free while it runs. Where there is no compiler, updates run op by op through torch (rules.py).
 """
@@ -16,9 +17,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("adam.c")
+from meshwright.core.errors import RunError
+
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("adam.c", "queue.c"))
 OPTIONS = (
-    "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared",
+    "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-pthread", "-fPIC",
+    "-shared",
 )  # fmt: skip
 FLOATS = ("rate_decay", "decay", "weight1", "beta2", "weight2", "step_size", "root2", "eps", "scale")
 
@@ -44,15 +48,40 @@ class Kernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._adam = library.meshwright_adam
-        self._adam.argtypes = [pointer, flag, flag]
-        self._adam.restype = None
+        self._open, self._hand = library.meshwright_open, library.meshwright_hand
+        self._wait, self._close = library.meshwright_wait, library.meshwright_close
+        self._open.argtypes, self._open.restype = [flag], pointer
+        self._hand.argtypes, self._hand.restype = [pointer, pointer, ctypes.c_size_t, flag], number
+        self._wait.argtypes, self._wait.restype = [pointer, number], None
+        self._close.argtypes, self._close.restype = [pointer], None
         self._accumulate = library.meshwright_accumulate
         self._accumulate.argtypes = [pointer, pointer, flag, flag, number, flag]
         self._accumulate.restype = None
 
-    def adam(self, works: list[AdamWork], num_threads: int) -> None:
-        self._adam((AdamWork * len(works))(*works), len(works), num_threads)
+    def open_queue(self, num_threads: int) -> int:
+        """A thread that updates with so many threads; the handle of it."""
+        queue = self._open(num_threads)
+        if not queue:
+            raise RunError(
+                "the system gives no thread for updates on the host: let fewer processes run beside this one"
+            )
+        return int(queue)
+
+    def hand(self, queue: int, works: list[AdamWork]) -> int:
+        """Begin updates, after those handed in before; returns at once, with the number to wait for."""
+        batch = (AdamWork * len(works))(*works)
+        number = self._hand(queue, batch, ctypes.sizeof(batch), len(works))
+        if not number:
+            raise MemoryError("no memory for a batch of updates")
+        return int(number)
+
+    def wait(self, queue: int, number: int) -> None:
+        """Until they are done."""
+        self._wait(queue, number)
+
+    def close_queue(self, queue: int) -> None:
+        """What was handed in is done first."""
+        self._close(queue)
 
     def accumulate(self, total: Tensor, gradient: Tensor, is_first: bool, num_threads: int) -> None:
         self._accumulate(
@@ -103,7 +132,7 @@ def _compile(compiler: str, library: Path) -> bool:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             draft = Path(folder) / library.name
-            command = [compiler, *OPTIONS, str(SOURCE), "-o", str(draft), "-lm"]
+            command = [compiler, *OPTIONS, *map(str, SOURCES), "-o", str(draft), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
             draft.replace(library)
     except (OSError, subprocess.SubprocessError):
@@ -122,5 +151,5 @@ def _identity(compiler: str) -> str:
     except OSError:
         lines = []
     processor = next((line for line in lines if line.startswith("flags")), "")
-    facts = [SOURCE.read_text(), *OPTIONS, compiler, processor]
+    facts = [*(source.read_text() for source in SOURCES), *OPTIONS, compiler, processor]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]

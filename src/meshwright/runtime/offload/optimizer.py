@@ -2,7 +2,7 @@
 
     backward     a parameter's gradient is complete: it leaves for the host, and its memory on the device is free    -> _leave
     host thread  updates what has landed, what the next forward needs first before the rest; the new parameter
-                 returns at once                                                                                     -> _update
+                 returns at once                                                                              -> _begin, _offer
     forward      a block begins when its parameters are back; what is in no block is waited for at the start         -> _await
 
 With one rank that is how it goes. Where ranks share the work, gradients must first be reduced and settled among them: they
@@ -13,7 +13,7 @@ clipping     the norm is known when backward ends: gradients leave as above, the
 accumulation gradients of each microbatch leave, and are added up in the master's dtype on the host
 delayed      the update of step t runs under step t + 1, whose gradients are taken at the parameters before it; they return
              when backward of t + 1 is done
-share        the first parameters of a forward keep their state on the device, and are updated there as their gradients come
+share        the first parameters of a forward keep their state on the device, and are updated there, block by block
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from meshwright.core.plan import Plan
 from meshwright.runtime.clip import local
 from meshwright.runtime.lowered import Values
 from meshwright.runtime.offload.host_state import HostState
-from meshwright.runtime.offload.kept import Kept
+from meshwright.runtime.offload.kept import Kept, update_kept
 from meshwright.runtime.offload.link import Link
 from meshwright.runtime.offload.pieces import Piece, Return, Shipped, Slot
-from meshwright.runtime.offload.rules import State, Task, TorchRule
+from meshwright.runtime.offload.rules import State, Task, TorchRule, Wait
 from meshwright.runtime.offload.threads import QuickTurns
 from meshwright.runtime.offload.updater import Job, Updater
 
@@ -82,10 +82,12 @@ class HostOptimizer:
         self._block = ""
         self._norms: list[Tensor] = []
         self._held: list[Job] = []
+        self._ready: list[Kept] = []
+        """Parameters on the device whose gradients are complete."""
         sums = plan.num_microbatches > 1 and self.leaves_early
         self.state = HostState(module, optimizer, plan, device, values, sums, num_ranks_here)
         self._device_rule = TorchRule(optimizer)
-        self.updater = Updater(self._work)
+        self.updater = Updater(self._begin)
         self._turns = QuickTurns()
         self.observer: Callable[[str, Tensor], None] | None = None
         """Sees the gradient of each parameter, microbatch by microbatch, where they leave early."""
@@ -110,6 +112,7 @@ class HostOptimizer:
             if not one.was_sent and one.parameter.grad is not None:
                 self._leave(one)
             one.was_sent = one.has_sum = False
+        self._update_kept()
         norm = self._clip()
         for job in self._held:
             self.updater.give(job)
@@ -157,6 +160,7 @@ class HostOptimizer:
             self._norms.append(torch.linalg.vector_norm(gradient, dtype=self.state.layout.master_dtype))
         if one.block != self._block:  # of the blocks, backward has come to the next
             self._block = one.block
+            self._update_kept()
             self.link.pace()
         if isinstance(one, Kept):
             self._keep(one, gradient)
@@ -170,13 +174,16 @@ class HostOptimizer:
         if not self._is_last:
             one.add(gradient)
             return
-        whole = one.whole(gradient)
-        if self.max_norm is None:
-            one.update(whole, self._device_rule, 1.0)
-            return
-        one.gradient = whole
-        if self.plan.num_microbatches > 1:
-            self._norms.append(torch.linalg.vector_norm(whole, dtype=self.state.layout.master_dtype))
+        one.gradient = one.whole(gradient)
+        self._ready.append(one)
+        if self.max_norm is not None and self.plan.num_microbatches > 1:
+            self._norms.append(torch.linalg.vector_norm(one.gradient, dtype=self.state.layout.master_dtype))
+
+    def _update_kept(self) -> None:
+        """What stays on the device, block by block: one launch for many parameters."""
+        if self.max_norm is None and self._ready:
+            ready, self._ready = self._ready, []
+            update_kept(ready, self._device_rule, 1.0)
 
     def _send(self, one: Shipped, piece: Piece, gradient: Tensor) -> None:
         slot = piece.slots[self.num_steps % len(piece.slots)]
@@ -213,21 +220,21 @@ class HostOptimizer:
         norm: Tensor = torch.linalg.vector_norm(norms)
         scale = float((self.max_norm / (norm + 1e-6)).clamp(max=1.0))
         self._scales[self.num_steps] = scale
-        for one in self.state.kept:
-            if one.gradient is not None:
-                one.update(one.gradient, self._device_rule, scale)
-                one.gradient = None
+        ready, self._ready = self._ready, []
+        update_kept(ready, self._device_rule, scale)
         return norm
 
     # ------------------------------------------------------------ on the updater's thread
 
     @torch.no_grad()
-    def _work(self, jobs: list[Job]) -> None:
+    def _begin(self, jobs: list[Job]) -> Callable[[], None]:
         if jobs[0].is_update:
-            self._update([job.what for job in jobs], self._scales.get(jobs[0].step, 1.0))
-        else:
-            for job in jobs:
-                self._add(job.what)
+            scale = self._scales.get(jobs[0].step, 1.0)
+            updates: list[_Update] = [job.what for job in jobs]
+            return partial(self._offer, updates, self.state.rule.begin([self._task(one, scale) for one in updates]))
+        for job in jobs:
+            self._add(job.what)
+        return lambda: None
 
     def _add(self, job: _Sum) -> None:
         piece = job.piece
@@ -238,8 +245,10 @@ class HostOptimizer:
             piece.norm = torch.linalg.vector_norm(piece.total)
         job.slot.is_free.set()
 
-    def _update(self, jobs: list[_Update], scale: float) -> None:
-        self.state.rule.update([self._task(job, scale) for job in jobs])
+    @torch.no_grad()
+    def _offer(self, jobs: list[_Update], wait: Wait) -> None:
+        """Updated parameters may return."""
+        wait()
         for _, piece, slot, back, _ in jobs:
             if self.state.layout.is_narrow:
                 back.offer(slot.memory)

@@ -13,12 +13,16 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from meshwright.runtime._torch import foreach_copy
 from meshwright.runtime.offload.kernel import AdamSettings, AdamWork, Kernel, adam_work, find_kernel
 
 BY_ENTRY = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -44,9 +48,19 @@ class Task(NamedTuple):
     """What the gradient is multiplied with."""
 
 
+Wait = Callable[[], None]
+
+
 class Rule(ABC):
     @abstractmethod
-    def update(self, tasks: list[Task]) -> None: ...
+    def begin(self, tasks: list[Task]) -> Wait:
+        """Begin updates, after those that were begun before. What it returns waits until they are done."""
+
+    def update(self, tasks: list[Task]) -> None:
+        self.begin(tasks)()
+
+    def close(self) -> None:  # noqa: B027 - most rules hold nothing
+        """No update comes afterwards."""
 
     @abstractmethod
     def accumulate(self, total: Tensor, gradient: Tensor, is_first: bool) -> None:
@@ -56,9 +70,20 @@ class Rule(ABC):
 class AdamRule(Rule):
     def __init__(self, kernel: Kernel, decoupled: bool, num_threads: int) -> None:
         self.kernel, self.decoupled, self.num_threads = kernel, decoupled, num_threads
+        self._queue = kernel.open_queue(num_threads)
 
-    def update(self, tasks: list[Task]) -> None:
-        self.kernel.adam([self._work(task) for task in tasks], self.num_threads)
+    def begin(self, tasks: list[Task]) -> Wait:
+        number = self.kernel.hand(self._queue, [self._work(task) for task in tasks])
+        return partial(self._wait, number, tasks)
+
+    def _wait(self, number: int, _: list[Task]) -> None:
+        """The memory of the tasks is held for so long."""
+        self.kernel.wait(self._queue, number)
+
+    def close(self) -> None:
+        if self._queue:
+            self.kernel.close_queue(self._queue)
+        self._queue = 0
 
     def _work(self, task: Task) -> AdamWork:
         state = task.state
@@ -92,27 +117,47 @@ class TorchRule(Rule):
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
-    def update(self, tasks: list[Task]) -> None:
-        for task in tasks:
-            self._update(task)
+    def begin(self, tasks: list[Task]) -> Wait:
+        """Ops of torch run where they are called; pieces with the same settings in one step."""
+        for _, alike in groupby(tasks, key=lambda task: id(task.group)):
+            self._update(list(alike))
+        return _nothing
 
-    def _update(self, task: Task) -> None:
-        weight = nn.Parameter(task.master)
-        wide = task.gradient.to(task.master.dtype)
-        weight.grad = wide if task.scale == 1 else wide * task.scale
-        own = copy.copy(self.optimizer)  # its class, its hooks and settings; groups and state of this piece alone
-        own.param_groups = [{**task.group, "params": [weight]}]
-        own.state = defaultdict(dict, {weight: task.state} if task.state else {})
+    def _update(self, tasks: list[Task]) -> None:
+        weights = [nn.Parameter(task.master) for task in tasks]
+        for weight, gradient in zip(weights, _wide_gradients(tasks), strict=True):
+            weight.grad = gradient
+        own = copy.copy(self.optimizer)  # its class, its hooks and settings; groups and state of these pieces alone
+        own.param_groups = [{**tasks[0].group, "params": weights}]
+        own.state = defaultdict(
+            dict, {weight: task.state for weight, task in zip(weights, tasks, strict=True) if task.state}
+        )
         type(own).step(own)
-        task.state.update(own.state[weight])
-        if task.narrow is not None:
-            task.narrow.copy_(task.master)
+        for weight, task in zip(weights, tasks, strict=True):
+            task.state.update(own.state[weight])
+        narrow = [(task.narrow, task.master) for task in tasks if task.narrow is not None]
+        if narrow:
+            foreach_copy([new for new, _ in narrow], [master for _, master in narrow])
 
     def accumulate(self, total: Tensor, gradient: Tensor, is_first: bool) -> None:
         if is_first:
             total.copy_(gradient)
         else:
             total.add_(gradient)
+
+
+def _wide_gradients(tasks: list[Task]) -> list[Tensor]:
+    """In the masters' dtype, scaled."""
+    gradients = [task.gradient for task in tasks]
+    if any(task.gradient.dtype != task.master.dtype for task in tasks):
+        wide = [torch.empty_like(task.master) for task in tasks]
+        foreach_copy(wide, gradients)
+        gradients = wide
+    return [one if task.scale == 1 else one * task.scale for one, task in zip(gradients, tasks, strict=True)]
+
+
+def _nothing() -> None:
+    """All is done."""
 
 
 def find_rule(optimizer: Optimizer, dtype: torch.dtype, num_threads: int) -> Rule:

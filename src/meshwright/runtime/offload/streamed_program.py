@@ -78,7 +78,7 @@ class StreamedProgram(Program):
         """Give the host's memory back; the module's parameters must not be used any more."""
         self.streams.updates.close()
         self.streams.stash.close()
-        self.streams.streaming.link.close()
+        self.streams.streaming.close()
         for memory in self.streams.memory:
             memory.close()
 

@@ -153,6 +153,10 @@ class Streaming:
 
     # ------------------------------------------------------------ state
 
+    def close(self) -> None:
+        self.lockstep.close()
+        self.link.close()
+
     def give_up(self) -> None:
         """After an error: blocks compute with nothing that is half there."""
         self.window.forget_all()

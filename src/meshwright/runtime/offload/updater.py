@@ -1,8 +1,8 @@
 """The thread that updates on the host: gradients that have landed, in the order in which the next forward needs them.
 
 Copies to the host land in the order they were asked for. Of all that have landed, the first of the earliest step comes next;
-sums over microbatches come before updates. Updates are taken several at a time: between two calls the thread needs the
-interpreter, which the thread that drives the device is busy with.
+sums over microbatches come before updates. Updates are taken several at a time, and the next ones of a step are begun before
+the last are finished: between two calls the thread needs the interpreter, which the thread that drives the device is busy with.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Job:
 
 
 class Updater:
-    def __init__(self, work: Callable[[list[Job]], None]) -> None:
-        """work: does jobs of one kind and step."""
-        self._do = work
+    def __init__(self, begin: Callable[[list[Job]], Callable[[], None]]) -> None:
+        """begin: begins jobs of one kind and step; what it returns finishes them."""
+        self._begin = begin
+        self._begun: tuple[list[Job], Callable[[], None]] | None = None
         self._changed = threading.Condition()
         self._on_way: deque[Job] = deque()
         self._landed: list[Job] = []
@@ -81,27 +82,38 @@ class Updater:
 
     def _work(self) -> None:
         try:
-            while jobs := self._next():
-                self._do(jobs)
-                with self._changed:
-                    self._num_open -= len(jobs)
-                    self._changed.notify_all()
+            while (jobs := self._next()) is not None:
+                before = self._begun
+                if before is not None and not (jobs and _are_alike(jobs[0], before[0][0])):
+                    self._finish(*before)  # jobs of another kind or step may be of the same parameters
+                    before = None
+                self._begun = (jobs, self._begin(jobs)) if jobs else None
+                if before is not None:
+                    self._finish(*before)
         except BaseException as error:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _next(self) -> list[Job]:
-        """None at the end."""
+    def _finish(self, jobs: list[Job], finish: Callable[[], None]) -> None:
+        finish()
+        with self._changed:
+            self._num_open -= len(jobs)
+            self._changed.notify_all()
+
+    def _next(self) -> list[Job] | None:
+        """Empty where none has landed while some are to be finished; None at the end."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._on_way or self._landed)
-                if self._is_closed:
-                    return []
+                self._changed.wait_for(lambda: self._is_closed or self._begun or self._on_way or self._landed)
+                if self._is_closed and self._begun is None:
+                    return None
                 while self._on_way and self._on_way[0].arrival.is_there():
                     heapq.heappush(self._landed, self._on_way.popleft())
-                if self._landed:
+                if self._landed and not self._is_closed:
                     return self._batch()
+                if self._begun is not None:
+                    return []
                 first = self._on_way[0]
             first.arrival.wait_on_host()
 

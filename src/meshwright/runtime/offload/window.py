@@ -8,7 +8,7 @@ another block, or its home was updated: the last blocks of a forward are there w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ class Slot:
     block: str = ""
     arrival: Arrival | None = None
     last_used: int = 0
+    parameters: dict[str, list[nn.Parameter]] = field(default_factory=dict)
+    """Views of `full` that each block computes with, once it has been here."""
 
 
 class Window:
@@ -65,10 +67,7 @@ class Window:
             self._clock += 1
             slot.last_used = self._clock
             home, self.current = self.homes[name], name
-            self.parameters = [
-                nn.Parameter(view, member.trainable)
-                for view, member in zip(home.full_views(slot.full), home.members, strict=True)
-            ]
+            self.parameters = self._parameters(slot, home)
             home.put(self.parameters)
         wanted = [name, *ahead][: len(self.slots)]
         for following in wanted[1:]:
@@ -101,6 +100,14 @@ class Window:
         self.leave()
         for slot in self.slots:
             slot.block = ""
+
+    def _parameters(self, slot: Slot, home: BlockHome) -> list[nn.Parameter]:
+        if home.name not in slot.parameters:
+            slot.parameters[home.name] = [
+                nn.Parameter(view, member.trainable)
+                for view, member in zip(home.full_views(slot.full), home.members, strict=True)
+            ]
+        return slot.parameters[home.name]
 
     def _arrive(self, slot: Slot) -> None:
         if slot.arrival is None:
