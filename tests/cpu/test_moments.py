@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,14 @@ SIZE = 40_000
 """Several chunks of the kernel's, and a rest."""
 
 
-def rule(num_threads: int = 1) -> AdamRule:
+@pytest.fixture
+def rule() -> Iterator[AdamRule]:
     kernel = find_kernel()
     if kernel is None:
         pytest.skip("no C compiler")
-    return AdamRule(kernel, decoupled=True, num_threads=num_threads)
+    found = AdamRule(kernel, decoupled=True, num_threads=2)
+    yield found
+    found.close()
 
 
 def state_in(dtype: torch.dtype, size: int = SIZE) -> State:
@@ -62,7 +65,7 @@ def dithered(value: Tensor, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_read_wide_updated_wide_kept_narrow(dtype: torch.dtype) -> None:
+def test_read_wide_updated_wide_kept_narrow(rule: AdamRule, dtype: torch.dtype) -> None:
     """Every step is that of fp32 moments that were what is kept; the first is then rounded to the nearest, the second at random."""
     torch.manual_seed(0)
     weight, kept = torch.randn(SIZE), state_in(torch.bfloat16)
@@ -70,20 +73,20 @@ def test_read_wide_updated_wide_kept_narrow(dtype: torch.dtype) -> None:
         gradient = torch.randn(SIZE).to(dtype)
         wide: State = {"step": step - 1, **{key: kept[key].float() for key in ("exp_avg", "exp_avg_sq")}}
         expected = weight.clone()
-        rule().update([Task(expected, wide, gradient, None, group(), 0.7)])
-        rule(num_threads=2).update([Task(weight, kept, gradient, None, group(), 0.7)])
+        rule.update([Task(expected, wide, gradient, None, group(), 0.7)])
+        rule.update([Task(weight, kept, gradient, None, group(), 0.7)])
         assert torch.equal(weight, expected)
         assert torch.equal(kept["exp_avg"], wide["exp_avg"].bfloat16())
         assert torch.equal(kept["exp_avg_sq"], dithered(wide["exp_avg_sq"], step))
 
 
-def test_the_second_moment_keeps_moving() -> None:
+def test_the_second_moment_keeps_moving(rule: AdamRule) -> None:
     """Gradients become ten times smaller: rounded to the nearest, the second moment would stay what it was for ever."""
     kept, weight = state_in(torch.bfloat16, 4096), torch.zeros(4096)
     nearest = torch.zeros(())
     for step in range(4000):
         size = 1.0 if step < 1000 else 0.1
-        rule().update([Task(weight, kept, torch.full((4096,), size), None, group(), 1.0)])
+        rule.update([Task(weight, kept, torch.full((4096,), size), None, group(), 1.0)])
         nearest = (nearest.float() * 0.999 + 0.001 * size**2).bfloat16()
     exact = (1 - 0.999**1000) * 0.999**3000 + 0.01 * (1 - 0.999**3000)
     assert float(kept["exp_avg_sq"].float().mean()) == pytest.approx(exact, rel=0.02)
