@@ -68,7 +68,7 @@ class Join:
             before = 0
             for part in self.parts:
                 size = part.shape(folder)[self.dim]
-                own = between(((stretch),), max(before - stretch.start, 0), before + size - stretch.start)
+                own = between((stretch,), max(before - stretch.start, 0), before + size - stretch.start)
                 shifted = tuple(type(one)(one.start - before, one.stop - before) for one in own)
                 if shifted:
                     found.append(part.read(folder, (*extent[: self.dim], shifted, *extent[self.dim + 1 :])))
