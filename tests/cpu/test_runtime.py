@@ -119,7 +119,7 @@ NOT_YET = {
         "compile": True,
     },
     "compile with tp or cp": {"mesh": Mesh(tp=2), "global_batch": 2, "compile": True},
-    "optimizer state on disk": {"offload": Offload(what="optimizer", where="disk", folder="/tmp")},
+    "offload to disk": {"offload": Offload(what="optimizer", where="disk")},
     "schedule gpipe without pp": {"schedule": "gpipe"},
 }  # fmt: skip
 

@@ -56,6 +56,24 @@ def test_a_share_of_it(share: float) -> None:
     assert plain.memory_bytes.parameters == moved.memory_bytes.parameters
 
 
+def test_moments_in_16_bits() -> None:
+    """Of what is on the host; what stays on the device keeps them in 32."""
+    assert cost("optimizer", moments="bf16").host_bytes == 12 * PSI
+    shared = cost("optimizer", moments="bf16", share=0.5)
+    assert shared.host_bytes == 0.5 * 12 * PSI
+    assert shared.memory_bytes.optimizer_state == 0.5 * 8 * PSI
+
+
+def test_on_disk_only_what_crosses_the_link_takes_memory() -> None:
+    found = cost("optimizer", where="disk", folder="/somewhere")
+    assert found.host_bytes == 8 * PSI, "the parameter, which the device has the same way, and a gradient on its way"
+    narrow = cost("optimizer", where="disk", folder="/somewhere", moments="bf16")
+    rates = [msgspec.structs.replace(hosted(updates=1e12), disk_bytes_per_second=rate) for rate in (1e4, 2e4)]
+    slow, fast = (cost("optimizer", where="disk", folder="/somewhere", cluster=one) for one in rates)
+    assert slow.step_seconds - fast.step_seconds == pytest.approx(2 * 8 * PSI * (1 / 1e4 - 1 / 2e4), rel=0.01)
+    assert narrow.host_bytes == found.host_bytes
+
+
 def test_parameters_are_there_two_blocks_at_a_time() -> None:
     moved = cost("parameters")
     assert moved.memory_bytes.parameters == moved.memory_bytes.optimizer_state == 0

@@ -72,6 +72,22 @@ def test_the_host_holds_parameters_moments_and_a_few_gradients() -> None:
     assert cost().host_bytes == expected
 
 
+def test_a_step_waits_until_its_state_is_on_the_disk() -> None:
+    on_host = cost()
+    state = 3 * 4 * LAYERS * block_elements()
+    times = []
+    for rate in (1e12, 1e6, 5e5):
+        cluster = msgspec.structs.replace(hosted(), disk_bytes_per_second=rate)
+        found = cost(where="disk", folder="/somewhere", cluster=cluster)
+        waited = found.time_seconds.update - on_host.time_seconds.update
+        assert waited == pytest.approx(state / rate, rel=1e-6)
+        times.append(found.step_seconds)
+    assert times == sorted(times)
+    assert times[2] - times[1] >= state / 1e6
+    assumed = cost(where="disk", folder="/somewhere")
+    assert assumed.time_seconds.update - on_host.time_seconds.update == pytest.approx(state / 1e9, rel=1e-6)
+
+
 def test_on_disk_the_host_holds_the_state_of_three_blocks() -> None:
     found = cost(where="disk", folder="/somewhere").host_bytes
     assert found == LAYERS * block_elements() * 4 + 3 * (1 + 2) * 4 * block_elements() + 3 * 4 * block_elements()

@@ -95,7 +95,8 @@ def with_host_link(cluster: Cluster, settings: Settings) -> Cluster:
 
     if settings.host_link is None or cluster.device.kind != "cpu":
         return cluster
-    link = Link(bytes_per_second=settings.host_link, latency_seconds=0.0, origin="assumed")
+    latency = cluster.host_link.latency_seconds if cluster.host_link else None
+    link = Link(bytes_per_second=settings.host_link, latency_seconds=latency or 0.0, origin="assumed")
     return msgspec.structs.replace(cluster, host_link=link)
 
 

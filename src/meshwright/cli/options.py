@@ -51,6 +51,7 @@ _WORDS = {
     "recompute": "none, selective, full or every:K.",
     "precision": "fp64, fp32, bf16 or fp16.",
     "offload": "none, optimizer or parameters.",
+    "offload_moments": "fp32 or bf16: what Adam's moments are kept in on the host.",
 }
 _SHARES = {"offload_share": "Share of the optimizer state that is offloaded, 0 to 1."}
 _SWITCHES = {

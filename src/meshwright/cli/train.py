@@ -118,11 +118,14 @@ def lay_out(settings: Settings, resume: bool, console: Console) -> tuple[Any, De
     from meshwright.models.source import resolve
     from meshwright.train.data import check_data
     from meshwright.train.optimizers import check_optimizer
+    from meshwright.train.pretrained import check_weights
 
     check_batch(settings)
     source = resolve(settings.model)
     check_data(settings.data, source)
     check_optimizer(settings.optimizer)
+    if not resume:
+        check_weights(settings, source)
     world = world_of_run(settings)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
     cluster = with_host_link(cluster, settings)
@@ -157,7 +160,11 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
 
         def plan_it() -> tuple[str, Decision]:
             from meshwright.cli.wiring import find_cluster
+            from meshwright.models.source import resolve
+            from meshwright.train.pretrained import check_weights
 
+            if not resume:
+                check_weights(settings, resolve(settings.model))
             found = with_host_link(cluster or find_cluster(console, settings.cluster, settings.hosts), settings)
             decision = decide(settings, both_castings(settings.model, precision_of_run(settings)), found, world)
             return str(_prepare(settings, decision, found, resume, console)), decision

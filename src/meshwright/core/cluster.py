@@ -116,6 +116,8 @@ class Cluster(Value, kw_only=True):
     """Between a device and its host's memory, each way."""
     host_updates_per_second: Positive | None = None
     """Parameters per second that AdamW updates in a host's memory, all its cores together."""
+    disk_bytes_per_second: Positive | None = None
+    """What all ranks of a host together write to its disk, counted when it is there for good."""
     collectives: tuple[CollectiveTime, ...] = ()
     host_memory_bytes: Annotated[int, Meta(ge=0)] | None = None
     notes: tuple[str, ...] = ()

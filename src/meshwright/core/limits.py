@@ -30,14 +30,19 @@ def not_yet(plan: Plan) -> dict[str, str]:
             plan.compile and (plan.mesh.tp > 1 or plan.mesh.cp > 1),
         ),
         (
-            "optimizer state on disk beside parameters on the device",
-            "offload to the host, and a smaller share where its memory is short; or offload parameters too",
-            plan.offload.what == "optimizer" and plan.offload.where == "disk",
+            "offload to disk without a folder",
+            "name one in offload.folder",
+            plan.offload.what != "none" and plan.offload.where == "disk" and not plan.offload.folder,
         ),
         (
             "offload of activations of compiled blocks, whose code decides itself what it keeps",
             "leave compile out, or recompute these blocks",
             bool(plan.offload.activations) and plan.compile,
+        ),
+        (
+            "16-bit moments of fp64 masters",
+            "use fp32 moments, or another precision",
+            plan.offload.moments == "bf16" and plan.precision == "fp64",
         ),
         *_streaming(plan),
         (
@@ -77,11 +82,7 @@ def _streaming(plan: Plan) -> list[tuple[str, str, bool]]:
         ),
         ("offload of parameters in fp16", "use bf16", plan.precision == "fp16"),
         ("offload of parameters with synchronised batch norm", "set sync_batch_norm to false", plan.sync_batch_norm),
-        (
-            "offload to disk without a folder",
-            "name one in offload.folder",
-            offload.where == "disk" and not offload.folder,
-        ),
         ("offload of a share of the parameters", "set share to 1", offload.share < 1),
+        ("16-bit moments of streamed parameters", "set moments to fp32", offload.moments == "bf16"),
         ("delayed updates of streamed parameters", "set delayed to false", offload.delayed),
     ]

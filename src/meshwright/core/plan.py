@@ -109,6 +109,8 @@ class Offload(Value, kw_only=True):
     folder: str = ""
     """On disk: where, on every host; each rank has a folder of its own in it."""
     share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """How Adam's two moments are kept on the host: in 16 bits they take 4 bytes a parameter less."""
     delayed: bool = False
     warmup_steps: Annotated[int, Meta(ge=0)] = 40
     """Steps before updates may be late: gradients change fastest at the beginning."""

@@ -6,7 +6,7 @@ The search fills what is open; where nothing is searched, `plain_plan` takes the
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -44,6 +44,8 @@ class PlanRequest(Value, kw_only=True):
     offload: str | None = None
     offload_share: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Of what is offloaded; without it, all of it."""
+    offload_moments: Literal["fp32", "bf16"] | None = None
+    """What Adam's moments are kept in where they are offloaded; without it, fp32."""
     offload_delayed: bool | None = None
     """Whether updates on the host may be a step late."""
     compile: bool | None = None
@@ -64,6 +66,7 @@ class PlanRequest(Value, kw_only=True):
         return Offload(
             what=kind,  # type: ignore[arg-type]
             share=1.0 if self.offload_share is None else self.offload_share,
+            moments=self.offload_moments or "fp32",
             delayed=bool(self.offload_delayed),
         )
 
@@ -125,8 +128,11 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
 
 
 def _plain_offload(request: PlanRequest) -> Offload:
-    if request.offload is None and (request.offload_share is not None or request.offload_delayed):
-        raise PlanError("offload_share and offload_delayed say how to offload, but not what: set offload too")
+    how = (request.offload_share, request.offload_moments, request.offload_delayed or None)
+    if request.offload is None and any(answer is not None for answer in how):
+        raise PlanError(
+            "offload_share, offload_moments and offload_delayed say how to offload, but not what: set offload too"
+        )
     return request.offloading()
 
 

@@ -18,7 +18,15 @@ from meshwright.core.graph import Graph, Parameter
 from meshwright.core.offloaded import num_kept, order_of_need
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.state import groups_of, held_elements, items_of, local_parameters, shard_degree, total_elements
+from meshwright.cost.state import (
+    groups_of,
+    held_elements,
+    items_of,
+    local_parameters,
+    moment_bytes,
+    shard_degree,
+    total_elements,
+)
 
 
 class Holdings:
@@ -57,8 +65,10 @@ class Holdings:
         self.whole_trainable = total_elements(self.parameters, trainable_only=True)
         self.sharded_gradients = self.trainable * self.items.gradient
         self.whole_gradients = self.whole_trainable * self.items.gradient
-        self.shipped = _shipped_elements(self.parameters, plan)
+        sizes = _shipped_sizes(self.parameters, plan)
+        self.shipped = sum(sizes) if plan.offload.what != "parameters" else round(sum(sizes) * plan.offload.share)
         """Elements whose optimizer state is on the host."""
+        self.num_shipped = len(sizes)
         kept = 1 - self.shipped / max(self.trainable, 1)
         stored = 1 if plan.offload.what != "parameters" else kept
         stays_whole = recipe.master_item_bytes and plan.zero < 3  # a 16-bit parameter does
@@ -94,7 +104,10 @@ class Holdings:
         slots = items.gradient * (2 if plan.offload.delayed else 1)
         master = 0 if plan.stores_16_bits or self.recipe.master_item_bytes else stored
         sums = stored if self.leaves_early and plan.num_microbatches > 1 else 0
-        return float(self.shipped * (items.state + master + slots + sums))
+        state = items.state - self.recipe.optimizer_slots * (stored - moment_bytes(plan))
+        if plan.offload.where == "disk":
+            return float(self.shipped * (master + slots))
+        return float(self.shipped * (state + master + slots + sums))
 
     def before_any_backward(self) -> Holdings:
         """The same rank while no microbatch of the step has left gradients yet."""
@@ -230,15 +243,13 @@ class Holdings:
         return msgspec.structs.replace(self.base, gradients=gradients, temporaries=rooms)
 
 
-def _shipped_elements(parameters: Iterable[Parameter], plan: Plan) -> int:
-    """Of the trained ones; of streamed parameters, by share."""
+def _shipped_sizes(parameters: Iterable[Parameter], plan: Plan) -> list[int]:
+    """Elements of each trained tensor whose state is on the host; of streamed parameters, of all of them."""
     if plan.offload.what == "none":
-        return 0
+        return []
     trained = [(one.name, held_elements([one], plan)) for one in parameters if one.trainable]
     sizes = [size for _, size in order_of_need(trained, plan.blocks)]
-    if plan.offload.what == "parameters":
-        return round(sum(sizes) * plan.offload.share)
-    return sum(sizes[num_kept(sizes, plan.offload.share) :])
+    return sizes if plan.offload.what == "parameters" else sizes[num_kept(sizes, plan.offload.share) :]
 
 
 def _batch_share(plan: Plan, coordinate: int) -> float:

@@ -7,6 +7,8 @@
 
     host memory   n_h (M master + slots · M state + D for a gradient on its way, twice where updates may be late
                   + M for a sum where there are microbatches)
+    on disk       state is in a file: of host memory a gradient on its way stays, and the master where the device has the same
+                  numbers. U is no less than reading and writing the state takes                           -> _disk_seconds
     one rank, U > B   gradients land while backward runs, in its order; when it ends, the updates left are those of the first
                       blocks, done in the order forward needs them. Forward of what comes behind runs after the last:
                           step = last gradient's delay + U + F · B / U                                   -> _early
@@ -14,7 +16,10 @@
     clipping          updates begin when backward ends:  step = B + max(U, F) and the last block's forward
     slow link         stands in U's place where copies out or back take longer than the updates
     delayed           step = max(F + B, U)
-    several ranks     updates begin when gradients are settled; nothing of them is hidden                 -> _late
+    several ranks     updates begin when gradients are settled; nothing of them is hidden
+    on a CPU          device and host are the same cores: what the host does, compute waits for. Updates show in full, and so does
+                      the handling of each tensor that leaves, is updated and returns: a latency of the link for every two times
+                      that one thread wakes another. Only what a throttled link sleeps is hidden            -> _on_same_cores
 
 Parameters on the host are streamed: cost/streaming.py. Where a plan of that kind cannot run, it is costed by its traffic.
 """
@@ -31,9 +36,14 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.compute import update_seconds
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.stages import StageCost
+from meshwright.cost.state import moment_bytes
 
 ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
 """Parameters per second that AdamW updates on one host where nobody measured it. Origin: assumed."""
+ASSUMED_DISK_BYTES_PER_SECOND = 1.0e9
+"""Of a host's disk where nobody measured it. Origin: assumed."""
+WAKES, CLIP_WAKES = 4, 2
+"""Times one thread wakes another for a tensor: it leaves, it has landed, it is updated, it is back; and for the norm, twice."""
 UPDATE_BYTES = 28
 """Of host memory that AdamW's update moves for each parameter: four reads and four writes of it and its state."""
 
@@ -66,6 +76,8 @@ def offloaded(
     beside = update_seconds(holdings.trainable - holdings.shipped, cluster.device)
     forward = plan.num_microbatches * sum(stage.forward_seconds for stage in stages) / plan.mesh.pp
     backward = sum(stage.backward_seconds for stage in stages) / plan.mesh.pp
+    if cluster.device.kind == "cpu":
+        return _on_same_cores(host, plan, recipe, forward, backward, beside)
     if plan.offload.delayed:
         return Offloaded(max(0.0, host.update - played_seconds), beside)
     if plan.world > 1 or plan.precision == "fp16":
@@ -74,6 +86,22 @@ def offloaded(
         waiting = max(host.out - backward, 0.0) + max(host.update, host.back) - forward
         return Offloaded(max(waiting, 0.0) + forward / max(len(plan.blocks), 1), beside)
     return Offloaded(_early(host, forward, backward, num_blocks=len(plan.blocks)), beside)
+
+
+def _on_same_cores(
+    host: _Host, plan: Plan, recipe: Recipe, forward: float, backward: float, beside: float
+) -> Offloaded:
+    """Host and device are one: the link alone has time of its own."""
+    wakes = WAKES + (CLIP_WAKES if recipe.clips else 0)
+    handling = host.num_tensors * host.latency * wakes / 2
+    out, back = (seconds + host.num_tensors * host.latency for seconds in (host.out, host.back))
+    if plan.offload.delayed:
+        waiting = max(0.0, max(out, back) - forward - backward)
+    elif plan.world > 1 or plan.precision == "fp16":
+        waiting = out + back
+    else:
+        waiting = max(0.0, out - backward) + max(0.0, back - forward) + min(back, forward) / max(len(plan.blocks), 1)
+    return Offloaded(waiting + handling, host.update + beside)
 
 
 def _early(host: _Host, forward: float, backward: float, num_blocks: int) -> float:
@@ -91,6 +119,12 @@ def host_update_rate(plan: Plan, cluster: Cluster) -> float:
     return (cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND) / ranks
 
 
+def disk_rate(plan: Plan, cluster: Cluster) -> float:
+    """Bytes a second that one rank writes to its host's disk, or reads from it."""
+    ranks = min(plan.world, cluster.devices_per_host)
+    return (cluster.disk_bytes_per_second or ASSUMED_DISK_BYTES_PER_SECOND) / ranks
+
+
 class _Host:
     """Seconds of what the host of one rank does in a step."""
 
@@ -102,9 +136,21 @@ class _Host:
         self.out = moved * plan.num_microbatches / link
         self.back = moved / link
         shared = 1 + 2 * holdings.items.gradient / UPDATE_BYTES
-        self.update = holdings.shipped / rate * shared
+        self.update = max(holdings.shipped / rate * shared, _disk_seconds(holdings, plan, cluster))
         blocks = max(len(plan.blocks), 1)
+        self.latency = cluster.host_link.latency_seconds or 0.0
+        self.num_tensors = holdings.num_shipped
         self.largest_piece = (holdings.shipped / rate + moved / link) / blocks
+
+
+def _disk_seconds(holdings: Holdings, plan: Plan, cluster: Cluster) -> float:
+    """Every update reads its state from the disk and leaves it to be written there."""
+    if plan.offload.where != "disk":
+        return 0.0
+    slots = holdings.recipe.optimizer_slots
+    stored = 8 if plan.precision == "fp64" else 4
+    state = holdings.items.state - slots * (stored - moment_bytes(plan))
+    return 2 * holdings.shipped * state / disk_rate(plan, cluster)
 
 
 def _by_traffic(holdings: Holdings, plan: Plan, cluster: Cluster, played_seconds: float) -> Offloaded:

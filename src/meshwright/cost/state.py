@@ -50,6 +50,12 @@ def items_of(plan: Plan, recipe: Recipe) -> Items:
     )
 
 
+def moment_bytes(plan: Plan) -> int:
+    """Of an element of one of the optimizer's slots, where they are on the host."""
+    stored = 8 if plan.precision == "fp64" else 4
+    return PRECISION_BYTES["bf16"] if plan.offload.moments == "bf16" else stored
+
+
 def blocks_on(plan: Plan, coordinate: int) -> tuple[str, ...]:
     """The blocks of one pp coordinate, in order."""
     homes = zip(plan.stages, plan.blocks_by_stage, strict=True)

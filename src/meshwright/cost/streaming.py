@@ -14,6 +14,8 @@
              backward in Σ n_b W + L M a,  out Σ n_b S
              each pass takes the longest of its compute and its traffic each way; what compute does not hide is exposed
     update   the host's runs under backward: what shows is the last block's, or what backward was too short for
+    disk     masters and states are read under backward, and written as blocks are updated; but a step counts when all of it is on
+             the disk for good, and that is waited for:  (1 + states) Σ n_b S / rate shows in full              -> _disk_seconds
 
 A block is cut over dp ranks: at home a rank has 1/dp of it, in a slot both its part and the whole.
 """
@@ -35,7 +37,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.compute import update_seconds
 from meshwright.cost.division import Division
 from meshwright.cost.footprint import Footprints
-from meshwright.cost.offload import host_update_rate
+from meshwright.cost.offload import disk_rate, host_update_rate
 from meshwright.cost.stages import StageCost
 
 IN_PASSING = 4 + 1 + 2
@@ -203,7 +205,15 @@ class StreamedCost:
         update = self.total / degree / host_update_rate(self.plan, cluster)
         last = (update + gradients) / max(len(self.elements), 1)
         beside = update_seconds(_count(self._all_outside, trainable_only=True), cluster.device)
-        return StreamedTime(exposed, max(last, update - backward, beside))
+        written = self._disk_seconds(cluster)
+        return StreamedTime(exposed + max(0.0, written - backward), max(last, update - backward, beside) + written)
+
+    def _disk_seconds(self, cluster: Cluster) -> float:
+        """To read, or to write for good, the masters and states of one step."""
+        if self.plan.offload.where != "disk":
+            return 0.0
+        state = (1 + self.recipe.optimizer_slots) * self.total / self.plan.mesh.dp * self.stored
+        return state / disk_rate(self.plan, cluster)
 
 
 def _elements(parameter: Parameter) -> int:

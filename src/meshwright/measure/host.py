@@ -1,16 +1,22 @@
-"""The host beside a device: how fast the link moves both ways at once, and how fast AdamW updates in the host's memory.
+"""The host beside a device: how fast the link moves both ways at once, how fast AdamW updates in the host's memory, and how fast
+state goes to its disk.
 
-On a CPU the link is a copy within memory: what a run without a throttled stand-in sees.
+On a CPU the link is a copy within memory: what a run without a throttled stand-in sees. The disk is the one that has the cache of
+measurements: state that a plan keeps elsewhere (`offload.folder`) may be faster or slower there.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from meshwright.core.cluster import Link
+from meshwright.core.errors import MeshwrightError
+from meshwright.runtime.offload.disk_store import DiskStore
 from meshwright.runtime.offload.host import HostMemory
 from meshwright.runtime.offload.link import open_link
 from meshwright.runtime.offload.pieces import MOMENTS
@@ -21,6 +27,7 @@ from meshwright.runtime.ranks import Rank
 COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 25}
 UPDATE_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
 """Large beside every cache."""
+DISK_BYTES = 1 << 25
 REPEATS = 5
 
 
@@ -33,6 +40,31 @@ def measure_host(rank: Rank, per_host: int) -> tuple[Link, float]:
     )
     dist.barrier()
     return link, per_host * UPDATE_ELEMENTS[rank.device.type] / _update_seconds(rank.device, per_host)
+
+
+def measure_disk(folder: Path, per_host: int) -> float:
+    """Bytes a second that all ranks of a host write and commit as runs do, measured by all at once; 0 where none can be written."""
+    dist.barrier()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="probe-", dir=folder) as place:
+            return per_host * DISK_BYTES / _commit_seconds(Path(place))
+    except (OSError, MeshwrightError):
+        return 0.0
+
+
+def _commit_seconds(folder: Path) -> float:
+    store, memory, found = DiskStore(folder, {"state": DISK_BYTES}), torch.zeros(DISK_BYTES, dtype=torch.uint8), []
+    try:
+        for _ in range(REPEATS):
+            memory.random_()  # a file system that compresses would look too fast
+            started = time.perf_counter()
+            store.write("state", memory)
+            store.commit()
+            found.append(time.perf_counter() - started)
+    finally:
+        store.close()
+    return sorted(found)[REPEATS // 2]
 
 
 def _both_ways_seconds(device: torch.device) -> float:

@@ -10,6 +10,7 @@ Every figure is the slowest rank's median. What is measured, and how:
     collectives    seconds by kind and input bytes, between all ranks                -> links.measure_collectives
     alone          the same rates of one rank while the others wait                    -> _measure_alone
     host           the link to the host's memory, and how fast the host updates               -> host.measure_host
+    disk           how fast state goes to the host's disk                                      -> host.measure_disk
     links          bandwidth and latency; on several hosts, inside each apart        -> links.link_of, links.measure_host_link
     sharding       seconds that fully_shard adds to each of its collectives              -> sharding.measure_shard_call
     overlap        share of the shorter of matmul and all-reduce hidden when both run -> links.measure_overlap
@@ -30,13 +31,13 @@ from meshwright.core.cluster import Alone, Cluster, Device, Rate
 from meshwright.core.codec import stable_hash
 from meshwright.core.errors import InputError
 from meshwright.measure import kernels, links
-from meshwright.measure.host import measure_host
+from meshwright.measure.host import measure_disk, measure_host
 from meshwright.measure.sharding import measure_shard_call
 from meshwright.measure.splitting import measure_halves_launch, measure_split_launch
 from meshwright.runtime.launch import launch
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
-PROBE_VERSION = 8
+PROBE_VERSION = 9
 """Raised when a probe measures other things than before: older measurements are then not used."""
 
 
@@ -67,7 +68,6 @@ def default_num_ranks(device: DeviceChoice = "auto") -> int:
 
 def cache_file(num_ranks: int, device: str, backend: str) -> Path:
     """One file per machine, torch version and number of ranks."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     facts = (
         PROBE_VERSION,
         platform.node(),
@@ -79,7 +79,11 @@ def cache_file(num_ranks: int, device: str, backend: str) -> Path:
         backend,
         gpu_name(),
     )
-    return home / "meshwright" / f"cluster-{stable_hash(facts)}.json"
+    return cache_folder() / f"cluster-{stable_hash(facts)}.json"
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
 def probe_rank(payload: dict[str, Any]) -> str:
@@ -107,7 +111,8 @@ def measure_cluster(rank: Rank) -> Cluster:
     collectives = links.measure_collectives(rank) if rank.num_ranks > 1 else ()
     (overlap,) = _slowest([links.measure_overlap(rank) if rank.num_ranks > 1 else 1.0], rank)
     host_link, host_updates = measure_host(rank, per_host)
-    host_rate, host_updates = _slowest([host_link.bytes_per_second, host_updates], rank)
+    disk = measure_disk(cache_folder(), per_host)
+    host_rate, host_updates, disk = _slowest([host_link.bytes_per_second, host_updates, disk], rank)
     queues = rank.device.type == "cpu" and rank.num_ranks > 1
     (negated,) = _slowest([-measure_shard_call(rank) if queues else 0.0], rank)
     return Cluster(
@@ -135,6 +140,7 @@ def measure_cluster(rank: Rank) -> Cluster:
         inter_host=links.link_of(collectives) if num_hosts > 1 else None,
         host_link=msgspec.structs.replace(host_link, bytes_per_second=host_rate),
         host_updates_per_second=host_updates,
+        disk_bytes_per_second=disk or None,
         host_memory_bytes=host_memory_bytes(),
         notes=(f"measured with {rank.num_ranks} ranks at once, torch {torch.__version__}",),
     )

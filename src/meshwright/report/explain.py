@@ -33,6 +33,9 @@ def figures(cluster: Cluster) -> tuple[Figure, ...]:
     found += _link("intra_host", cluster.intra_host, "between devices of a host, per device each way")
     found += _link("inter_host", cluster.inter_host, "between hosts, per host each way")
     found += _link("host_link", cluster.host_link, "between a device and its host's memory, each way")
+    if cluster.disk_bytes_per_second:
+        rate, meaning = cluster.disk_bytes_per_second, "written to a host's disk for good, by all its ranks together"
+        found.append(_figure("disk_bytes_per_second", rate, "bytes/s", cluster.origin, meaning))
     return (*found, *(_constants(cluster) if device.constants else _measured(cluster)))
 
 

@@ -144,8 +144,9 @@ def offload_words(plan: Plan) -> str:
     what = "optimizer state" if offload.what == "optimizer" else "parameters and optimizer state"
     share = "" if offload.share == 1 else f"{offload.share:.0%} of "
     place = "the hosts' memory" if offload.where == "host" else "the hosts' disks"
+    narrow = ", moments in bf16" if offload.moments == "bf16" else ""
     late = ", updated one step late" if offload.delayed else ""
-    return f"{share}{what} in {place}{late}"
+    return f"{share}{what} in {place}{narrow}{late}"
 
 
 def _numbers(plan: Plan) -> str:

@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
 from meshwright.runtime.step import StepOutput
+from meshwright.runtime.undrawn import undrawn
 from meshwright.runtime.watch import Recorder
 from meshwright.train import checkpoint
 from meshwright.train.checkpoint import Progress
@@ -40,9 +41,11 @@ from meshwright.train.folder import RunFolder
 from meshwright.train.live import LiveFile
 from meshwright.train.metrics import Metrics
 from meshwright.train.optimizers import learning_rate, make_optimizer, set_learning_rate
+from meshwright.train.pretrained import fill, match
 from meshwright.train.progress import ProgressView
 from meshwright.train.settings import Settings
 from meshwright.train.stream import Slice, Stream
+from meshwright.train.weights_folder import WeightsFolder
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,16 @@ def run(job: Job, rank: Rank, recorder: Recorder | None, console: Console) -> Ou
     """Train, and leave metrics, trace and a checkpoint in the run folder. Every rank calls it."""
     torch.manual_seed(job.settings.seed)
     source = resolve(job.settings.model)
-    with building(job.plan):
+    weights = None if job.resume else job.settings.weights
+    with building(job.plan), undrawn() if weights else nullcontext():
         module = source.build()
     graph = identity(list_parameters(module))
+    matched = match(WeightsFolder(weights), module) if weights else None
     program = build_program(job, module, source, rank, recorder)
+    if matched is not None:
+        imported = fill(program, matched)
+        if rank.is_first:
+            console.print(imported.describe(matched), highlight=False)
     torch.manual_seed(job.settings.seed + program.mesh.get_local_rank("dp"))  # replicas draw their own dropout
     part = Slice(program.mesh.get_local_rank("dp"), job.plan.mesh.dp)
     train, validation = open_streams(job.settings.data, source, job.plan.global_batch, part, job.settings.seed)

@@ -64,6 +64,8 @@ class Settings(Value, kw_only=True):
     format: Literal[1] = 1
     name: str = "run"
     model: str
+    weights: str | None = None
+    """A folder of safetensors to start from, such as one that transformers saved; without it, from random numbers."""
     planner: Literal["plain", "search"] = "plain"
     """What decides the parts of the plan that nobody fixed: plain defaults, or the search."""
     plan: PlanRequest = PlanRequest()

@@ -7,6 +7,11 @@
        v   = beta2 · v + (1 - beta2) · g²
        p  += (-rate / correction1) · m / (√v / √correction2 + eps)
 
+   Moments may be kept in bf16: they are read as fp32, the update uses the new ones as they are, and what is kept is rounded. The
+   first goes to the nearest, ties to even. The second may change by less than half a unit in its last place in every step
+   (1 - beta2 = 0.001 against 2^-9), and to the nearest would never move: it goes up or down at random, in proportion to how near
+   each is, so that its mean is right. The random number is a hash of step and place: the same whoever does the work.
+
    Operations and their order are those of torch's fused optimizers on a CPU, so that results are equal to the last bit; hence no
    contraction into fused multiply-adds (-ffp-contract=off). Work is handed out in small chunks: a core that is busy with
    something else takes fewer of them and holds nobody up. */
@@ -34,6 +39,21 @@ static inline uint16_t narrowed(float value) {
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
+/* 32 well-mixed bits of a place and a seed (the finaliser of MurmurHash3). */
+static inline uint32_t mixed(uint32_t place, uint32_t seed) {
+    uint32_t bits = place * 0x9e3779b1u ^ seed;
+    bits = (bits ^ (bits >> 16)) * 0x85ebca6bu;
+    bits = (bits ^ (bits >> 13)) * 0xc2b2ae35u;
+    return bits ^ (bits >> 16);
+}
+
+/* Up or down at random, so that the mean is the value. */
+static inline uint16_t dithered(float value, uint32_t noise) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (bits + (noise & 0xffffu)) >> 16);
+}
+
 typedef struct {
     float rate_decay, decay, weight1, beta2, weight2, step_size, root2, eps, scale;
     int32_t decoupled, near;
@@ -48,27 +68,48 @@ static inline void update(float *p, float *m, float *v, float g, const Settings 
     *p = w + s->step_size * *m / (sqrtf(*v) / s->root2 + s->eps);
 }
 
+static inline void update16(float *p, uint16_t *m, uint16_t *v, float g, const Settings *s, uint32_t noise) {
+    float first = widened(*m), second = widened(*v);
+    update(p, &first, &second, g, s);
+    *m = narrowed(first);
+    *v = dithered(second, noise);
+}
+
 typedef struct {
-    float *p, *m, *v;
+    float *p;
+    void *m, *v;
     const void *gradient;
     uint16_t *narrow; /* where the new parameter also goes, in bf16; may be the gradient's memory, or nothing */
     int64_t count;
-    int32_t gradient_kind;
+    int32_t gradient_kind, moment_kind;
+    uint32_t seed; /* of the noise in moments of 16 bits */
     Settings settings;
 } Work;
 
 static void adam(const Work *work, int num_threads) {
     const Settings s = work->settings;
     float *p = work->p, *m = work->m, *v = work->v;
+    uint16_t *m16 = work->m, *v16 = work->v;
+    uint32_t seed = mixed(work->seed, 0x5bd1e995u);
     const void *gradient = work->gradient;
     uint16_t *narrow = work->narrow;
     int64_t count = work->count;
-    int gradient_kind = work->gradient_kind;
+    int gradient_kind = work->gradient_kind, moment_kind = work->moment_kind;
     int64_t num_chunks = (count + CHUNK - 1) / CHUNK;
 #pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads)
     for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
         int64_t first = chunk * CHUNK, last = first + CHUNK < count ? first + CHUNK : count;
-        if (gradient_kind == BFLOAT16) {
+        if (moment_kind == BFLOAT16 && gradient_kind == BFLOAT16) {
+            const uint16_t *g = gradient;
+#pragma omp simd
+            for (int64_t i = first; i < last; i++)
+                update16(p + i, m16 + i, v16 + i, widened(g[i]) * s.scale, &s, mixed((uint32_t)i, seed));
+        } else if (moment_kind == BFLOAT16) {
+            const float *g = gradient;
+#pragma omp simd
+            for (int64_t i = first; i < last; i++)
+                update16(p + i, m16 + i, v16 + i, g[i] * s.scale, &s, mixed((uint32_t)i, seed));
+        } else if (gradient_kind == BFLOAT16) {
             const uint16_t *g = gradient;
 #pragma omp simd
             for (int64_t i = first; i < last; i++) update(p + i, m + i, v + i, widened(g[i]) * s.scale, &s);

@@ -174,8 +174,8 @@ class DiskStore:
         )
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """Refused while nothing is written yet."""
+def check_room(folder: Path, needed: int, what: str = "two generations of the state") -> None:
+    """Refused while nothing is written yet. what: it is needed for, in words."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; make it, or name another in offload.folder")
     if not os.access(folder, os.W_OK):
@@ -184,8 +184,8 @@ def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free + reused
     if needed > free:
         raise InfeasibleError(
-            f"{folder}: {format_bytes(needed)} are needed on disk, two generations of the state, but {format_bytes(free)} are "
-            "free: free some space, or name another folder in offload.folder"
+            f"{folder}: {format_bytes(needed)} are needed on disk, {what}, but {format_bytes(free)} are free: free some space, or "
+            "name another folder in offload.folder"
         )
 
 

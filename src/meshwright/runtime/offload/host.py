@@ -1,12 +1,17 @@
-"""Memory of the host that a device can copy to and from while it computes.
+"""Memory of the host that a device can copy to and from while it computes, or that lies in a file.
 
 One piece is taken for all that is kept there, so that nothing is lost to rounding (torch's own pinned allocator rounds every
 tensor up to a power of two), refused before it is taken where the host has less, and given back when it is closed.
+
+Memory in a file is on disk but for what is in use: the kernel reads ahead of a pass over it and writes what it has left behind.
+The file has no name from the moment it is mapped: no crash leaves anything of it that could be taken for state.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -14,6 +19,7 @@ from torch import Tensor
 
 from meshwright.core.errors import InfeasibleError
 from meshwright.core.units import format_bytes
+from meshwright.runtime.offload.disk_store import check_room
 
 ALIGNMENT = 4096
 """Every tensor begins on a page: copies and vector instructions run at full speed."""
@@ -25,16 +31,20 @@ class HostMemory:
 
     def __init__(self, num_bytes: int, device: torch.device, what: str, num_ranks_here: int = 1) -> None:
         """what: what it is for, in words. num_ranks_here: how many ranks of this host take as much."""
-        check_host_memory(num_bytes * num_ranks_here, what)
+        self._check(num_bytes * num_ranks_here, what)
         self.num_bytes, self.device = num_bytes, device
-        self._map = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = self._mapped()
         self._all: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
         self._taken = 0
         self._is_pinned = False
         if device.type == "cuda" and num_bytes:
             self._pin(self._all)
+
+    def _mapped(self) -> mmap.mmap:
+        found = mmap.mmap(-1, max(self.num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            found.madvise(mmap.MADV_HUGEPAGE)
+        return found
 
     def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """The next piece, as zeros."""
@@ -58,6 +68,9 @@ class HostMemory:
         if getattr(self, "_is_pinned", False):
             self.close()
 
+    def _check(self, num_bytes: int, what: str) -> None:
+        check_host_memory(num_bytes, what)
+
     def _pin(self, memory: Tensor) -> None:
         memory.zero_()  # touched by many threads before the driver touches it with one
         with torch.cuda.device(self.device):
@@ -68,6 +81,25 @@ class HostMemory:
                 "limit of locked memory (ulimit -l), or offload a smaller share"
             )
         self._is_pinned = True
+
+
+class FileMemory(HostMemory):
+    """The same in a file."""
+
+    def __init__(self, num_bytes: int, folder: Path, what: str, num_ranks_here: int = 1) -> None:
+        self.folder = folder
+        super().__init__(num_bytes, torch.device("cpu"), what, num_ranks_here)
+
+    def _check(self, num_bytes: int, what: str) -> None:
+        check_room(self.folder, num_bytes, what)
+
+    def _mapped(self) -> mmap.mmap:
+        size = max(self.num_bytes, 1)
+        with tempfile.TemporaryFile(dir=self.folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a write to a page that finds no room would end the process
+            found = mmap.mmap(file.fileno(), size)
+        found.madvise(mmap.MADV_SEQUENTIAL)
+        return found
 
 
 def padded(num_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,13 @@ from torch.optim import Optimizer
 
 from meshwright.core.errors import PlanError
 from meshwright.core.offloaded import num_kept, order_of_need, place_of
-from meshwright.core.plan import Plan
+from meshwright.core.plan import Offload, Plan
 from meshwright.runtime.clip import local
 from meshwright.runtime.lowered import Values, fill_rest
-from meshwright.runtime.offload.host import HostMemory, check_host_memory
+from meshwright.runtime.offload.host import FileMemory, HostMemory, check_host_memory
 from meshwright.runtime.offload.kept import Kept
 from meshwright.runtime.offload.pieces import MOMENTS, Layout, Piece, Shipped, ship
-from meshwright.runtime.offload.rules import AdamRule, find_rule, is_by_entry
+from meshwright.runtime.offload.rules import AdamRule, Rule, find_rule, is_by_entry, is_plain_adam
 from meshwright.runtime.offload.threads import num_threads
 
 Named = list[tuple[str, nn.Parameter]]
@@ -37,14 +38,16 @@ class HostState:
         dtype = found[0][1].dtype if found else torch.float32
         master_dtype = dtype if values is None else torch.float32
         self.rule = find_rule(optimizer, master_dtype, num_threads(num_ranks_here))
+        _check_state_is_ours(optimizer, self.rule, plan.offload)
         self.layout = Layout(
             dtype=dtype,
             master_dtype=master_dtype,
             num_slots=2 if plan.offload.delayed else 1,
             has_sums=sums_on_host,
             num_moments=len(MOMENTS) if isinstance(self.rule, AdamRule) else 0,
+            moment_dtype=torch.bfloat16 if plan.offload.moments == "bf16" else master_dtype,
         )
-        self.memory = _take_memory(self.layout, sizes[kept:], device, num_ranks_here)
+        self.memory = _take_memory(self.layout, sizes[kept:], device, num_ranks_here, plan.offload)
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         by_entry = is_by_entry(optimizer)
         self.shipped = [
@@ -91,12 +94,30 @@ def _check_shape_free(optimizer: Optimizer, found: Named) -> None:
         )
 
 
+def _check_state_is_ours(optimizer: Optimizer, rule: Rule, offload: Offload) -> None:
+    """What torch makes for a piece is fp32, and in memory."""
+    wishes = {"moments in bf16": offload.moments == "bf16", "optimizer state on disk": offload.where == "disk"}
+    asked = [words for words, is_asked in wishes.items() if is_asked]
+    if not asked or isinstance(rule, AdamRule):
+        return
+    why = (
+        "that needs masters in fp32 and a C compiler, and one of them is not there"
+        if is_plain_adam(optimizer)
+        else f"only Adam and AdamW with plain options are updated so, not {type(optimizer).__name__} as it is set"
+    )
+    raise PlanError(
+        f"the plan keeps {' and '.join(asked)}: {why}; change that, or keep fp32 moments in the host's memory"
+    )
+
+
 def _take_memory(
-    layout: Layout, sizes: list[int], device: torch.device, num_ranks: int
+    layout: Layout, sizes: list[int], device: torch.device, num_ranks: int, offload: Offload
 ) -> tuple[HostMemory, HostMemory]:
-    """Pinned, and plain."""
+    """Pinned, and plain or in a file."""
     pinned, plain = layout.pinned_bytes(sizes), layout.plain_bytes(sizes)
     words = f"offload of the optimizer state of {sum(sizes):,} parameters"
+    if offload.where == "disk":
+        return HostMemory(pinned, device, words, num_ranks), FileMemory(plain, Path(offload.folder), words, num_ranks)
     check_host_memory((pinned + plain) * num_ranks, words)
     return HostMemory(pinned, device, words), HostMemory(plain, torch.device("cpu"), words)
 

@@ -39,12 +39,12 @@ class AdamWork(ctypes.Structure):
     _fields_ = [
         ("p", ctypes.c_void_p), ("m", ctypes.c_void_p), ("v", ctypes.c_void_p), ("gradient", ctypes.c_void_p),
         ("narrow", ctypes.c_void_p), ("count", ctypes.c_int64), ("gradient_kind", ctypes.c_int32),
-        ("settings", AdamSettings),
+        ("moment_kind", ctypes.c_int32), ("seed", ctypes.c_uint32), ("settings", AdamSettings),
     ]  # fmt: skip
 
 
 class Kernel:
-    """The functions of adam.c on tensors. Gradients are fp32 or bf16, everything else fp32."""
+    """The functions of adam.c on tensors. Gradients and moments are fp32 or bf16, everything else fp32."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -90,17 +90,25 @@ class Kernel:
 
 
 def adam_work(
-    weight: Tensor, first: Tensor, second: Tensor, gradient: Tensor, narrow: Tensor | None, settings: AdamSettings
+    weight: Tensor,
+    first: Tensor,
+    second: Tensor,
+    gradient: Tensor,
+    narrow: Tensor | None,
+    settings: AdamSettings,
+    seed: int,
 ) -> AdamWork:
-    """narrow: where the new parameter also goes in bf16; the gradient's own memory will do."""
+    """narrow: where the new parameter also goes in bf16; the gradient's own memory will do. seed: of what moments of 16 bits are
+    rounded by, another in every step."""
     return AdamWork(
         weight.data_ptr(), first.data_ptr(), second.data_ptr(), gradient.data_ptr(),
-        None if narrow is None else narrow.data_ptr(), weight.numel(), _kind(gradient), settings,
+        None if narrow is None else narrow.data_ptr(), weight.numel(), _kind(gradient), _kind(first), seed,
+        settings,
     )  # fmt: skip
 
 
-def _kind(gradient: Tensor) -> int:
-    return int(gradient.element_size() == 2)
+def _kind(tensor: Tensor) -> int:
+    return int(tensor.element_size() == 2)
 
 
 @cache

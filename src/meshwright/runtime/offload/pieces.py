@@ -122,6 +122,7 @@ class Layout:
     has_sums: bool
     num_moments: int
     """Tensors like a parameter that a rule keeps in memory of ours; others make their own."""
+    moment_dtype: torch.dtype
 
     @property
     def is_narrow(self) -> bool:
@@ -137,8 +138,12 @@ class Layout:
         )
 
     def plain_bytes(self, sizes: Iterable[int]) -> int:
-        tensors = self.num_moments + self.is_narrow + self.has_sums
-        return sum(tensors * padded(size * self.master_dtype.itemsize) for size in sizes)
+        tensors = self.is_narrow + self.has_sums
+        return sum(
+            tensors * padded(size * self.master_dtype.itemsize)
+            + self.num_moments * padded(size * self.moment_dtype.itemsize)
+            for size in sizes
+        )
 
 
 def ship(
@@ -152,7 +157,7 @@ def ship(
     master.copy_(values)
     slots = [pinned.take(own.numel(), layout.dtype) for _ in range(layout.num_slots)]
     total = plain.take(own.numel(), layout.master_dtype) if layout.has_sums else None
-    moments = [plain.take(own.numel(), layout.master_dtype) for _ in range(layout.num_moments)]
+    moments = [plain.take(own.numel(), layout.moment_dtype) for _ in range(layout.num_moments)]
     pieces = []
     for first, last in _stretches(own, by_entry):
         cut = partial(_cut, first=first, last=last, shape=None if by_entry else own.shape)

@@ -88,8 +88,9 @@ class AdamRule(Rule):
     def _work(self, task: Task) -> AdamWork:
         state = task.state
         state["step"] += 1
-        settings = adam_settings(task.group, int(state["step"]), self.decoupled, task.scale)
-        return adam_work(task.master, state["exp_avg"], state["exp_avg_sq"], task.gradient, task.narrow, settings)
+        step = int(state["step"])
+        settings = adam_settings(task.group, step, self.decoupled, task.scale)
+        return adam_work(task.master, state["exp_avg"], state["exp_avg_sq"], task.gradient, task.narrow, settings, step)
 
     def accumulate(self, total: Tensor, gradient: Tensor, is_first: bool) -> None:
         self.kernel.accumulate(total, gradient, is_first, self.num_threads)
@@ -161,13 +162,13 @@ def _nothing() -> None:
 
 def find_rule(optimizer: Optimizer, dtype: torch.dtype, num_threads: int) -> Rule:
     """dtype: of the master weights."""
-    kernel = find_kernel() if _is_plain_adam(optimizer) and dtype == torch.float32 else None
+    kernel = find_kernel() if is_plain_adam(optimizer) and dtype == torch.float32 else None
     if kernel is None:
         return TorchRule(optimizer)
     return AdamRule(kernel, type(optimizer) is AdamW, num_threads)
 
 
-def _is_plain_adam(optimizer: Optimizer) -> bool:
+def is_plain_adam(optimizer: Optimizer) -> bool:
     groups = optimizer.param_groups
     decoupled = type(optimizer) is AdamW
     return type(optimizer) in (Adam, AdamW) and not any(

@@ -58,7 +58,10 @@ def _state(one: Shipped | Kept) -> State:
         return {key: _shaped(one, item) for key, item in one.state.items()}
     if one.moments:
         step = torch.tensor(float(one.pieces[0].state["step"]))
-        return {"step": step, **{key: _like(one.parameter, moment) for key, moment in one.moments.items()}}
+        wide = {
+            key: moment.to(one.master.dtype) for key, moment in one.moments.items()
+        }  # 16 bits are a plan's own affair
+        return {"step": step, **{key: _like(one.parameter, moment) for key, moment in wide.items()}}
     first = one.pieces[0].state if one.pieces else {}
     return {key: _joined(one, key) for key in first}
 
