@@ -45,7 +45,9 @@ ASSUMED_DISK_BYTES_PER_SECOND = 1.0e9
 WAKES, CLIP_WAKES = 4, 2
 """Times one thread wakes another for a tensor: it leaves, it has landed, it is updated, it is back; and for the norm, twice."""
 UPDATE_BYTES = 28
-"""Of host memory that AdamW's update moves for each parameter: four reads and four writes of it and its state."""
+"""Of memory that AdamW's update moves for each parameter: four reads and three writes of it and its state."""
+WIDENING_BYTES = 12
+"""A 16-bit gradient read and written in 32, a 32-bit parameter read and written in 16."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def offloaded(
     if plan.offload.what == "parameters":
         return _by_traffic(holdings, plan, cluster, played_seconds)
     host = _Host(holdings, plan, cluster)
-    beside = update_seconds(holdings.trainable - holdings.shipped, cluster.device)
+    beside = _update_beside(holdings.trainable - holdings.shipped, plan, cluster)
     forward = plan.num_microbatches * sum(stage.forward_seconds for stage in stages) / plan.mesh.pp
     backward = sum(stage.backward_seconds for stage in stages) / plan.mesh.pp
     if cluster.device.kind == "cpu":
@@ -86,6 +88,14 @@ def offloaded(
         waiting = max(host.out - backward, 0.0) + max(host.update, host.back) - forward
         return Offloaded(max(waiting, 0.0) + forward / max(len(plan.blocks), 1), beside)
     return Offloaded(_early(host, forward, backward, num_blocks=len(plan.blocks)), beside)
+
+
+def _update_beside(num_elements: float, plan: Plan, cluster: Cluster) -> float:
+    """Of state that stays on the device: with parameters in 16 bits, gradients are widened first, and the new ones narrowed."""
+    update = update_seconds(num_elements, cluster.device)
+    if not plan.stores_16_bits:
+        return update
+    return update * (1 + WIDENING_BYTES / UPDATE_BYTES)
 
 
 def _on_same_cores(
