@@ -30,13 +30,14 @@ function histogramChart(place, series) {
         const [from, to] = [chart.x(edges[0] + bin * width), chart.x(edges[0] + (bin + 1) * width)];
         make("rect", {
           x: from + 0.5, y: chart.y(tall), width: Math.max(0.5, to - from - 1), height: chart.height - chart.y(tall),
-          fill: RUNS[number % RUNS.length], "fill-opacity": series.length > 1 ? 0.6 : 0.9,
+          fill: series[number].colour || RUNS[number % RUNS.length], "fill-opacity": series.length > 1 ? 0.6 : 0.9,
         }, chart.svg);
       });
       for (const [value, dash] of [[series[number].predicted, "5 3"], [series[number].median, ""]]) {
         if (value === null || value === undefined || value < edges[0] || value > edges[1]) continue;
         make("line", {
-          x1: chart.x(value), x2: chart.x(value), y1: 8, y2: chart.height, stroke: "var(--ink)", "stroke-width": 1.6, "stroke-dasharray": dash,
+          x1: chart.x(value), x2: chart.x(value), y1: 8, y2: chart.height, stroke: series.length > 1 ? series[number].colour : "var(--ink)", "stroke-width": series.length > 1 ? 2.4 : 1.6,
+          "stroke-dasharray": dash,
         }, chart.svg);
       }
     });
