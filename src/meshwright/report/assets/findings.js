@@ -54,6 +54,9 @@ function gradientChart(place, runs) {
       make("path", { d: band(local, curve, sizes.map(() => 0), sizes), fill: MEMORY.gradients, "data-part": "gradients" }, chart.svg);
       make("line", { x1: chart.left, x2: chart.width - 10, y1: floor, y2: floor, class: "grid" }, chart.svg);
     });
+    if (rows.some((row) => keepsGradients(row.curve))) {
+      html("p", "faint", figure, "replicas hold theirs from step to step, in the buckets that they add them up in");
+    }
     follow(chart, (share, pixel) => {
       const row = rows[Math.floor(pixel / line)];
       if (!row) return null;
@@ -61,6 +64,11 @@ function gradientChart(place, runs) {
       return { words: `${row.name}, ${seconds(share * row.curve.end)}\ngradients: ${bytes(size)}` };
     });
   });
+}
+
+function keepsGradients(curve) {
+  const sizes = curve.parts.gradients;
+  return Math.max(...sizes) > 0 && Math.min(...sizes) > 0.5 * Math.max(...sizes);
 }
 
 // From its first to its last moment, as shares of the step.

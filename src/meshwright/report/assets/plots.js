@@ -97,10 +97,12 @@ function barChart(place, title, rows, show) {
   if (!rows.length) return;
   const line = 36;
   const top = Math.max(...rows.flatMap((row) => [row.predicted || 0, row.measured || 0])) || 1;
+  const has = (name) => rows.some((row) => row[name] !== null && row[name] !== undefined);
+  const xWords = has("predicted") ? (has("measured") ? "pale: predicted; full: measured" : "predicted") : "measured";
   draw(figure, () => {
     const narrow = figure.clientWidth < 560;
     const chart = frame(figure, {
-      height: rows.length * line + 8, label: title, left: narrow ? 118 : 210, x: [0, top * 1.02], showX: show, xWords: "pale: predicted; full: measured",
+      height: rows.length * line + 8, label: title, left: narrow ? 118 : 210, x: [0, top * 1.02], showX: show, xWords,
     });
     rows.forEach((row, number) => {
       const y = 6 + number * line;
