@@ -41,8 +41,8 @@ LONGEST = (
 GRAPHS = "MESHWRIGHT_TEST_GRAPHS"
 """A folder for one run, see cpu/captures.py."""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""Before anything loads torch; workers, their ranks and commands inherit it. The cores are taken by other workers and ranks: there
-threads that wait for one another after every op spin away most of the time, and the same tests take three times the work."""
+"""Before anything loads torch; workers, their ranks and commands inherit it. The cores are shared with other workers
+and ranks: threads that wait there for one another after every op take processor time and do nothing (docs/log.md)."""
 PATIENCE_SECONDS = 600
 """For one test, its fixtures apart: more than any wait inside a test, so that those speak first."""
 
