@@ -34,11 +34,15 @@ LONGEST = (
     "test_cli_train.py", "test_cli_hangs.py", "test_table.py", "test_split.py", "test_collectives_and_memory.py",
     "test_parity.py", "test_pipeline.py", "test_expert_parallel.py", "test_hybrid.py", "test_cli.py", "test_checkpoint.py",
     "test_streaming.py", "test_host_optimizer.py", "test_ring.py", "test_batch_norm.py",
-    "test_best_sharding_runs.py", "test_hosts.py", "test_compile.py", "test_deferred.py",
+    "test_best_sharding_runs.py", "test_hosts.py", "test_compile.py", "test_deferred.py", "test_compare.py",
+    "test_recorded_memory.py", "test_out_of_memory.py",
 )  # fmt: skip
 """Workers begin with these, so that none is left with a long file when the others are done."""
 GRAPHS = "MESHWRIGHT_TEST_GRAPHS"
 """A folder for one run, see cpu/captures.py."""
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Before anything loads torch; workers, their ranks and commands inherit it. The cores are shared with other workers
+and ranks: threads that wait there for one another after every op take processor time and do nothing (docs/log.md)."""
 PATIENCE_SECONDS = 600
 """For one test, its fixtures apart: more than any wait inside a test, so that those speak first."""
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cases import hand_cluster
+from command import Cli
 
 from meshwright.core.errors import InputError
 from meshwright.models.examples import ImageShape
@@ -29,31 +28,21 @@ validation_every = 0
 """
 
 
-def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "study.toml").write_text(SETTINGS.replace("example", "auto"))
-    command = [sys.executable, "-m", "meshwright", "compare", "study.toml", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+def study(folder: Path) -> Path:
+    """A settings file, on a cluster that need not be measured."""
+    cluster = hand_cluster(2).save(folder / "cluster.json")
+    path = folder / "study.toml"
+    path.write_text(f'cluster = "{cluster}"\n' + SETTINGS.replace("example", "auto"))
+    return path
 
 
 @pytest.mark.slow
-def test_plans_and_a_peer_side_by_side(tmp_path: Path) -> None:
-    ended = compare(
-        tmp_path,
-        "--plans",
-        "one,zero3",
-        "--nproc",
-        "1,2",
-        "--with",
-        "torch-ddp",
-        "--repeat",
-        "2",
-        "--out",
-        "all",
-        "--json",
-    )
-    assert ended.returncode == 0, ended.stderr
-    (line,) = ended.stdout.splitlines()
-    found = json.loads(line)
+def test_plans_and_a_peer_side_by_side(cli: Cli, here: Cli, tmp_path: Path) -> None:
+    """Losses agree, all repeats count, and a folder that holds a comparison is left alone."""
+    asked = ("--plans", "one,zero3", "--nproc", "1,2", "--with", "torch-ddp", "--repeat", 2)
+    ended = cli("compare", study(tmp_path), *asked, "--out", "all", "--json")
+    assert ended.code == 0, ended.err
+    found = ended.json
     rows = {row["name"]: row for row in found["runs"]}
     assert set(rows) == {"one on 1", "zero3 on 2", "torch-ddp on 2"}
     assert all(row["max_loss_difference"] < 1e-4 for row in rows.values())
@@ -63,7 +52,8 @@ def test_plans_and_a_peer_side_by_side(tmp_path: Path) -> None:
     assert found["winner"] in rows
     assert (tmp_path / "all" / "report.html").stat().st_size > 50_000
     assert not list((tmp_path / "all").rglob("checkpoints"))
-    assert "holds an earlier comparison" in compare(tmp_path, "--out", "all").stderr
+    again = here("compare", study(tmp_path), "--nproc", "1,2", "--out", tmp_path / "all")
+    assert "holds an earlier comparison" in again.err
 
 
 @pytest.mark.parametrize(
@@ -75,11 +65,11 @@ def test_plans_and_a_peer_side_by_side(tmp_path: Path) -> None:
         (["--with", "deepsped"], "--with deepsped: did you mean 'deepspeed'?"),
     ],
 )
-def test_wrong_questions(tmp_path: Path, arguments: list[str], said: str) -> None:
-    ended = compare(tmp_path, *arguments)
-    assert ended.returncode == 2
-    assert said in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_wrong_questions(here: Cli, tmp_path: Path, arguments: list[str], said: str) -> None:
+    ended = here("compare", study(tmp_path), *arguments)
+    assert ended.code == 2
+    assert said in ended.err
+    assert "Traceback" not in ended.err
 
 
 def test_peers_by_name() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cases import hand_cluster
+from command import Cli
 
 from meshwright.core.errors import OutOfMemoryError
 from meshwright.runtime.launch import describe_failure
@@ -58,12 +58,12 @@ def test_a_full_device_is_told_apart_from_a_host_that_kills(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_run_that_runs_out(tmp_path: Path) -> None:
-    (tmp_path / "greedy.toml").write_text(SETTINGS)
-    command = [sys.executable, "-m", "meshwright", "train", "greedy.toml"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 1
-    said = ended.stderr
+def test_a_run_that_runs_out(cli: Cli, tmp_path: Path) -> None:
+    cluster = hand_cluster(2).save(tmp_path / "cluster.json")  # it need not be measured
+    (tmp_path / "greedy.toml").write_text(f'cluster = "{cluster}"\n{SETTINGS}')
+    ended = cli("train", "greedy.toml")
+    assert ended.code == 1
+    said = ended.err
     assert "is out of memory: " in said
     assert "parameters: 66.02 KiB" in said
     assert "  optimizer state: 132.07 KiB" in said

@@ -17,6 +17,7 @@ from torch import nn
 from meshwright.core.errors import InputError
 from meshwright.core.request import PlanRequest
 from meshwright.runtime.apply import apply
+from meshwright.train.boards import TensorBoard
 from meshwright.train.folder import RunFolder
 from meshwright.train.metrics import Metrics, read_metrics
 from meshwright.train.optimizers import FUSED, learning_rate, make_optimizer, recipe_of, set_learning_rate
@@ -190,20 +191,20 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_metrics_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     """Lines past the checkpoint, and a line that a crash tore, are dropped."""
     folder = RunFolder(tmp_path)
-    first = Metrics(folder, 0, tensorboard=False)
+    first = Metrics(folder, 0)
     for step in range(5):
         first.write(step, {"loss": float(step), "gradient_norm": None})
     first.close()
     with folder.metrics.open("a") as file:
         file.write('{"step": 2, "lo')
-    second = Metrics(folder, 3, tensorboard=False)
+    second = Metrics(folder, 3)
     second.write(3, {"loss": 30.0})
     second.close()
     assert [(line["step"], line["loss"]) for line in read_metrics(folder.metrics)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
 
 
 def test_metrics_reach_tensorboard(tmp_path: Path) -> None:
-    metrics = Metrics(RunFolder(tmp_path), 0, tensorboard=True)
+    metrics = Metrics(RunFolder(tmp_path), 0, [TensorBoard(RunFolder(tmp_path), 0)])
     metrics.write(0, {"loss": 1.5})
     metrics.close()
     (events,) = (tmp_path / "tensorboard").iterdir()

@@ -130,6 +130,15 @@ def test_the_page_holds_all_it_needs() -> None:
     assert "https://" not in text
 
 
+@pytest.mark.parametrize(("per_sample", "unit"), [(1, "samples"), (128, "tokens")])
+def test_speed_counts_samples_where_each_is_one_token(per_sample: int, unit: str) -> None:
+    run = run_of()
+    speed = per_sample * run.plan.global_batch / run.estimate.step_seconds
+    counted = replace(run, estimate=msgspec.structs.replace(run.estimate, tokens_per_second=speed))
+    assert f" {unit}/s" in verdict(counted)[0]
+    assert f"<h3>{unit.capitalize()} per second</h3>" in page([counted], "demo")
+
+
 def test_names_cannot_break_out_of_the_page() -> None:
     hostile = replace(run_of(), name="</script><script>alert(1)</script>", settings="</pre><script>alert(2)</script>")
     text = page([hostile, run_of()], "t")

@@ -105,6 +105,9 @@ def test_runs_side_by_side(browser: Browser, tmp_path: Path) -> None:
     runs = [run_of("replicas"), run_of("shards", zero=3)]
     tab = opened(browser, tmp_path, runs)
     assert "replicas" in tab.hover('[data-chart="peaks"] svg', 0.5, 0.2)
+    for chart in ("median step of each run", "optimizer state of each run", "gradients over the step"):
+        assert "shards" in tab.hover(f'[data-chart="{chart}"] svg', 0.5, 0.6)
+    assert tab.ask("document.querySelectorAll('[data-part=gradients]').length") >= 2
     assert tab.ask("document.getElementById('run-1').hidden") is True
     tab.click("nav.runs button:nth-child(2)")
     assert tab.ask("document.getElementById('run-1').hidden") is False

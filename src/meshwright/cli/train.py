@@ -116,6 +116,7 @@ def lay_out(settings: Settings, resume: bool, console: Console) -> tuple[Any, De
     from meshwright.cli.graphs import both_castings
     from meshwright.cli.wiring import find_cluster
     from meshwright.models.source import resolve
+    from meshwright.train.boards import check_boards
     from meshwright.train.data import check_data
     from meshwright.train.optimizers import check_optimizer
     from meshwright.train.pretrained import check_weights
@@ -126,6 +127,7 @@ def lay_out(settings: Settings, resume: bool, console: Console) -> tuple[Any, De
     check_optimizer(settings.optimizer)
     if not resume:
         check_weights(settings, source)
+    check_boards(settings)
     world = world_of_run(settings)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
     cluster = with_host_link(cluster, settings)

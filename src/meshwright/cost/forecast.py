@@ -83,18 +83,17 @@ class _Curve:
     def points(self, row: Sequence[Span], played: float, extra: float) -> Iterator[MemoryPoint]:
         resting = self._resting()
         yield MemoryPoint(at_seconds=0.0, memory_bytes=resting)
-        held, began_backward = 0.0, set[int]()
+        held, has_gradients = 0.0, False
         for span in row:
             action = span.action
-            later = action.stage in began_backward and action.microbatch > 0
-            holdings = self.holdings if later else self.at_first
+            holdings = self.holdings if has_gradients else self.at_first
             kept = self.cost.stage_kept(action.stage)
             others = held if action.kind == "forward" else held - kept
             yield from self._inside(span, others, holdings)
             if action.kind == "forward":
                 held += kept
             else:
-                began_backward.add(action.stage)
+                has_gradients = True
                 held -= 0.0 if action.kind == "backward_inputs" else kept
             between = self._between(action, holdings if action.kind == "forward" else self.holdings, held)
             yield MemoryPoint(at_seconds=span.end_seconds, memory_bytes=between)

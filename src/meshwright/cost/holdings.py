@@ -152,6 +152,11 @@ class Holdings:
         """Whether parameters are sharded as fully_shard does: packed flat for every collective."""
         return self.plan.zero > 0 and not self.recipe.master_item_bytes
 
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced block by block in this backward; ZeRO 1 leaves it to the last microbatch."""
+        return self.packs and (self.plan.zero > 1 or self.accumulates or self.plan.num_microbatches == 1)
+
     def gradients(self, backward_done: set[str], block: str = "", unborn: float = 0.0) -> int:
         """Bytes of gradients while a block goes backward, in the last microbatch: what earlier ones left, and its own."""
         plan = self.plan
@@ -170,6 +175,8 @@ class Holdings:
             )
         if plan.zero == 1 and self.accumulates:
             return self.whole_gradients
+        if self.packs and not self.reduces:
+            return self._of(backward_done, sharded=False) - missing
         if plan.zero == 1 and not self.packs:  # reduced when all are there
             return self._of(backward_done, sharded=False)
         left = self.sharded_gradients if self.accumulates else 0
@@ -213,7 +220,7 @@ class Holdings:
         if not self.packs:
             return self.recipe.bucket_bytes
         gathered = (block if phase == "forward" else self._before.get(block, "")) if self.plan.zero == 3 else ""
-        reduced = self._after.get(block, "") if phase == "backward" else ""
+        reduced = self._after.get(block, "") if phase == "backward" and self.reduces else ""
         carried = self.plan.zero >= 2 and self.accumulates
         flat = self._flat(gathered, self.items.gathered) if gathered else 0
         return flat + (self._flat(reduced, self.items.reduced, trainable_only=True) if reduced or carried else 0)

@@ -8,8 +8,9 @@ The rest follows the passes of the rank's stages, one microbatch of each at a ti
     live(s+1) = live(s) + kept(s)                  activations of the microbatch at hand; a recomputed block keeps its output
     in use during s = state + held + live(s) + peak(s) + gathered parameters + buffers of the collectives that run then
 
-held: what the other microbatches in flight keep, at the fullest place of the schedule. The peak is the largest moment over
-all pp coordinates; the update of the optimizer is a moment too.
+held: what the other microbatches in flight keep, at the fullest place of the schedule before the first backward of a step ends,
+when there are no gradients yet, and at the fullest place after it, when there are: with GPipe the first is by far the fuller.
+The peak is the largest moment over all pp coordinates; the update of the optimizer is a moment too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,23 @@ from meshwright.cost.holdings import Holdings
 from meshwright.cost.ledger import Ledger
 from meshwright.cost.passes import StagePasses, handed_on_bytes
 from meshwright.cost.redone import Mode
+
+PHASES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Held:
+    """The most that other microbatches hold when a forward, or a backward, of a stage begins; None: none begins then."""
+
+    stage: int
+    has_gradients: bool
+    """Whether a microbatch has gone backward before on this coordinate."""
+    forward: float | None
+    backward: float | None
+
+    @property
+    def most(self) -> float:
+        return max(self.forward or 0.0, self.backward or 0.0)
 
 
 @dataclass(frozen=True)
@@ -60,7 +78,7 @@ class MemoryCost:
         self.divisions, self.stages, self.holdings = divisions, stages, holdings
         self.footprints = Footprints(plan, recipe, like, modes)
         self._kept: dict[int, float] = {}
-        self._held_by_row: dict[int, tuple[tuple[int, float, float], ...]] = {}
+        self._held_by_row: dict[int, tuple[Held, ...]] = {}
 
     def worst(self, order: Order, device: Device) -> Moment:
         """The fullest moment of the fullest coordinate."""
@@ -68,16 +86,17 @@ class MemoryCost:
         return max(peaks, key=lambda moment: moment.memory.total)
 
     def _unlike(self, order: Order) -> list[int]:
-        """Of coordinates with the same work, the one whose microbatches hold most."""
+        """Of coordinates with the same work, those whose microbatches hold most, without gradients and beside them."""
         fullest: dict[tuple[object, ...], tuple[float, int]] = {}
         for coordinate, row in enumerate(order):
             stages = dict.fromkeys(action.stage for action in row)
             work = self._work(stages)
-            held = max(max(forward, backward) for _, forward, backward in self._held(row))
-            key = (work, 0 in stages, len(self.stages) - 1 in stages)  # the ends hold the batch
-            if key not in fullest or held > fullest[key][0]:
-                fullest[key] = (held, coordinate)
-        return [coordinate for _, coordinate in fullest.values()]
+            for has_gradients in (False, True):
+                held = max((one.most for one in self._held(row) if one.has_gradients == has_gradients), default=0.0)
+                key = (work, 0 in stages, len(self.stages) - 1 in stages, has_gradients)  # the ends hold the batch
+                if key not in fullest or held > fullest[key][0]:
+                    fullest[key] = (held, coordinate)
+        return list(dict.fromkeys(coordinate for _, coordinate in fullest.values()))
 
     def peaks(self, order: Order, device: Device) -> list[Moment]:
         """The fullest moment of every coordinate; those with the same work and as much held are walked once."""
@@ -85,8 +104,8 @@ class MemoryCost:
         found = []
         for coordinate, row in enumerate(order):
             held = self._held(row)
-            stages = [stage for stage, _, _ in held]
-            sizes = tuple((forward, backward) for _, forward, backward in held)
+            stages = list(dict.fromkeys(one.stage for one in held))
+            sizes = tuple((one.has_gradients, one.forward, one.backward) for one in held)
             key = (self._work(stages), sizes, 0 in stages, len(self.stages) - 1 in stages)
             if key not in known:
                 known[key] = self.peak(coordinate, order, device)
@@ -107,41 +126,45 @@ class MemoryCost:
     def moments(self, coordinate: int, order: Order, device: Device) -> Iterator[Moment]:
         """Memory in every pass of a microbatch on one coordinate, and in the update."""
         holdings = self.holdings(coordinate)
-        for stage, held_forward, held_backward in self._held(order[coordinate]):
-            yield from self._walk(stage, (held_forward, held_backward), holdings, device)
+        at_first = holdings.before_any_backward()
+        for held in self._held(order[coordinate]):
+            yield from self._walk(held, holdings if held.has_gradients else at_first, device)
         yield Moment(coordinate, "update", holdings.during_update(device))
 
     def through_stage(
         self, stage: int, held: float, holdings: Holdings, device: Device
     ) -> tuple[list[Moment], list[Moment]]:
         """One microbatch through a stage, forward and backward, where other microbatches hold so many bytes."""
-        moments = list(self._walk(stage, (held, held), holdings, device))
+        moments = list(self._walk(Held(stage, holdings.accumulates, held, held), holdings, device))
         turn = len(self.stages[stage].forward)
         return moments[:turn], moments[turn:]
 
-    def _held(self, row: tuple[Action, ...]) -> tuple[tuple[int, float, float], ...]:
-        """For each stage of a coordinate: the most that other microbatches hold when a forward, or a backward, begins."""
+    def _held(self, row: tuple[Action, ...]) -> tuple[Held, ...]:
+        """For each stage of a coordinate, before any gradients are there and after."""
         key = id(row)
         if key not in self._held_by_row:
             self._held_by_row[key] = tuple(self._walk_held(row))
         return self._held_by_row[key]
 
-    def _walk_held(self, row: tuple[Action, ...]) -> Iterator[tuple[int, float, float]]:
+    def _walk_held(self, row: tuple[Action, ...]) -> Iterator[Held]:
         kept = {stage: self.stage_kept(stage) for stage in dict.fromkeys(action.stage for action in row)}
-        most: dict[tuple[int, str], float] = {}
-        held = 0.0
+        most: dict[tuple[int, bool, str], float] = {}
+        held, has_gradients = 0.0, False
         for action in row:
             kind, stage = action.kind, action.stage
+            others = held if kind == "forward" else held - kept[stage]
+            place = (stage, has_gradients, "forward" if kind == "forward" else "backward")
+            most[place] = max(most.get(place, 0.0), others)
+            has_gradients = has_gradients or kind != "forward"
             if kind == "forward":
-                most[stage, "forward"] = max(most.get((stage, "forward"), 0.0), held)
                 held += kept[stage]
             elif kind in ("backward", "backward_weights"):
                 held -= kept[stage]
-                most[stage, "backward"] = max(most.get((stage, "backward"), 0.0), held)
-            else:
-                most[stage, "backward"] = max(most.get((stage, "backward"), 0.0), held - kept[stage])
         for stage in kept:
-            yield stage, most.get((stage, "forward"), 0.0), most.get((stage, "backward"), 0.0)
+            forward, backward = ([most.get((stage, after, phase)) for after in (False, True)] for phase in PHASES)
+            first = Held(stage, False, _fuller(*forward), _fuller(*backward))
+            later = Held(stage, True, forward[1], backward[1])
+            yield from (held for held in (first, later) if held.forward is not None or held.backward is not None)
 
     def stage_kept(self, number: int) -> float:
         """By one microbatch on a stage, between its forward and its backward: what it received is kept too."""
@@ -194,16 +217,24 @@ class MemoryCost:
     def _footprint(self, segment: Segment) -> Footprint:
         return self.footprints.of(self.divisions[segment.block], segment.block, segment.number)
 
-    def _walk(self, stage: int, held: tuple[float, float], holdings: Holdings, device: Device) -> Iterator[Moment]:
-        """One microbatch through a stage; `held`: what the others hold when a forward, or a backward, begins."""
-        coordinate = self.plan.stages[stage].coordinate
-        ledger = Ledger(self._received(stage))
-        for segment, behind in self._forward(stage):
+    def _walk(self, held: Held, holdings: Holdings, device: Device) -> Iterator[Moment]:
+        """One microbatch through a stage."""
+        coordinate = self.plan.stages[held.stage].coordinate
+        ledger = Ledger(self._received(held.stage))
+        for segment, behind in self._forward(held.stage):
             footprint = self._footprint(segment)
-            before = held[0] + ledger.live + ledger.cached
-            parts = holdings.during("forward", segment.block, set(), activations=before, temporaries=footprint.peak)
-            yield Moment(coordinate, f"forward of {_words(segment)}", parts, segment)
+            if held.forward is not None:
+                before = held.forward + ledger.live + ledger.cached
+                parts = holdings.during("forward", segment.block, set(), activations=before, temporaries=footprint.peak)
+                yield Moment(coordinate, f"forward of {_words(segment)}", parts, segment)
             ledger.forward(segment.block, footprint, behind, keeps_input=self._keeps_input(behind))
+        if held.backward is not None:
+            yield from self._walk_backward(held.stage, held.backward, ledger, holdings, device)
+
+    def _walk_backward(
+        self, stage: int, held: float, ledger: Ledger, holdings: Holdings, device: Device
+    ) -> Iterator[Moment]:
+        coordinate = self.plan.stages[stage].coordinate
         ledger.returned(self._returned(stage))
         done: set[str] = set()
         for segment in self.stages[stage].backward:
@@ -211,13 +242,18 @@ class MemoryCost:
             done.add(block)
             mine = ledger.activations + footprint.rebuilt
             inside = ledger.live + footprint.peak - mine
-            sizes = {"activations": held[1] + mine, "temporaries": inside}
+            sizes = {"activations": held + mine, "temporaries": inside}
             parts = holdings.during("backward", block, done, unborn=footprint.unborn, **sizes)
             yield Moment(coordinate, f"backward of {_words(segment)}", parts, segment)
             ledger.backward(block, footprint)
-            if holdings.packs and block:
-                sizes = {"activations": held[1] + ledger.activations, "temporaries": ledger.live - ledger.activations}
+            if holdings.reduces and block:
+                sizes = {"activations": held + ledger.activations, "temporaries": ledger.live - ledger.activations}
                 yield Moment(coordinate, f"reduction of {block}", holdings.while_reducing(block, done, device, **sizes))
+
+
+def _fuller(first: float | None, later: float | None) -> float | None:
+    """What is held before there are gradients, where that is more than beside them."""
+    return None if first is None or (later is not None and first <= later) else first
 
 
 def _words(segment: Segment) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshwright.core.estimate import Estimate, TimeParts
 from meshwright.core.trace import Trace
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.report.run import speed_words
 from meshwright.report.words import MEMORY_WORDS
 
 
@@ -30,13 +31,13 @@ class Line:
         return self.words, self.show(self.predicted), self.show(self.measured), error
 
 
-def comparison_sections(estimate: Estimate, trace: Trace) -> tuple[tuple[Line, ...], ...]:
-    """Step time and its parts, memory by category, collectives."""
+def comparison_sections(estimate: Estimate, trace: Trace, unit: str = "tokens") -> tuple[tuple[Line, ...], ...]:
+    """Step time and its parts, memory by category, collectives. unit: what the speed counts."""
     memory = _memory(estimate, trace)
-    return _time(estimate, trace), memory, _collectives(estimate, trace) if trace.memory_bytes is not None else ()
+    return _time(estimate, trace, unit), memory, _collectives(estimate, trace) if trace.memory_bytes is not None else ()
 
 
-def _time(estimate: Estimate, trace: Trace) -> tuple[Line, ...]:
+def _time(estimate: Estimate, trace: Trace, unit: str) -> tuple[Line, ...]:
     parts = (
         Line(f"  {words}", predicted, measured, format_seconds)
         for words, predicted, measured in _time_parts(estimate.time_seconds, trace.time_seconds)
@@ -45,7 +46,7 @@ def _time(estimate: Estimate, trace: Trace) -> tuple[Line, ...]:
     return (
         Line("step", estimate.step_seconds, trace.step_seconds, format_seconds, is_total=True),
         *parts,
-        Line("tokens per second", estimate.tokens_per_second, trace.tokens_per_second, lambda speed: f"{speed:,.0f}"),
+        Line(f"{unit} per second", estimate.tokens_per_second, trace.tokens_per_second, speed_words),
     )
 
 

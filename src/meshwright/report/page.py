@@ -22,7 +22,7 @@ from meshwright.report.plan_words import plan_in_words
 from meshwright.report.run import Run, median, percentile
 from meshwright.report.verdict import verdict
 
-SCRIPTS = ("frame.js", "colours.js", "memory.js", "gantt.js", "plots.js", "cluster.js", "page.js")
+SCRIPTS = ("frame.js", "colours.js", "memory.js", "gantt.js", "plots.js", "findings.js", "cluster.js", "page.js")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 SHOWN_RUNNERS_UP = 40
 
@@ -86,7 +86,8 @@ def _sections(run: Run, number: int) -> Iterator[str]:
         if len(run.traces) > 1:
             yield f"<h3>How long each rank is busy</h3>{place('ranks')}"
     if run.metrics:
-        yield f"<h2>Loss and learning rate</h2>{place('loss')}{place('rate')}<h3>Tokens per second</h3>{place('speed')}"
+        yield f"<h2>Loss and learning rate</h2>{place('loss')}{place('rate')}"
+        yield f"<h3>{run.unit.capitalize()} per second</h3>{place('speed')}"
     if run.result is not None:
         yield f"<h2>Candidates considered</h2>{_candidates(run)}"
     yield f"<h2>To make it again</h2>{_again(run)}"
@@ -117,7 +118,7 @@ def _promise_table(run: Run) -> str:
     trace = run.worst
     if trace is None:
         return ""
-    rows = [line.cells for section in comparison_sections(run.estimate, trace) for line in section]
+    rows = [line.cells for section in comparison_sections(run.estimate, trace, run.unit) for line in section]
     return _table(("", "predicted", "measured", "error"), rows)
 
 

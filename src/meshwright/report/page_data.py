@@ -59,7 +59,7 @@ def _run(run: Run) -> dict[str, Any]:
             {**_metric(run, "validation_loss"), "name": "validation loss"},
         ],
         "rate": [{**_metric(run, "learning_rate"), "name": "learning rate"}],
-        "speed": [{**_metric(run, "tokens_per_second"), "name": "tokens per second"}],
+        "speed": [{**_metric(run, "tokens_per_second"), "name": f"{run.unit} per second"}],
     }
 
 

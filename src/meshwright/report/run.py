@@ -35,6 +35,12 @@ class Run:
     """Seconds of the steps of the same run done again."""
 
     @property
+    def unit(self) -> str:
+        """What its speed counts: a sample that is one token, such as an image, is called a sample."""
+        per_sample = self.estimate.tokens_per_second * self.estimate.step_seconds / self.plan.global_batch
+        return "samples" if round(per_sample) == 1 else "tokens"
+
+    @property
     def worst(self) -> Trace | None:
         """Of the rank with the highest peak."""
         return max(self.traces, key=lambda trace: (trace.peak_bytes or 0, -trace.rank), default=None)
@@ -59,6 +65,11 @@ class Run:
         """The last one that is known."""
         found = [line["loss"] for line in self.metrics if "loss" in line]
         return found[-1] if found else None
+
+
+def speed_words(per_second: float) -> str:
+    """Whole numbers, unless there are few."""
+    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"
 
 
 def percentile(values: tuple[float, ...], share: float) -> float:

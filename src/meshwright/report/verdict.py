@@ -10,7 +10,7 @@ from meshwright.core.estimate import TimeParts
 from meshwright.core.result import describe
 from meshwright.core.trace import Trace
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.report.run import Run
+from meshwright.report.run import Run, speed_words
 from meshwright.report.straggler import find_straggler
 from meshwright.report.words import TIME_WORDS
 
@@ -34,7 +34,7 @@ def _planned(run: Run) -> tuple[str, str, str]:
     moment = f"; fullest is rank {estimate.worst_rank} in {estimate.worst_moment}" if estimate.worst_moment else ""
     return (
         f"Predicted, nothing has run: {describe(run.plan)} takes {format_seconds(estimate.step_seconds)} per step, "
-        f"{estimate.tokens_per_second:,.0f} tokens/s, {estimate.model_flops_utilisation:.1%} of the devices' peak.",
+        f"{speed_words(estimate.tokens_per_second)} {run.unit}/s, {estimate.model_flops_utilisation:.1%} of the devices' peak.",
         f"It needs {format_bytes(estimate.needed_bytes)} of {format_bytes(estimate.budget_bytes)} per device and {fits}{moment}.",
         _time_words(estimate.time_seconds, run, None),
     )
@@ -56,7 +56,7 @@ def _did(run: Run, trace: Trace) -> str:
     loss = f"; the loss is {run.loss:.4f}" if run.loss is not None else ""
     return (
         f"{describe(run.plan)} ran {trace.num_steps:,} steps, {format_seconds(trace.step_seconds)} each by the median, "
-        f"{trace.tokens_per_second:,.0f} tokens/s{loss}."
+        f"{speed_words(trace.tokens_per_second)} {run.unit}/s{loss}."
     )
 
 

@@ -102,9 +102,13 @@ def _leaves_early(point: Point) -> bool:
 
 
 def _has_gradients(point: Point) -> bool:
-    """Whether gradients are there when activations are fullest: those of the microbatches before, or replicas' buckets."""
+    """Whether gradients are there when activations are fullest: those of the microbatches before, or replicas' buckets.
+
+    A pipeline that is no more than filled is fullest before the first backward, as GPipe always is."""
     shape = point.shape
-    return shape.num_microbatches > 1 or (point.zero == 0 and shape.dp * shape.cp > 1)
+    filling = 2 * shape.pp - 1 if point.schedule == "interleaved" else shape.pp
+    has_earlier = point.schedule != "gpipe" and shape.num_microbatches > filling
+    return has_earlier or (point.zero == 0 and shape.dp * shape.cp > 1)
 
 
 def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:

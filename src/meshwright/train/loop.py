@@ -35,6 +35,7 @@ from meshwright.runtime.step import StepOutput
 from meshwright.runtime.undrawn import undrawn
 from meshwright.runtime.watch import Recorder
 from meshwright.train import checkpoint
+from meshwright.train.boards import open_boards
 from meshwright.train.checkpoint import Progress
 from meshwright.train.data import open_streams
 from meshwright.train.folder import RunFolder
@@ -127,7 +128,11 @@ class _Loop:
         self.settings = job.settings
         self.train, self.validation = train, validation
         self.first_step = program.first_step = first_step
-        self.metrics = Metrics(job.folder, first_step, self.settings.tensorboard) if rank.is_first else None
+        self.metrics = (
+            Metrics(job.folder, first_step, open_boards(self.settings, job.folder, first_step))
+            if rank.is_first
+            else None
+        )
         self.view = ProgressView(console if rank.is_first else Console(quiet=True), self.settings.steps, first_step)
         self.live = LiveFile(job.folder, rank.number)
         self.started = time.monotonic()

@@ -1,14 +1,16 @@
-"""What a run leaves to be plotted: JSON lines, and TensorBoard events where it is installed."""
+"""What a run leaves to be plotted: JSON lines, and what boards show of them (train/boards.py)."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from meshwright.train.boards import Board
 from meshwright.train.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -18,10 +20,10 @@ if TYPE_CHECKING:
 class Metrics:
     """One line a step. Reopened after a resume, it drops the lines past the step it resumes from."""
 
-    def __init__(self, folder: RunFolder, first_step: int, tensorboard: bool) -> None:
+    def __init__(self, folder: RunFolder, first_step: int, boards: Sequence[Board] = ()) -> None:
         _cut(folder.metrics, first_step)
         self.file = folder.metrics.open("a", encoding="utf-8")
-        self.board = _board(folder.tensorboard, first_step) if tensorboard else None
+        self.boards = boards
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """A disk that is full loses lines, not the run."""
@@ -29,24 +31,28 @@ class Metrics:
         with suppress(OSError):
             self.file.write(json.dumps({"step": step, **known}) + "\n")
             self.file.flush()
-            if self.board is not None:
-                for name, value in known.items():
-                    self.board.add_scalar(name, value, step)
+        self._show(step, known)
 
     def show_sample(self, step: int, sample: Sample) -> None:
-        """What a recorder saw of a step, for TensorBoard alone: memory at the peak by category, time by part."""
-        if self.board is None:
-            return
-        with suppress(OSError):
-            for name, value in msgspec.structs.asdict(sample.memory_bytes).items():
-                self.board.add_scalar(f"peak_bytes/{name}", value, step)
-            for name, value in msgspec.structs.asdict(sample.time_seconds).items():
-                self.board.add_scalar(f"sampled_seconds/{name}", value, step)
+        """What a recorder saw of a step, for boards alone: memory at the peak by category, time by part."""
+        memory, seconds = (msgspec.structs.asdict(parts) for parts in (sample.memory_bytes, sample.time_seconds))
+        self._show(
+            step,
+            {
+                **{f"peak_bytes/{name}": value for name, value in memory.items()},
+                **{f"sampled_seconds/{name}": value for name, value in seconds.items()},
+            },
+        )
+
+    def _show(self, step: int, values: dict[str, Any]) -> None:
+        for board in self.boards:
+            with suppress(OSError):
+                board.show(step, values)
 
     def close(self) -> None:
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        for board in self.boards:
+            board.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -76,11 +82,3 @@ def _step(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError):
         return float("inf")
-
-
-def _board(path: Path, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(path), purge_step=first_step)

@@ -31,7 +31,7 @@ def run_peer(name: str, settings: Settings, plan: Plan, folder: RunFolder, rank:
     peer = prepare(name, source.build().to(rank.device), settings)
     part = Slice(dist.get_rank(), dist.get_world_size())
     stream, _ = open_streams(settings.data, source, plan.global_batch, part, settings.seed)
-    metrics = Metrics(folder, 0, tensorboard=False) if rank.is_first else None
+    metrics = Metrics(folder, 0) if rank.is_first else None
     records = []
     for step in range(settings.steps):
         rate = learning_rate(step, settings.steps, settings.learning_rate)

@@ -93,6 +93,9 @@ class Settings(Value, kw_only=True):
     out: str | None = None
     """Run folder; without it, runs/NAME."""
     tensorboard: bool = True
+    wandb: Literal["off", "on", "offline"] = "off"
+    """Weights & Biases: "on" as its own settings say (`wandb login`, WANDB_MODE, WANDB_PROJECT), "offline" into the run folder, to
+    be sent by `wandb sync`. Off unless asked for, since it sends what a run does to a server."""
     data: DataSettings = DataSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     learning_rate: LearningRateSettings = LearningRateSettings()

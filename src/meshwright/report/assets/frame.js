@@ -28,10 +28,11 @@ function bytes(number) {
 
 function seconds(number) {
   const size = Math.abs(number);
+  if (size === 0) return "0 s";
   if (size >= 100) return number.toFixed(0) + " s";
   if (size >= 1) return number.toFixed(2) + " s";
   if (size >= 1e-3) return (number * 1e3).toFixed(size >= 0.1 ? 1 : 2) + " ms";
-  return (number * 1e6).toFixed(size ? 1 : 0) + " µs";
+  return (number * 1e6).toFixed(1) + " µs";
 }
 
 function plain(number) {

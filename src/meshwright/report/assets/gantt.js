@@ -40,7 +40,7 @@ function paintGantt(figure, rows, shown, zoom, oneClock, change) {
   const end = oneClock ? Math.max(...rows.map((row) => row.end)) : measuredEnd || rows[0].end;
   const stretch = (row) => (oneClock || row.measured ? 1 : end / row.end);
   const chart = frame(figure, {
-    height: rows.length * line + 8, label: "the schedule, predicted over measured", left: narrow ? 96 : 150,
+    height: rows.length * line + 8, label: "the schedule, predicted over measured", left: narrow ? 110 : 150,
     x: [zoom[0] * end, zoom[1] * end], showX: seconds, xWords: zoom[1] - zoom[0] < 1 ? "drag to zoom, click to see all" : "drag to zoom",
   });
   const right = chart.width - 10;
@@ -60,7 +60,7 @@ function paintGantt(figure, rows, shown, zoom, oneClock, change) {
       }, chart.svg);
       const microbatch = row.microbatch ? String(row.microbatch[number]) : "";
       if (microbatch && part !== "update" && width > 8 + 7 * microbatch.length) {
-        make("text", { x: from + width / 2, y: top + 13, "text-anchor": "middle", style: "fill:#10141a" }, chart.svg, microbatch);
+        make("text", { x: from + width / 2, y: top + 13, "text-anchor": "middle", style: `fill:${part.startsWith("backward") ? "#fff" : "#10141a"}` }, chart.svg, microbatch);
       }
     }
   });

@@ -16,7 +16,7 @@ function fill(data) {
     if ((place = clear("ranks"))) barChart(place, "busy seconds of each rank", run.ranks, seconds);
     if ((place = clear("loss"))) lineChart(place, "loss", run.loss, plain);
     if ((place = clear("rate"))) lineChart(place, "learning rate", run.rate, plain);
-    if ((place = clear("speed"))) lineChart(place, "tokens per second", run.speed, (value) => Math.round(value).toLocaleString("en"));
+    if ((place = clear("speed"))) lineChart(place, run.speed[0].name, run.speed, (value) => Number(value.toPrecision(3)).toLocaleString("en"));
   });
   const beside = document.getElementById("beside");
   if (beside) fillComparison(data, beside);
@@ -24,12 +24,36 @@ function fill(data) {
 
 function fillComparison(data, beside) {
   beside.replaceChildren();
-  html("h3", "", beside, "Step time");
-  histogramChart(beside, data.runs.map((run) => run.histogram).filter((one) => one.values.length));
+  fillFindings(data, beside);
+  html("h3", "", beside, "Steps by their time");
+  histogramChart(beside, data.runs.map((run, number) => ({ ...run.histogram, colour: RUNS[number % RUNS.length] })).filter((one) => one.values.length));
+  runLegend(beside, data.runs.map((run) => run.name));
   html("h3", "", beside, "Loss");
   lineChart(beside, "loss of all runs", data.runs.flatMap((run) => run.loss.slice(0, 1).map((one) => ({ ...one, name: run.name }))), plain);
   html("h3", "", beside, "Peak memory by category");
   peakChart(beside, data);
+}
+
+// Runs that were measured, side by side.
+function fillFindings(data, beside) {
+  const timed = data.runs.filter((run) => run.histogram.values.length);
+  if (!timed.length) return;
+  html("h3", "", beside, "Step time");
+  valueChart(beside, "median step of each run", timed.map(timeRow), seconds, RUNS[0]);
+  html("p", "faint", beside, "bar: median; line: from the fastest to the slowest step");
+  const sampled = timed.filter((run) => run.memory.some((one) => one.measured));
+  if (!sampled.length) return;
+  html("h3", "", beside, "Optimizer state of a rank");
+  valueChart(beside, "optimizer state of each run", sampled.map((run) => ({ name: run.name, value: run.peak.optimizer_state })), bytes, MEMORY.optimizer_state);
+  html("h3", "", beside, "Gradients over the step");
+  gradientChart(beside, sampled);
+}
+
+function timeRow(run) {
+  const { values, median, predicted } = run.histogram;
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const more = `${values.length} steps, ${seconds(low)} to ${seconds(high)}\npredicted: ${seconds(predicted)}`;
+  return { name: run.name, value: median, low, high, more };
 }
 
 function choose(number) {

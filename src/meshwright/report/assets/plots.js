@@ -30,13 +30,14 @@ function histogramChart(place, series) {
         const [from, to] = [chart.x(edges[0] + bin * width), chart.x(edges[0] + (bin + 1) * width)];
         make("rect", {
           x: from + 0.5, y: chart.y(tall), width: Math.max(0.5, to - from - 1), height: chart.height - chart.y(tall),
-          fill: RUNS[number % RUNS.length], "fill-opacity": series.length > 1 ? 0.6 : 0.9,
+          fill: series[number].colour || RUNS[number % RUNS.length], "fill-opacity": series.length > 1 ? 0.6 : 0.9,
         }, chart.svg);
       });
       for (const [value, dash] of [[series[number].predicted, "5 3"], [series[number].median, ""]]) {
         if (value === null || value === undefined || value < edges[0] || value > edges[1]) continue;
         make("line", {
-          x1: chart.x(value), x2: chart.x(value), y1: 8, y2: chart.height, stroke: "var(--ink)", "stroke-width": 1.6, "stroke-dasharray": dash,
+          x1: chart.x(value), x2: chart.x(value), y1: 8, y2: chart.height, stroke: series.length > 1 ? series[number].colour : "var(--ink)", "stroke-width": series.length > 1 ? 2.4 : 1.6,
+          "stroke-dasharray": dash,
         }, chart.svg);
       }
     });
@@ -96,10 +97,12 @@ function barChart(place, title, rows, show) {
   if (!rows.length) return;
   const line = 36;
   const top = Math.max(...rows.flatMap((row) => [row.predicted || 0, row.measured || 0])) || 1;
+  const has = (name) => rows.some((row) => row[name] !== null && row[name] !== undefined);
+  const xWords = has("predicted") ? (has("measured") ? "pale: predicted; full: measured" : "predicted") : "measured";
   draw(figure, () => {
     const narrow = figure.clientWidth < 560;
     const chart = frame(figure, {
-      height: rows.length * line + 8, label: title, left: narrow ? 118 : 210, x: [0, top * 1.02], showX: show, xWords: "pale: predicted; full: measured",
+      height: rows.length * line + 8, label: title, left: narrow ? 118 : 210, x: [0, top * 1.02], showX: show, xWords,
     });
     rows.forEach((row, number) => {
       const y = 6 + number * line;
