@@ -12,7 +12,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Phase
 from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute import ComputeCost
+from meshwright.cost.compute import ComputeCost, KernelCosts
 from meshwright.cost.division import Division, divide
 from meshwright.cost.footprint import Footprints
 
@@ -29,11 +29,16 @@ class Microbatch:
 
 
 def microbatch_of(
-    graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, divisions: dict[str, Division] | None = None
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    recipe: Recipe,
+    divisions: dict[str, Division] | None = None,
+    kernels: KernelCosts | None = None,
 ) -> Microbatch:
-    """divisions: where they are known."""
+    """divisions, kernels: where they are known."""
     found = divide(graph, plan) if divisions is None else divisions
-    return Microbatch(found, ComputeCost(graph, plan, cluster, recipe), Footprints(plan, recipe))
+    return Microbatch(found, ComputeCost(graph, plan, cluster, recipe, kernels), Footprints(plan, recipe))
 
 
 def microbatch_key(plan: Plan) -> tuple[object, ...]:

@@ -8,11 +8,13 @@ from math import inf
 
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
+from meshwright.core.graph import Graph
 from meshwright.core.legal import Key as LegalKey
 from meshwright.core.limits import not_yet
 from meshwright.core.names import compact_names
 from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Stage
 from meshwright.core.stages import cut_stages
+from meshwright.cost.compute import KernelCosts
 from meshwright.cost.division import check_degrees, check_divides
 from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of
 from meshwright.cost.state import Items, items_of
@@ -47,6 +49,7 @@ class Drafts:
         self.fitted: dict[tuple[object, ...], tuple[Plan, Estimate] | None] = {}
         """Plans that were costed, by their identity; None where nothing made one fit."""
         self._microbatches: dict[tuple[object, ...], Microbatch] = {}
+        self._kernels_of: dict[int, KernelCosts] = {}
         self._rooms: dict[Point, Room] = {}
         self._needs: dict[Point, Needs | None] = {}
         self._once: dict[Point, float] = {}
@@ -92,7 +95,7 @@ class Drafts:
         graph = self.problem.graph_of(plan)
         key = (shape.tp, shape.cp, shape.ep, shape.sequence_parallel, shape.context, id(graph))
         if key not in self._divided:
-            self._divided[key] = divide_units(self.problem, graph, plan)
+            self._divided[key] = divide_units(self.problem, graph, plan, self._kernels(graph))
         return make_table(self.problem, graph, plan, self._divided[key], self.microbatch(plan))
 
     def microbatch(self, plan: Plan) -> Microbatch:
@@ -101,8 +104,16 @@ class Drafts:
         if key not in self._microbatches:
             problem, mesh, graph = self.problem, plan.mesh, self.problem.graph_of(plan)
             divided = self._divided[mesh.tp, mesh.cp, mesh.ep, plan.sequence_parallel, plan.context, id(graph)]
-            self._microbatches[key] = microbatch_of(graph, plan, problem.cluster, problem.recipe, divided.divisions)
+            self._microbatches[key] = microbatch_of(
+                graph, plan, problem.cluster, problem.recipe, divided.divisions, self._kernels(graph)
+            )
         return self._microbatches[key]
+
+    def _kernels(self, graph: Graph) -> KernelCosts:
+        """An op that lies alike under several degrees is costed once."""
+        if id(graph) not in self._kernels_of:
+            self._kernels_of[id(graph)] = KernelCosts(graph, self.problem.cluster.device)
+        return self._kernels_of[id(graph)]
 
     def least_device_seconds(self) -> float:
         """Device-seconds of a step at least: no way to divide the model makes a sample cheaper than one device alone does."""

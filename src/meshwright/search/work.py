@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.cost.communication import sent_bytes
+from meshwright.cost.compute import KernelCosts
 from meshwright.cost.division import Division, divide
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.memory import MemoryCost
@@ -133,10 +134,10 @@ class Divided:
     """Of every unit, which of them it is like."""
 
 
-def divide_units(problem: Problem, graph: Graph, plan: Plan) -> Divided:
+def divide_units(problem: Problem, graph: Graph, plan: Plan, kernels: KernelCosts) -> Divided:
     """plan: one stage a unit."""
     divisions, passes = divide(graph, plan), passes_by_stage(graph, plan)
-    microbatch = microbatch_of(graph, plan, problem.cluster, problem.recipe, divisions)
+    microbatch = microbatch_of(graph, plan, problem.cluster, problem.recipe, divisions, kernels)
     costs = StageCosts(graph, plan, problem.cluster, problem.recipe, microbatch)
     first: dict[object, int] = {}
     repeated = set(graph.repeated_blocks)
