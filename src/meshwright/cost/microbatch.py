@@ -43,12 +43,16 @@ def microbatch_of(
 
 def microbatch_key(plan: Plan) -> tuple[object, ...]:
     """Plans of one graph and sharding whose key is the same share a Microbatch."""
+    return (plan.mesh.ep, *work_key(plan))
+
+
+def work_key(plan: Plan) -> tuple[object, ...]:
+    """The same but for what is exchanged inside of blocks: over how many ranks experts lie changes nothing else."""
     mesh = plan.mesh
     in_halves = mesh.pp > 1 and plan.schedule in SPLIT_SCHEDULES  # what it makes Python do beside every op
     return (
         mesh.tp,
         mesh.cp,
-        mesh.ep,
         plan.context,
         plan.sequence_parallel,
         plan.microbatch,

@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.cost.communication import sent_bytes
-from meshwright.cost.compute import KernelCosts
-from meshwright.cost.division import Division, divide
+from meshwright.cost.division import Division
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.memory import MemoryCost
-from meshwright.cost.microbatch import Microbatch, microbatch_of
+from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.redone import Mode, selective_mode
 from meshwright.cost.stages import StageCosts
@@ -134,10 +133,9 @@ class Divided:
     """Of every unit, which of them it is like."""
 
 
-def divide_units(problem: Problem, graph: Graph, plan: Plan, kernels: KernelCosts) -> Divided:
+def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microbatch) -> Divided:
     """plan: one stage a unit."""
-    divisions, passes = divide(graph, plan), passes_by_stage(graph, plan)
-    microbatch = microbatch_of(graph, plan, problem.cluster, problem.recipe, divisions, kernels)
+    passes = passes_by_stage(graph, plan)
     costs = StageCosts(graph, plan, problem.cluster, problem.recipe, microbatch)
     first: dict[object, int] = {}
     repeated = set(graph.repeated_blocks)
@@ -149,7 +147,7 @@ def divide_units(problem: Problem, graph: Graph, plan: Plan, kernels: KernelCost
         first.setdefault(form, number)
     unlike = tuple(first.values())
     kinds = np.array([unlike.index(first[form]) for form in forms], dtype=np.int64)
-    return Divided(divisions, passes, _elements(graph, plan), unlike, kinds)
+    return Divided(microbatch.divisions, passes, _elements(graph, plan), unlike, kinds)
 
 
 def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> UnitTable:
