@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -209,7 +209,7 @@ class Replacing(Stack):
     """What a block leaves behind is there until the next one has run."""
 
     class Noting(Layer):
-        last: dict[str, Tensor] = {}
+        last: ClassVar[dict[str, Tensor]] = {}
 
         def forward(self, x: Tensor) -> Tensor:
             self.last["sum"] = x.detach().sum()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from meshwright.core.graph import Kind
 
@@ -19,11 +19,11 @@ def once_per_kind(function: Callable[Concatenate[Kind, P], T]) -> Callable[Conca
     """
 
     @wraps(function)
-    def known(kind: Kind, *more: P.args, **named: P.kwargs) -> T:
+    def known(kind: Kind, /, *more: P.args, **named: P.kwargs) -> T:
         key = (function, more)
-        answers = kind.__dict__
+        answers = cast("dict[object, T]", kind.__dict__)
         if key not in answers:
             answers[key] = function(kind, *more, **named)
-        return answers[key]  # type: ignore[no-any-return]
+        return answers[key]
 
     return known

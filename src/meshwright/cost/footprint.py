@@ -150,9 +150,7 @@ class Footprints:
         )
         if fused is not None:
             return freed
-        held = (
-            ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in _in_pass(one, added)
-        )
+        held = (ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in _in_pass(one, added))
         return freed - sum(held)
 
     def _levels(self, division: Division, number: int) -> tuple[float, float, float]:
@@ -206,7 +204,9 @@ class Footprints:
                 born = births.share_before(maker) if maker is not None else 0.0
                 late = is_backward and self._read_again(division, source)
                 share = self._share(division, source)
-                taken.append(Step(event.num_bytes.fixed, event.num_bytes.per_sample, share, maker, born, not_kept, late))
+                taken.append(
+                    Step(event.num_bytes.fixed, event.num_bytes.per_sample, share, maker, born, not_kept, late)
+                )
         passes_on = any(division.goes_round(op) for op in division.kind.ops)
         return Steps(tuple(taken), births.total_bytes, 1.0 - births.share_before(one.first_op), passes_on)
 

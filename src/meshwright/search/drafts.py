@@ -43,6 +43,7 @@ class Drafts:
         """Why degrees were left out."""
         self._answers = {answer.key: answer for answer in problem.legal}
         self._shardings: dict[LegalKey, tuple[BlockSharding, ...] | None] = {}
+        self._proposals: dict[tuple[int, int, bool], tuple[BlockSharding, ...]] = {}
         self._divided: dict[tuple[object, ...], Divided] = {}
         self._divisions: dict[tuple[object, ...], dict[str, Division]] = {}
         self._tables: dict[Key, UnitTable | None] = {}
@@ -56,6 +57,8 @@ class Drafts:
         self._rooms: dict[Point, Room] = {}
         self._needs: dict[Point, Needs | None] = {}
         self._once: dict[Point, float] = {}
+        self.family_bounds: dict[tuple[object, ...], float] = {}
+        self.shape_bounds: dict[tuple[object, ...], float] = {}
         self._runs: dict[tuple[object, ...], bool] = {}
 
     # ------------------------------------------------------------ tables
@@ -208,18 +211,23 @@ class Drafts:
         return (Stage(coordinate=0, blocks=compact_names(name for unit in self.units for name in unit)),)
 
     def _proposal(self, shape: Shape) -> tuple[BlockSharding, ...]:
-        """What the integer program picks for one sample: more of them change no tensor's place, only what all takes."""
+        """What the integer program picks for one sample: more of them change no tensor's place, only what all takes; nor does
+        the way tokens meet along cp."""
         if shape.tp == 1:
             return ()
-        return best_sharding(
-            self.problem.graph,
-            self.problem.cluster,
-            tp=shape.tp,
-            cp=shape.cp,
-            sequence_parallel=shape.sequence_parallel,
-            microbatch=1,
-            recipe=self.problem.recipe,
-        )
+        key = (shape.tp, shape.cp, shape.sequence_parallel)
+        if key not in self._proposals:
+            self._proposals[key] = best_sharding(
+                self.problem.graph,
+                self.problem.cluster,
+                tp=shape.tp,
+                cp=shape.cp,
+                sequence_parallel=shape.sequence_parallel,
+                microbatch=1,
+                recipe=self.problem.recipe,
+                kernels=self._kernels(self.problem.graph),
+            )
+        return self._proposals[key]
 
     # ------------------------------------------------------------ plans
 
