@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -58,6 +58,7 @@ def subject_of(model: str, folder: Path, precision: Precision) -> Subject:
         f"gpt:layers={DEPTH},hidden=32,heads=4,seq=16,vocab=61,tied=true,attention=eager,dropout=0.1",
         f"llama:layers={DEPTH},hidden=32,heads=4,kv_heads=2,intermediate=48,seq=16,vocab=61",
         "resnet:depth=50,image=64,classes=10,channels=8",
+        f"moe:layers={DEPTH},hidden=32,heads=4,seq=16,vocab=61,experts=4",
         "llama",
         "t5",
     ],
@@ -204,7 +205,20 @@ class Growing(Stack):
         return x
 
 
-@pytest.mark.parametrize("stack", [Recomputing, Adding, Again, Growing])
+class Replacing(Stack):
+    """What a block leaves behind is there until the next one has run."""
+
+    class Noting(Layer):
+        last: ClassVar[dict[str, Tensor]] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last["sum"] = x.detach().sum()
+            return super().forward(x)
+
+    layer = Noting
+
+
+@pytest.mark.parametrize("stack", [Recomputing, Adding, Again, Growing, Replacing])
 def test_blocks_that_cannot_be_skipped_are_followed(stack: type[nn.Module]) -> None:
     module = stack()
     with pytest.raises(CannotSkip):
@@ -243,7 +257,35 @@ class Shared(Stack):
         return x
 
 
-@pytest.mark.parametrize("stack", [Stack, IndexedStack, Frozen, Shared])
+class Counting(Stack):
+    """Every block notes a number for whoever asks after the step."""
+
+    class Noting(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            self.noted = (x.detach() > 0).sum()
+            return super().forward(x)
+
+    layer = Noting
+
+
+class Summing(Stack):
+    """A sum goes through all blocks, each of which adds its own to it."""
+
+    class Adding(Layer):
+        def forward(self, x: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            made = super().forward(x)
+            return made, loss + made.square().mean()
+
+    layer = Adding
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = x.new_zeros(())
+        for layer in self.layers:
+            x, loss = layer(x, loss)
+        return x + loss
+
+
+@pytest.mark.parametrize("stack", [Stack, IndexedStack, Frozen, Shared, Counting, Summing])
 def test_awkward_stacks(stack: type[nn.Module]) -> None:
     module = stack()
     assert first_trace(module).representatives

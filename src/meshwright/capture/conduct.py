@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import prod
@@ -52,6 +53,11 @@ class Conduct:
     results: tuple[Any, ...]
     """Fresh, Handed, or a plain value."""
     structure: Any
+    left_behind: frozenset[int]
+    """Storages that outlive the call, though it neither returned them nor keeps them for backward."""
+    added_to: dict[int, int]
+    """Positions of inputs that the block only adds something to → which of its fresh results that is: backward hands the
+    gradient of the result back as that of the input."""
 
     @property
     def fresh(self) -> list[Fresh]:
@@ -97,16 +103,17 @@ class Observer:
             return forward()
 
     def conduct(self, block: str, call: Call, leaves: list[Any], result: Any) -> Conduct | None:
-        """None where the block leaves behind what only following it would show."""
+        """None where only following the block would show what it does."""
         outputs, structure = tree_flatten(result)
         results = tuple(self._result(output, leaves) for output in outputs)
         made = [self._number(one) for one, result in zip(outputs, results, strict=True) if isinstance(result, Fresh)]
         known = all(isinstance(result, (Fresh, Handed, *_PLAIN)) for result in results)
-        left_behind = self.storages.born_since(self.first) - self.saved - set(made)
-        if left_behind or not known or not made or len(set(made)) < len(made):
+        if not known or not made or len(set(made)) < len(made):
             return None
         kept = frozenset(at for at, leaf in enumerate(leaves) if self._number(leaf) in self.saved)
-        return Conduct(block, call, kept, results, structure)
+        left_behind = self.storages.born_since(self.first) - self.saved - set(made)
+        fresh = [output for output, result in zip(outputs, results, strict=True) if isinstance(result, Fresh)]
+        return Conduct(block, call, kept, results, structure, frozenset(left_behind), _added_to(leaves, fresh))
 
     def _result(self, output: Any, leaves: list[Any]) -> Any:
         for position, leaf in enumerate(leaves):
@@ -128,3 +135,33 @@ class Observer:
     def _number(self, leaf: Any) -> int:
         stored = self.storages.find(leaf) if isinstance(leaf, Tensor) else None
         return stored.number if stored else -2
+
+
+def _added_to(leaves: list[Any], fresh: list[Tensor]) -> dict[int, int]:
+    """Inputs that nothing of the block reads but the sum that is one of its results."""
+    edges = _edges(fresh)
+    found = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            own = (leaf.grad_fn, leaf.output_nr)
+            sums = [number for number, made in enumerate(fresh) if made.shape == leaf.shape and _adds(made, own)]
+            if edges[own] == len(sums) == 1:
+                found[position] = sums[0]
+    return found
+
+
+def _adds(made: Tensor, own: tuple[Any, int]) -> bool:
+    return type(made.grad_fn).__name__ == "AddBackward0" and own in made.grad_fn.next_functions  # type: ignore[union-attr]
+
+
+def _edges(results: list[Tensor]) -> Counter[tuple[Any, int]]:
+    """How often each result of autograd's nodes is read on the way to these; a node before the block is walked too."""
+    found: Counter[tuple[Any, int]] = Counter()
+    waiting, seen = [made.grad_fn for made in results if made.grad_fn is not None], set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            found.update(node.next_functions)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return found

@@ -3,7 +3,8 @@
 Of each group the first two blocks and the last one are followed. The second is the *representative*: the block before it
 is followed too, so what it reads and frees of its neighbours is seen. The others return fresh tensors like those the
 representative returned and hand back gradients like their inputs. They keep for backward what the representative kept of
-its inputs and outputs, so all that lives outside them lives as long as it would.
+its inputs and outputs, so all that lives outside them lives as long as it would. What the representative leaves behind
+otherwise (a count that its module notes) may lie there, as long as nobody reads it and it stays.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +74,7 @@ class Skipper:
         if conduct is None:
             raise CannotSkip(group)
         self.conducts[name] = conduct
+        self.storages.left_behind.update(dict.fromkeys(conduct.left_behind, group))
         return result
 
     def _plain_step(self) -> bool:
@@ -86,7 +89,16 @@ class Skipper:
             raise CannotSkip(group)
         self.recording.representatives[name] = conduct.block
         self.recording.log.append(SkipEntry("forward", name))
+        self._guess_again(name, conduct.block)
         return self._stand_in(name, conduct, leaves)
+
+    def _guess_again(self, name: str, followed: str) -> None:
+        """What was guessed about the representative would be guessed about the skipped block."""
+        stem = f"{followed}."
+        again = [guess for guess in self.recording.guesses if f"{guess.module}.".startswith(stem)]
+        for guess in again:
+            module = f"{name}.{guess.module.removeprefix(followed).removeprefix('.')}".rstrip(".")
+            self.recording.guesses[msgspec.structs.replace(guess, module=module)] = None
 
     def _stand_in(self, name: str, conduct: Conduct, leaves: list[Any]) -> Any:
         inputs = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -122,10 +134,16 @@ class _Skipped(torch.autograd.Function):
         context.set_materialize_grads(False)
         context.at_backward = at_backward
         context.shapes = [(tuple(tensor.shape), tensor.dtype) if tensor is not None else None for tensor in inputs]
+        context.added_to = conduct.added_to
         return outputs
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         context.at_backward()
-        wanted = zip(context.needs_input_grad[3:], context.shapes, strict=True)
-        return None, None, None, *(torch.empty(shape[0], dtype=shape[1]) if need else None for need, shape in wanted)
+        found: list[Tensor | None] = []
+        for position, (need, shape) in enumerate(zip(context.needs_input_grad[3:], context.shapes, strict=True)):
+            if need and position in context.added_to:
+                found.append(gradients[context.added_to[position]])
+            else:
+                found.append(torch.empty(shape[0], dtype=shape[1]) if need else None)
+        return None, None, None, *found

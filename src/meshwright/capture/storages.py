@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwright.capture.groups import CannotSkip, Group
 from meshwright.capture.place import Place
 from meshwright.capture.recording import BATCH, INPUT, MemoryEntry, Recording
 from meshwright.core.graph import Source
@@ -38,6 +39,10 @@ class Storages:
         self.living: dict[int, Stored] = {}
         self.num_born = 0
         self.closed = False
+        self.left_behind: dict[int, Group] = {}
+        """What a representative neither returned nor kept for backward, by number: a count it notes, or the like."""
+        self.gone_early: Group | None = None
+        """Whose representative did not leave behind for good what it left behind."""
 
     def know(self, tensors: dict[str, Tensor]) -> None:
         """Tensors that were there before; of tied ones the first name counts."""
@@ -58,6 +63,8 @@ class Storages:
             return INPUT
         if block != stored.block:
             stored.readers.add(block)
+            if stored.number in self.left_behind:  # skipped blocks leave nothing that others could read
+                raise CannotSkip(self.left_behind[stored.number])
         return stored.writer
 
     def writer(self, tensor: Tensor) -> Source:
@@ -103,6 +110,8 @@ class Storages:
         def died(_: Any) -> None:
             del self.living[key]
             self._note(stored, -num_bytes)
+            if number in self.left_behind and not self.closed:
+                self.gone_early = self.left_behind[number]
 
         stored.death = weakref.ref(storage, died)
 

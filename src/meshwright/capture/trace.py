@@ -96,6 +96,8 @@ def _run(step: _Step, tensors: dict[str, Tensor], batch: Batch) -> None:
     named = {f"inner.{name}": tensor for name, tensor in tensors.items()}
     try:
         torch.func.functional_call(step, named, (batch,))
+        if step.storages.gone_early is not None:
+            raise CannotSkip(step.storages.gone_early)
     except (CaptureError, CannotSkip):
         raise
     except Exception as error:

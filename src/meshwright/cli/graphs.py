@@ -7,6 +7,8 @@ precision, and the versions of what captured it. A user's own Python file may im
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,8 +34,42 @@ def graph_of(model: str, precision: Precision, casting: Casting = "autocast") ->
 
 def both_castings(model: str, precision: Precision) -> tuple[Graph, Graph | None]:
     """The model as replicas run it, and, in 16 bits, as sharded plans do."""
-    plain = graph_of(model, precision)
-    return plain, graph_of(model, precision, "parameters") if precision in ("bf16", "fp16") else None
+    if precision not in ("bf16", "fp16"):
+        return graph_of(model, precision), None
+    if _may_fork(model) and not any(_read(model, precision, casting) for casting in ("autocast", "parameters")):
+        return _capture_both(model, precision)
+    return graph_of(model, precision), graph_of(model, precision, "parameters")
+
+
+def _may_fork(model: str) -> bool:
+    """Whether another process may go on from here: nothing runs beside this thread, and no code of the user's has run."""
+    is_ours = graph_file(model, "fp32") is not None and "torch" not in sys.modules
+    return is_ours and hasattr(os, "fork") and (os.cpu_count() or 1) > 1 and threading.active_count() == 1
+
+
+def _capture_both(model: str, precision: Precision) -> tuple[Graph, Graph]:
+    """At once, on two cores; the child has torch imported for it."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    import msgspec
+
+    import meshwright.capture.capture
+    import meshwright.models.source  # noqa: F401
+    from meshwright.core.graph import Graph
+
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
+        other = child.submit(_captured, model, precision)
+        plain = capture_now(model, precision)
+        return plain, msgspec.json.decode(other.result(), type=Graph)
+
+
+def _captured(model: str, precision: Precision) -> bytes:
+    """What the capture has to say about the model, the other one says."""
+    import msgspec
+
+    with warnings.catch_warnings(action="ignore", category=GuessWarning):
+        return msgspec.json.encode(capture_now(model, precision, "parameters"))
 
 
 def capture_now(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:

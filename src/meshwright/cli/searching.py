@@ -30,8 +30,12 @@ class Searching:
     recipe: Recipe | None = None
 
     def on(self, cluster: Cluster, request: PlanRequest) -> SearchResult:
+        import gc
+
         from meshwright.cli.shardings import search_legal
         from meshwright.search.search import search
+
+        gc.freeze()  # graphs and modules stay to the end: a collector that walks them again and again frees nothing
 
         def find(legal: tuple[LegalSharding, ...]) -> SearchResult:
             return search(

@@ -132,8 +132,8 @@ class Pass(Value, kw_only=True):
         return max(levels)
 
 
-class Kind(Value, kw_only=True):
-    """Blocks that do the same work share a kind."""
+class Kind(Value, kw_only=True, dict=True):
+    """Blocks that do the same work share a kind. What follows from it alone is kept beside it (core/once.py)."""
 
     name: str
     ops: tuple[Op, ...]

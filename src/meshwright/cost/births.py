@@ -6,6 +6,9 @@ not among the events. The share that is made before an op, by bytes, is all the 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from itertools import accumulate
+
 from meshwright.core.graph import Kind, Pass
 
 
@@ -19,11 +22,12 @@ class Births:
             for number in one.op_range
             if one.phase == "backward" and number not in seen and not kind.ops[number].written_bytes.per_sample
         ]
-        self._made = made
-        self.total_bytes = sum(num_bytes for _, num_bytes in made)
+        self._makers = [number for number, _ in made]
+        self._bytes = list(accumulate((num_bytes for _, num_bytes in made), initial=0.0))
+        self.total_bytes = self._bytes[-1]
 
     def share_before(self, number: int) -> float:
         """0 where none is made yet, 1 where all are, or where the pass makes none."""
         if not self.total_bytes:
             return 1.0
-        return sum(num_bytes for maker, num_bytes in self._made if maker < number) / self.total_bytes
+        return self._bytes[bisect_left(self._makers, number)] / self.total_bytes

@@ -32,7 +32,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from meshwright.core.context import ACCUMULATED_BYTES
-from meshwright.core.graph import PRECISION_BYTES, Op, Phase, Shape
+from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Shape
+from meshwright.core.once import once_per_kind
 from meshwright.core.plan import Plan
 from meshwright.cost.block_ops import BlockOps, elements, last_needed
 from meshwright.cost.communication import Call
@@ -200,15 +201,20 @@ def _expert_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
 def _expert_input_bytes(own: BlockOps) -> int:
     """What enters the experts of a block: results from outside them that their matmuls read, each once."""
     ops = own.division.kind.ops
-    found: dict[int, int] = {}
-    for _, op in own:
-        if op.region != "expert" or op.kind != "matmul":
-            continue
-        for source in op.inputs:
-            if isinstance(source, int) and _has_tokens(ops[source]) and not _after_matmul(ops, source):
-                entered = _before_cast(ops, source)
-                found[entered] = _result_bytes(ops[entered], own.plan)
-    return sum(found.values())
+    entered = {source for number, source in _entering(own.division.kind) if number in own.numbers}
+    return sum(_result_bytes(ops[source], own.plan) for source in entered)
+
+
+@once_per_kind
+def _entering(kind: Kind) -> tuple[tuple[int, int], ...]:
+    """Matmuls of experts, each with the results from outside them that it reads."""
+    return tuple(
+        (number, _before_cast(kind.ops, source))
+        for number, op in enumerate(kind.ops)
+        if op.phase == "forward" and op.region == "expert" and op.kind == "matmul"
+        for source in op.inputs
+        if isinstance(source, int) and _has_tokens(kind.ops[source]) and not _after_matmul(kind.ops, source)
+    )
 
 
 def _before_cast(ops: tuple[Op, ...], number: int) -> int:

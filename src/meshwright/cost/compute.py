@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from math import prod
 
 from meshwright.core.cluster import FLOP_KINDS, Cluster, Device
-from meshwright.core.graph import Graph, Op, Pass, Precision
+from meshwright.core.graph import Graph, Kind, Op, Pass, Precision
+from meshwright.core.once import once_per_kind
 from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.division import Division
@@ -44,13 +45,15 @@ NO_WORK = Work()
 class ComputeCost:
     """Looks up passes of blocks for one plan and cluster; each is costed once."""
 
-    def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe) -> None:
+    def __init__(
+        self, graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, kernels: KernelCosts | None = None
+    ) -> None:
+        """kernels: of the same graph and device, where they are known."""
         self.device = cluster.device
         self.samples = plan.microbatch
         self.plan, self.recipe = plan, recipe
-        self.costs = KernelCosts(graph, cluster.device)
+        self.costs = kernels or KernelCosts(graph, cluster.device)
         self._known: dict[tuple[int, int, str], Work] = {}
-        self._ops: dict[tuple[int, int], float] = {}
 
     def pass_work(self, division: Division, block: str, number: int) -> Work:
         """One pass of a block."""
@@ -75,7 +78,7 @@ class ComputeCost:
         launch = forward_launch_seconds(self.plan, self.device)
         if one.phase == "backward":
             launch = self.device.backward_launch_seconds or self.device.launch_seconds
-        launches = launch * sum(division.launches(number) for number in numbers)
+        launches = launch * sum(map(division.launches_by_op.__getitem__, numbers))
         if is_fused(block, self.plan, self.recipe):
             work = self._compiled_work(division, numbers)
         else:
@@ -97,10 +100,7 @@ class ComputeCost:
         return Work(launch * (len(alone) + len(groups)), kernel)
 
     def op_seconds(self, division: Division, number: int) -> float:
-        key = (id(division), number)
-        if key not in self._ops:
-            self._ops[key] = self.costs.op_seconds(division, number, self.samples)
-        return self._ops[key]
+        return self.costs.op_seconds(division, number, self.samples)
 
 
 def forward_launch_seconds(plan: Plan, device: Device) -> float:
@@ -118,6 +118,8 @@ class KernelCosts:
 
     def __init__(self, graph: Graph, device: Device) -> None:
         self.device = device
+        self._known: dict[tuple[object, ...], tuple[Op, float]] = {}
+        """With the op, which its key names by its place in memory."""
         self.kernels = Kernels(device, device.constants) if device.constants else None
         needed = {(op.dtype, op.kind) for kind in graph.kinds for op in kind.ops}
         if self.kernels is None:
@@ -129,6 +131,15 @@ class KernelCosts:
                 raise no_rate(device, dtype, kind)
 
     def op_seconds(self, division: Division, number: int, samples: float) -> float:
+        """Ops that are alike and lie alike take as long: the many of a layer of experts are costed once."""
+        first = first_alike(division.kind)[number]
+        key = (id(first), samples, division.lying[number])
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = (first, self._op_seconds(division, number, samples))
+        return known[1]
+
+    def _op_seconds(self, division: Division, number: int, samples: float) -> float:
         op = division.kind.ops[number]
         share = division.work_share(number)
         num_bytes = share * (op.read_bytes.at(samples) + op.written_bytes.at(samples))
@@ -165,6 +176,30 @@ class KernelCosts:
             return kernel_seconds(share * num_bytes, points, has_least=self.device.kind == "cpu")
         known = self.kernels.constants
         return share * num_bytes / (self.kernels.bytes_per_second * known.fused_share) + known.kernel_floor_seconds
+
+
+@once_per_kind
+def first_alike(kind: Kind) -> tuple[Op, ...]:
+    """Of every op, the first that does as much of the same work on tensors of the same shape."""
+    first: dict[tuple[object, ...], Op] = {}
+    return tuple(first.setdefault(_work_of(op), op) for op in kind.ops)
+
+
+@once_per_kind
+def weight_products(kind: Kind, number: int) -> tuple[int, ...]:
+    """Matmuls of a pass whose result has no tokens: in backward, gradients of weights."""
+    return tuple(
+        place
+        for place in kind.passes[number].op_range
+        if kind.ops[place].kind in ("matmul", "convolution")
+        and not any(dim.per_sample for dim in kind.ops[place].result_shape)
+    )
+
+
+def _work_of(op: Op) -> tuple[object, ...]:
+    shapes = (op.input_shapes[:1], op.result_shape)
+    sizes = (op.flops, op.read_bytes, op.written_bytes)
+    return (op.name, op.kind, op.phase, op.dtype, op.causal, *shapes, *sizes)
 
 
 def matmul_size(division: Division, number: int, samples: float) -> MatmulSize:

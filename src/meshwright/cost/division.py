@@ -77,10 +77,23 @@ class Division:
         """Whether it is an attention whose keys and values go round the cp ranks."""
         return self.degrees.context == "ring" and self.degrees.cp > 1 and op.kind == "attention"
 
+    @cached_property
+    def launches_by_op(self) -> tuple[int, ...]:
+        """Kernels of all `count` of every op: an attention in a ring has its own for each rank's piece."""
+        each = RING_LAUNCHES * self.degrees.cp
+        return tuple(op.count * (each if self.goes_round(op) else 1) for op in self.kind.ops)
+
     def launches(self, number: int) -> int:
-        """Kernels of all `count` of an op: an attention in a ring has its own for each rank's piece."""
-        op = self.kind.ops[number]
-        return op.count * (RING_LAUNCHES * self.degrees.cp if self.goes_round(op) else 1)
+        return self.launches_by_op[number]
+
+    @cached_property
+    def lying(self) -> tuple[tuple[int, int, bool, Label], ...]:
+        """All that the time of every op follows from, beside the op and the samples."""
+        cp = self.degrees.cp
+        return tuple(
+            (cp, self.tp_degree(number), self.along_tokens(number), self.labels.results[number])
+            for number in range(len(self.kind.ops))
+        )
 
     def passing_bytes(self, number: int, samples: float) -> float:
         """What is under way and worked on beside an attention's own tensors: forward two messages of keys and values; backward
@@ -109,6 +122,20 @@ class Division:
 
     def result_share(self, source: Source) -> float:
         """Of a tensor's bytes, what one rank holds. What comes from outside is whole, as blocks hand it on."""
+        if source not in self._shares:
+            self._shares[source] = self._result_share(source)
+        return self._shares[source]
+
+    @cached_property
+    def walks(self) -> dict[tuple[int, bool], object]:
+        """Of passes, fused or not: what a walk of their memory takes and gives (cost/footprint.py)."""
+        return {}
+
+    @cached_property
+    def _shares(self) -> dict[Source, float]:
+        return {}
+
+    def _result_share(self, source: Source) -> float:
         degrees = self.degrees
         if isinstance(source, int):
             tokens = 1 / degrees.cp if self.kind.ops[source].written_bytes.per_sample > 0 else 1.0

@@ -8,6 +8,7 @@ fused       results that stay inside fused groups take nothing; what backward ne
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshwright.core.graph import Kind, Pass, Source
 from meshwright.core.labels import weight_copies
@@ -33,6 +34,31 @@ class Footprint:
     """Of other blocks' results, what a forward pass outside the blocks gives back."""
     cached: float = 0.0
     """What autocast keeps beside it until forward ends: its copies of weights, though the block is recomputed."""
+
+
+class Step(NamedTuple):
+    """Memory taken or given back in a pass, on one rank, as the samples make it."""
+
+    fixed: float
+    per_sample: float
+    share: float
+    """Of it, what one rank has."""
+    maker: int | None
+    """The op whose result it is, where it is of this block."""
+    born: float
+    """Of the gradients of the block's parameters, the share that is made before that op."""
+    not_kept: bool
+    given_late: bool
+    """Whether it is given back when the pass ends, and not before."""
+
+
+class Steps(NamedTuple):
+    taken: tuple[Step, ...]
+    gradient_bytes: float
+    unborn: float
+    """Of those, the share that is not made when the pass begins."""
+    passes_on: bool
+    """Whether some op holds messages beside its tensors."""
 
 
 class Footprints:
@@ -87,9 +113,8 @@ class Footprints:
         if self._fused[id(division)] is not None:
             return 0.0
         copies = weight_copies(division.kind)
-        return sum(
-            division.kind.ops[op].written_bytes.fixed * self._share(division, op) for op in one.op_range if op in copies
-        )
+        here = (op for op in copies if isinstance(op, int) and op in one.op_range)
+        return sum(division.kind.ops[op].written_bytes.fixed * self._share(division, op) for op in here)
 
     def _dropped(self, division: Division, forward: int, mode: Mode) -> float:
         """Of what a forward keeps, what a recompute does without."""
@@ -120,14 +145,12 @@ class Footprints:
         dropped, added = dropped_ops(division.kind), kept_for_core(division.kind)
         freed = sum(
             ops[op].saved_bytes.at(self.samples) * self._share(division, op)
-            for op in one.op_range
-            if op in dropped and (fused is None or op in fused.kept_ops)
+            for op in _in_pass(one, dropped)
+            if fused is None or op in fused.kept_ops
         )
         if fused is not None:
             return freed
-        held = (
-            ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in one.op_range if op in added
-        )
+        held = (ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in _in_pass(one, added))
         return freed - sum(held)
 
     def _levels(self, division: Division, number: int) -> tuple[float, float, float]:
@@ -139,26 +162,27 @@ class Footprints:
         return self._walked[key]
 
     def _walk_levels(self, division: Division, number: int) -> tuple[float, float, float]:
-        one = division.kind.passes[number]
-        births = Births(division.kind, one)
+        steps, samples = self._steps(division, number), self.samples
+        total = steps.gradient_bytes
         level = gone = late = 0.0
-        fullest = (0.0, 0.0, 1.0 - births.share_before(one.first_op))
-        for event in one.events:
-            size = event.num_bytes.at(self.samples) * self._share(division, event.source)
-            not_kept = self._not_kept(division, event.source)
-            if one.phase == "backward" and not_kept:
-                continue
-            if one.phase == "backward" and size < 0 and self._read_again(division, event.source):
+        fullest = (0.0, 0.0, steps.unborn)
+        for step in steps.taken:
+            size = (step.fixed + step.per_sample * samples) * step.share
+            if size < 0 and step.given_late:
                 late += size
                 continue
             level += size
-            gone += size if not_kept else 0.0
-            if size > 0 and isinstance(event.source, int):
-                share = births.share_before(event.source)
-                inside = level + division.passing_bytes(event.source, self.samples)
-                fullest = max(fullest, (inside + share * births.total_bytes, inside, 1 - share))
+            if step.not_kept:
+                gone += size
+            if size > 0 and step.maker is not None:
+                inside = level
+                if steps.passes_on:
+                    inside += division.passing_bytes(step.maker, samples)
+                full = inside + step.born * total
+                if full >= fullest[0]:
+                    fullest = max(fullest, (full, inside, 1 - step.born))
         added = self._added(division, number)
-        at_the_end = (level + added + births.total_bytes, level + added, 0.0)
+        at_the_end = (level + added + total, level + added, 0.0)
         _, peak, unborn = max(fullest, at_the_end)
         return level - gone + late + added, max(0.0, peak), unborn
 
@@ -174,6 +198,31 @@ class Footprints:
         if fused.keeps_input:
             size += forward.output_bytes.at(self.samples) * division.result_share("@input")
         return size if one.phase == "forward" else -size
+
+    def _steps(self, division: Division, number: int) -> Steps:
+        """The same for any number of samples: kept beside the division."""
+        key = (number, self._fused[id(division)] is not None)
+        if key not in division.walks:
+            division.walks[key] = self._make_steps(division, number)
+        return division.walks[key]  # type: ignore[return-value]
+
+    def _make_steps(self, division: Division, number: int) -> Steps:
+        one = division.kind.passes[number]
+        births = Births(division.kind, one)
+        is_backward = one.phase == "backward"
+        taken = []
+        for event in one.events:
+            source, not_kept = event.source, self._not_kept(division, event.source)
+            if not (is_backward and not_kept):
+                maker = source if isinstance(source, int) else None
+                born = births.share_before(maker) if maker is not None else 0.0
+                late = is_backward and self._read_again(division, source)
+                share = self._share(division, source)
+                taken.append(
+                    Step(event.num_bytes.fixed, event.num_bytes.per_sample, share, maker, born, not_kept, late)
+                )
+        passes_on = any(division.goes_round(op) for op in division.kind.ops)
+        return Steps(tuple(taken), births.total_bytes, 1.0 - births.share_before(one.first_op), passes_on)
 
     def _read_again(self, division: Division, source: Source) -> bool:
         """Whether fused code reads in backward what another block made, rather than keep its own copy of it: it is given
@@ -202,6 +251,11 @@ class Footprints:
                 number for number, op in enumerate(ops) if op.phase == "forward" and number not in read
             )
         return self._outputs[id(division)]
+
+
+def _in_pass(one: Pass, ops: frozenset[int]) -> list[int]:
+    """In the order they run."""
+    return sorted(op for op in ops if op in one.op_range)
 
 
 def _forward_of(kind: Kind, backward: int) -> int:

@@ -12,7 +12,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Phase
 from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute import ComputeCost
+from meshwright.cost.compute import ComputeCost, KernelCosts
 from meshwright.cost.division import Division, divide
 from meshwright.cost.footprint import Footprints
 
@@ -29,21 +29,30 @@ class Microbatch:
 
 
 def microbatch_of(
-    graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, divisions: dict[str, Division] | None = None
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    recipe: Recipe,
+    divisions: dict[str, Division] | None = None,
+    kernels: KernelCosts | None = None,
 ) -> Microbatch:
-    """divisions: where they are known."""
+    """divisions, kernels: where they are known."""
     found = divide(graph, plan) if divisions is None else divisions
-    return Microbatch(found, ComputeCost(graph, plan, cluster, recipe), Footprints(plan, recipe))
+    return Microbatch(found, ComputeCost(graph, plan, cluster, recipe, kernels), Footprints(plan, recipe))
 
 
 def microbatch_key(plan: Plan) -> tuple[object, ...]:
     """Plans of one graph and sharding whose key is the same share a Microbatch."""
+    return (plan.mesh.ep, *work_key(plan))
+
+
+def work_key(plan: Plan) -> tuple[object, ...]:
+    """The same but for what is exchanged inside of blocks: over how many ranks experts lie changes nothing else."""
     mesh = plan.mesh
     in_halves = mesh.pp > 1 and plan.schedule in SPLIT_SCHEDULES  # what it makes Python do beside every op
     return (
         mesh.tp,
         mesh.cp,
-        mesh.ep,
         plan.context,
         plan.sequence_parallel,
         plan.microbatch,

@@ -14,6 +14,7 @@ from typing import Literal
 from meshwright.core.cluster import FLOP_KINDS
 from meshwright.core.graph import Kind
 from meshwright.core.names import expand_names
+from meshwright.core.once import once_per_kind
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 
@@ -41,6 +42,7 @@ def selective_mode(recipe: Recipe) -> Mode:
     return "selective core" if recipe.selective_core else "selective"
 
 
+@once_per_kind
 def redone_ops(kind: Kind, mode: Mode) -> frozenset[int]:
     """Numbers of the forward ops that backward does again."""
     forward = [number for number, op in enumerate(kind.ops) if op.phase == "forward"]
@@ -59,11 +61,13 @@ def redone_ops(kind: Kind, mode: Mode) -> frozenset[int]:
     return frozenset()
 
 
+@once_per_kind
 def core_ops(kind: Kind) -> frozenset[int]:
     """Numbers of the forward ops of the attention core."""
     return frozenset(number for number, op in enumerate(kind.ops) if op.phase == "forward" and op.region == "attention")
 
 
+@once_per_kind
 def dropped_ops(kind: Kind) -> frozenset[int]:
     """Core ops whose results selective recompute does not keep; none where that would free nothing."""
     found = frozenset(number for number in core_ops(kind) - read_behind(kind) if kind.ops[number].saved_bytes.at(1) > 0)
@@ -73,6 +77,7 @@ def dropped_ops(kind: Kind) -> frozenset[int]:
     )
 
 
+@once_per_kind
 def kept_for_core(kind: Kind) -> frozenset[int]:
     """Ops outside the core, whose results only the redone ops need."""
     return _read_by(kind, dropped_ops(kind))
@@ -84,6 +89,7 @@ def _read_by(kind: Kind, dropped: frozenset[int]) -> frozenset[int]:
     return frozenset(number for number in read - redone if not kind.ops[number].saved_bytes.at(1))
 
 
+@once_per_kind
 def read_behind(kind: Kind) -> frozenset[int]:
     """Ops whose results are read in forward outside the attention core: the projection needs them in backward too."""
     core = core_ops(kind)

@@ -18,7 +18,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.block_calls import block_calls
 from meshwright.cost.communication import Call, sends_shares, sent_bytes
-from meshwright.cost.compute import NO_WORK, Work
+from meshwright.cost.compute import NO_WORK, Work, weight_products
 from meshwright.cost.links import axis_group, collective_seconds, send_seconds
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses
@@ -144,11 +144,9 @@ class StageCosts:
         found = 0.0
         for segment in backward:
             division = self.divisions[segment.block]
-            for number in division.kind.passes[segment.number].op_range:
+            for number in weight_products(division.kind, segment.number):
                 op = division.kind.ops[number]
-                if division.experts and op.region == "expert":
-                    continue
-                if op.kind in ("matmul", "convolution") and not any(dim.per_sample for dim in op.result_shape):
+                if not (division.experts and op.region == "expert"):
                     found += op.count * self.compute.op_seconds(division, number)
         return found
 

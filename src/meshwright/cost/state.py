@@ -19,7 +19,7 @@ import msgspec
 from meshwright.core.graph import PRECISION_BYTES, Graph, Parameter
 from meshwright.core.groups import shard_groups
 from meshwright.core.names import expand_names
-from meshwright.core.plan import Plan
+from meshwright.core.plan import Mesh, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.units import ceil_div
 
@@ -100,12 +100,19 @@ def split_dims(graph: Graph, plan: Plan) -> dict[tuple[str, str], int]:
 
 
 def _cut(parameter: Parameter, plan: Plan, split_dim: int | None) -> Parameter:
+    return msgspec.structs.replace(parameter, shape=cut_shape(parameter, plan.mesh, split_dim), tied_to=None)
+
+
+def cut_shape(parameter: Parameter, mesh: Mesh, split_dim: int | None) -> tuple[int, ...]:
+    """What a rank holds of a tensor before ZeRO. split_dim: the one that lies over tp."""
+    if split_dim is None and not parameter.expert:
+        return parameter.shape
     shape = list(parameter.shape)
     if split_dim is not None:
-        shape[split_dim] = ceil_div(shape[split_dim], plan.mesh.tp)
+        shape[split_dim] = ceil_div(shape[split_dim], mesh.tp)
     if parameter.expert and shape:
-        shape[0] = ceil_div(shape[0], plan.mesh.ep)
-    return msgspec.structs.replace(parameter, shape=tuple(shape), tied_to=None)
+        shape[0] = ceil_div(shape[0], mesh.ep)
+    return tuple(shape)
 
 
 def shard_elements(parameter: Parameter, degree: int) -> int:

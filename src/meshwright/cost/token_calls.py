@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from math import prod
 
 from meshwright.core.collective import Axis
-from meshwright.core.graph import PRECISION_BYTES, Op, Phase, Source
-from meshwright.cost.block_ops import BlockOps
+from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Source
+from meshwright.core.once import once_per_kind
+from meshwright.cost.block_ops import WORK_ALONG, BlockOps
 from meshwright.cost.communication import Call
 from meshwright.cost.links import axis_group
 
 SUMS = ("sum", "mean")
-WORK_ALONG = (*SUMS, "cumsum", "cumprod", "logcumsumexp")
 STREAM_DIMS = 3
 """Samples, tokens, features."""
 NOT_DIFFERENTIATED = (
@@ -40,7 +40,7 @@ def token_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     for number, op in own:
         if op.name not in WORK_ALONG or op.region == "expert" or not own.is_made(number):
             continue
-        if not _lies_over_ranks(own, op) or (op.name in SUMS and not _sums_tokens(op)):
+        if not _lies_over_ranks(own.division.kind, number) or (op.name in SUMS and not _sums_tokens(op)):
             continue
         is_added_up = op.name in SUMS and _is_fraction(op)
         yield from (_sum_calls if is_added_up else _gather_calls)(own, number, op, phase)
@@ -48,9 +48,9 @@ def token_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
 
 def _sum_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[Call]:
     size = round(op.written_bytes.at(own.plan.microbatch))
-    readers = max(1, sum(other.inputs.count(number) for _, other in own))
+    readers = max(1, own.readers(number))
     for axis in _axes(own, op):
-        if phase == "forward" or (axis == "cp" and _is_differentiated(own, op)):
+        if phase == "forward" or (axis == "cp" and _is_differentiated(own.division.kind, number)):
             yield Call("all_reduce", size, readers, phase, axis, axis_group(own.plan.mesh, axis))
 
 
@@ -62,7 +62,7 @@ def _gather_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[
     for axis in reversed(axes):
         if phase == "forward":
             yield Call("all_gather", round(part), 1, phase, axis, axis_group(mesh, axis))
-        elif axis == "cp" and _is_differentiated(own, op):
+        elif axis == "cp" and _is_differentiated(own.division.kind, number):
             yield Call("reduce_scatter", round(whole), 1, phase, axis, axis_group(mesh, axis))
         part *= getattr(mesh, axis)
 
@@ -90,29 +90,31 @@ def _is_fraction(op: Op) -> bool:
     return op.name == "mean" or op.read_bytes.at(1) == elements * PRECISION_BYTES[op.dtype]
 
 
-def _lies_over_ranks(own: BlockOps, op: Op) -> bool:
+@once_per_kind
+def _lies_over_ranks(kind: Kind, number: int) -> bool:
     """Whether it reads tokens of the stream; a lookup of the batch's ids makes some."""
-    sources = _upstream(own, op, stops=("embedding",))
-    lookups = (own.division.kind.ops[source] for source in sources if isinstance(source, int))
+    sources = _upstream(kind, number, stops=("embedding",))
+    lookups = (kind.ops[source] for source in sources if isinstance(source, int))
     return any(isinstance(source, str) and source[0] == "@" and source != "@batch" for source in sources) or any(
         lookup.name == "embedding" and "@batch" in lookup.inputs for lookup in lookups
     )
 
 
-def _is_differentiated(own: BlockOps, op: Op) -> bool:
-    sources = _upstream(own, op, stops=NOT_DIFFERENTIATED)
+@once_per_kind
+def _is_differentiated(kind: Kind, number: int) -> bool:
+    sources = _upstream(kind, number, stops=NOT_DIFFERENTIATED)
     return any(isinstance(source, str) and source != "@batch" for source in sources)
 
 
-def _upstream(own: BlockOps, op: Op, stops: tuple[str, ...]) -> set[Source]:
+def _upstream(kind: Kind, number: int, stops: tuple[str, ...]) -> set[Source]:
     """What an op's result comes of, in its block; not beyond ops of these names."""
     found: set[Source] = set()
-    waiting = list(op.inputs)
+    waiting = list(kind.ops[number].inputs)
     while waiting:
         source = waiting.pop()
         if source in found:
             continue
         found.add(source)
-        if isinstance(source, int) and own.division.kind.ops[source].name not in stops:
-            waiting += own.division.kind.ops[source].inputs
+        if isinstance(source, int) and kind.ops[source].name not in stops:
+            waiting += kind.ops[source].inputs
     return found

@@ -87,16 +87,33 @@ class BestFirst:
     def _families(self, world: int) -> Opened:
         for mesh in meshes(self.problem, world):
             for family in families(self.problem, mesh):
-                yield self._of_family(family), lambda family=family: self._shapes(family)  # type: ignore[misc]
+                if family:
+                    yield self._family_bound(family), lambda family=family: self._shapes(family)  # type: ignore[misc]
 
     def _shapes(self, family: list[Shape]) -> Opened:
         for shape in family:
-            yield self._of_shape(shape), lambda shape=shape: self._turns(shape)  # type: ignore[misc]
+            yield self._shape_bound(shape), lambda shape=shape: self._turns(shape)  # type: ignore[misc]
+
+    def _family_bound(self, family: list[Shape]) -> float:
+        """Found once by all parts of the search that leave the state open, or fix it, alike."""
+        request, known = self.problem.request, self.drafts.family_bounds
+        key = (family[0], family[-1], request.zero, request.hybrid, request.offload)
+        if key not in known:
+            known[key] = self._of_family(family)
+        return known[key]
+
+    def _shape_bound(self, shape: Shape) -> float:
+        """Likewise, and the turns."""
+        request, known = self.problem.request, self.drafts.shape_bounds
+        key = (shape, request.zero, request.hybrid, request.offload, request.schedule, request.virtual)
+        if key not in known:
+            known[key] = self._of_shape(shape)
+        return known[key]
 
     def _of_family(self, family: list[Shape]) -> float:
         """The work of its largest microbatch, and the state that adds least to it of those that fit with the smallest."""
         best = inf
-        if not family or self.drafts.sharding(family[0]) is None:
+        if self.drafts.sharding(family[0]) is None:
             return inf
         largest = next((shape for shape in family if shape.microbatch <= LARGE_MICROBATCH), family[-1])
         smallest = family[-1]

@@ -19,14 +19,14 @@ unit. More of it:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import inf
 
 import numpy as np
 
 from meshwright.core.placement import coordinate_of
-from meshwright.core.plan import SPLIT_SCHEDULES, ScheduleKind, placement_of
+from meshwright.core.plan import SPLIT_SCHEDULES, Mesh, ScheduleKind, placement_of
 from meshwright.cost.compute import update_seconds
 from meshwright.cost.links import Group, axis_group, collective_seconds, send_seconds
 from meshwright.search.problem import Problem
@@ -162,16 +162,23 @@ class Bounds:
         if not len(sent) or number < 1:
             return 0.0
         size = float(sent[min(number, len(sent)) - 1])
-        return send_seconds(size, axis_group(shape.mesh, "pp"), self.problem.cluster)
+        key = (size, shape.mesh)
+        if key not in self._hops:
+            self._hops[key] = send_seconds(size, axis_group(shape.mesh, "pp"), self.problem.cluster)
+        return self._hops[key]
+
+    @cached_property
+    def _hops(self) -> dict[tuple[float, Mesh], float]:
+        return {}
 
     def _with_bubble(self, shape: Shape, schedule: ScheduleKind, virtual: int, forward: float, total: float) -> float:
         p, m, share = shape.pp, shape.num_microbatches, self.forward_share
         if schedule == "gpipe":
             return total + (m - 1) * total / p
         if schedule == "1f1b":
-            return total + _shared_out(total, [m - 1 - min(m - 1, p - 1 - i) * share for i in range(p)])
+            return total + _shared_out(total, *_waiting("1f1b", p, m, share))
         if schedule == "zb":
-            return forward + _shared_out(total, [m - (p - i) * share for i in range(p)])
+            return forward + _shared_out(total, *_waiting("zb", p, m, share))
         chunk = min(self.unit_seconds) if schedule == "interleaved" else self._least_forward
         return m * total / p + (p - 1) / 2 * chunk * least_size(self.table.num_units, p * virtual)
 
@@ -263,6 +270,16 @@ class Bounds:
         return update_seconds(held / shape.pp, self.problem.cluster.device, self.problem.recipe.optimizer_slots)
 
 
-def _shared_out(total: float, weights: list[float]) -> float:
-    """The least possible largest weight_i · t_i with Σ t_i = total; nothing where some stage could take all for free."""
-    return total / sum(1 / weight for weight in weights) if min(weights) > 0 else 0.0
+@lru_cache(maxsize=65536)
+def _waiting(schedule: ScheduleKind, p: int, m: int, share: float) -> tuple[float, float]:
+    """The least weight c_i of a stage, and the sum of their inverses where all are above 0."""
+    if schedule == "1f1b":
+        weights = [m - 1 - min(m - 1, p - 1 - i) * share for i in range(p)]
+    else:
+        weights = [m - (p - i) * share for i in range(p)]
+    return min(weights), sum(1 / weight for weight in weights) if min(weights) > 0 else 0.0
+
+
+def _shared_out(total: float, least: float, inverses: float) -> float:
+    """The least possible largest c_i · t_i with Σ t_i = total; nothing where some stage could take all for free."""
+    return total / inverses if least > 0 else 0.0

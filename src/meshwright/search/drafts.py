@@ -8,13 +8,15 @@ from math import inf
 
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
+from meshwright.core.graph import Graph
 from meshwright.core.legal import Key as LegalKey
 from meshwright.core.limits import not_yet
 from meshwright.core.names import compact_names
 from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Stage
 from meshwright.core.stages import cut_stages
-from meshwright.cost.division import check_degrees, check_divides
-from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of
+from meshwright.cost.compute import KernelCosts
+from meshwright.cost.division import Division, check_degrees, check_divides, divide
+from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of, work_key
 from meshwright.cost.state import Items, items_of
 from meshwright.search.bounds import Bounds, Needs
 from meshwright.search.problem import Problem
@@ -41,15 +43,22 @@ class Drafts:
         """Why degrees were left out."""
         self._answers = {answer.key: answer for answer in problem.legal}
         self._shardings: dict[LegalKey, tuple[BlockSharding, ...] | None] = {}
+        self._proposals: dict[tuple[int, int, bool], tuple[BlockSharding, ...]] = {}
         self._divided: dict[tuple[object, ...], Divided] = {}
+        self._divisions: dict[tuple[object, ...], dict[str, Division]] = {}
         self._tables: dict[Key, UnitTable | None] = {}
         self._bounds: dict[Key, Bounds] = {}
         self.fitted: dict[tuple[object, ...], tuple[Plan, Estimate] | None] = {}
         """Plans that were costed, by their identity; None where nothing made one fit."""
         self._microbatches: dict[tuple[object, ...], Microbatch] = {}
+        self._alike: dict[tuple[object, ...], Microbatch] = {}
+        """By work alone."""
+        self._kernels_of: dict[int, KernelCosts] = {}
         self._rooms: dict[Point, Room] = {}
         self._needs: dict[Point, Needs | None] = {}
         self._once: dict[Point, float] = {}
+        self.family_bounds: dict[tuple[object, ...], float] = {}
+        self.shape_bounds: dict[tuple[object, ...], float] = {}
         self._runs: dict[tuple[object, ...], bool] = {}
 
     # ------------------------------------------------------------ tables
@@ -89,20 +98,49 @@ class Drafts:
         if sharding is None:
             return None
         plan = self._unit_plan(shape, sharding, sharded)
+        if not self._has_degrees(plan):
+            return None
         graph = self.problem.graph_of(plan)
         key = (shape.tp, shape.cp, shape.ep, shape.sequence_parallel, shape.context, id(graph))
         if key not in self._divided:
-            self._divided[key] = divide_units(self.problem, graph, plan)
+            self._divided[key] = divide_units(self.problem, graph, plan, self._microbatch(plan, graph))
         return make_table(self.problem, graph, plan, self._divided[key], self.microbatch(plan))
+
+    def _has_degrees(self, plan: Plan) -> bool:
+        """Whether its degrees divide the model, its experts too."""
+        try:
+            check_degrees(self.problem.graph, plan)
+        except PlanError as error:
+            self.refusals.append(str(error))
+            return False
+        return True
 
     def microbatch(self, plan: Plan) -> Microbatch:
         """Of plans that are made here: their sharding follows from their degrees."""
         key = microbatch_key(plan)
         if key not in self._microbatches:
-            problem, mesh, graph = self.problem, plan.mesh, self.problem.graph_of(plan)
-            divided = self._divided[mesh.tp, mesh.cp, mesh.ep, plan.sequence_parallel, plan.context, id(graph)]
-            self._microbatches[key] = microbatch_of(graph, plan, problem.cluster, problem.recipe, divided.divisions)
+            self._microbatches[key] = self._microbatch(plan, self.problem.graph_of(plan))
         return self._microbatches[key]
+
+    def _microbatch(self, plan: Plan, graph: Graph) -> Microbatch:
+        key = work_key(plan)
+        if key not in self._alike:
+            problem = self.problem
+            known = (self._divide(plan, graph), self._kernels(graph))
+            self._alike[key] = microbatch_of(graph, plan, problem.cluster, problem.recipe, *known)
+        return replace(self._alike[key], inner_seconds={})
+
+    def _divide(self, plan: Plan, graph: Graph) -> dict[str, Division]:
+        key = (plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context, id(graph))
+        if key not in self._divisions:
+            self._divisions[key] = divide(graph, plan)
+        return self._divisions[key]
+
+    def _kernels(self, graph: Graph) -> KernelCosts:
+        """An op that lies alike under several degrees is costed once."""
+        if id(graph) not in self._kernels_of:
+            self._kernels_of[id(graph)] = KernelCosts(graph, self.problem.cluster.device)
+        return self._kernels_of[id(graph)]
 
     def least_device_seconds(self) -> float:
         """Device-seconds of a step at least: no way to divide the model makes a sample cheaper than one device alone does."""
@@ -173,18 +211,23 @@ class Drafts:
         return (Stage(coordinate=0, blocks=compact_names(name for unit in self.units for name in unit)),)
 
     def _proposal(self, shape: Shape) -> tuple[BlockSharding, ...]:
-        """What the integer program picks for one sample: more of them change no tensor's place, only what all takes."""
+        """What the integer program picks for one sample: more of them change no tensor's place, only what all takes; nor does
+        the way tokens meet along cp."""
         if shape.tp == 1:
             return ()
-        return best_sharding(
-            self.problem.graph,
-            self.problem.cluster,
-            tp=shape.tp,
-            cp=shape.cp,
-            sequence_parallel=shape.sequence_parallel,
-            microbatch=1,
-            recipe=self.problem.recipe,
-        )
+        key = (shape.tp, shape.cp, shape.sequence_parallel)
+        if key not in self._proposals:
+            self._proposals[key] = best_sharding(
+                self.problem.graph,
+                self.problem.cluster,
+                tp=shape.tp,
+                cp=shape.cp,
+                sequence_parallel=shape.sequence_parallel,
+                microbatch=1,
+                recipe=self.problem.recipe,
+                kernels=self._kernels(self.problem.graph),
+            )
+        return self._proposals[key]
 
     # ------------------------------------------------------------ plans
 

@@ -38,6 +38,7 @@ class ShardCosts:
         plan: Plan,
         cluster: Cluster,
         recipe: Recipe,
+        kernels: KernelCosts | None = None,
         *,
         bytes_price: float = 0.0,
         num_microbatches: int = 1,
@@ -45,7 +46,7 @@ class ShardCosts:
         """plan: its degrees and microbatch count, its sharding does not. bytes_price: seconds a byte held by a rank is worth."""
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
         self.bytes_price, self.num_microbatches = bytes_price, num_microbatches
-        self.kernels = KernelCosts(graph, cluster.device)
+        self.kernels = kernels or KernelCosts(graph, cluster.device)
         self.degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context)
         self._divisions: dict[tuple[str, Label, bool], Division] = {}
 

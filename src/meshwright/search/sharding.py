@@ -20,6 +20,7 @@ from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Mesh, Plan, Stage, TensorSharding
 from meshwright.core.recipe import Recipe
 from meshwright.core.sharding import block_sharding
+from meshwright.cost.compute import KernelCosts
 from meshwright.search.shard_costs import ShardCosts
 from meshwright.search.shard_objective import Objective
 from meshwright.search.shard_program import ShardProgram
@@ -46,16 +47,18 @@ def best_sharding(
     legal: tuple[LegalSharding, ...] = (),
     bytes_price: float = 0.0,
     num_microbatches: int = 1,
+    kernels: KernelCosts | None = None,
 ) -> tuple[BlockSharding, ...]:
     """Which weights to split over tp; () where nothing is worth splitting, or where nothing can be.
 
     legal: what the runtime answered about proposals before; tensors it left whole stay so, dims it cut in runs are.
     bytes_price: seconds of a microbatch that a byte of memory on every rank is worth, of state and of what is kept for backward.
     num_microbatches: over how many of them a step's update, and its sums of gradients, are spread.
+    kernels: of the graph on the cluster's device, where they are known.
     """
     found = find_sharding(
         graph, cluster, tp=tp, cp=cp, sequence_parallel=sequence_parallel, microbatch=microbatch, recipe=recipe, legal=legal,
-        bytes_price=bytes_price, num_microbatches=num_microbatches,
+        bytes_price=bytes_price, num_microbatches=num_microbatches, kernels=kernels,
     )  # fmt: skip
     return found.sharding if found else ()
 
@@ -72,6 +75,7 @@ def find_sharding(
     legal: tuple[LegalSharding, ...] = (),
     bytes_price: float = 0.0,
     num_microbatches: int = 1,
+    kernels: KernelCosts | None = None,
 ) -> FoundSharding | None:
     """The same with its seconds; None where the program has no solution."""
     answer = next((one for one in legal if one.key[:3] == (tp, cp, sequence_parallel)), None)
@@ -79,7 +83,7 @@ def find_sharding(
         return None
     plan = _bare_plan(graph, Mesh(tp=tp, cp=cp), sequence_parallel, microbatch)
     costs = ShardCosts(
-        graph, plan, cluster, recipe or Recipe(), bytes_price=bytes_price, num_microbatches=num_microbatches
+        graph, plan, cluster, recipe or Recipe(), kernels, bytes_price=bytes_price, num_microbatches=num_microbatches
     )
     units = units_of(graph, tp, answer)
     solved = Objective(ShardProgram(units, graph, sequence_parallel=sequence_parallel), graph, costs).solve()

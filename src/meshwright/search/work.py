@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.cost.communication import sent_bytes
-from meshwright.cost.division import Division, divide
+from meshwright.cost.division import Division
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.memory import MemoryCost
-from meshwright.cost.microbatch import Microbatch, microbatch_of
+from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.redone import Mode, selective_mode
 from meshwright.cost.stages import StageCosts
-from meshwright.cost.state import split_dims, stage_parameters
+from meshwright.cost.state import cut_shape, split_dims
 from meshwright.search.problem import Problem
 
 Row = NDArray[np.float64]
@@ -133,10 +133,9 @@ class Divided:
     """Of every unit, which of them it is like."""
 
 
-def divide_units(problem: Problem, graph: Graph, plan: Plan) -> Divided:
+def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microbatch) -> Divided:
     """plan: one stage a unit."""
-    divisions, passes = divide(graph, plan), passes_by_stage(graph, plan)
-    microbatch = microbatch_of(graph, plan, problem.cluster, problem.recipe, divisions)
+    passes = passes_by_stage(graph, plan)
     costs = StageCosts(graph, plan, problem.cluster, problem.recipe, microbatch)
     first: dict[object, int] = {}
     repeated = set(graph.repeated_blocks)
@@ -148,7 +147,7 @@ def divide_units(problem: Problem, graph: Graph, plan: Plan) -> Divided:
         first.setdefault(form, number)
     unlike = tuple(first.values())
     kinds = np.array([unlike.index(first[form]) for form in forms], dtype=np.int64)
-    return Divided(divisions, passes, _elements(graph, plan), unlike, kinds)
+    return Divided(microbatch.divisions, passes, _elements(graph, plan), unlike, kinds)
 
 
 def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> UnitTable:
@@ -230,13 +229,13 @@ def _elements(graph: Graph, plan: Plan) -> tuple[list[float], list[float]]:
     """Of the trained parameters of every unit, each tensor at its first name: those of experts apart."""
     dense, expert = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
     seen: set[str] = set()
-    first_name = {p.name: p.tied_to or p.name for p in graph.parameters}
     splits = split_dims(graph, plan)
-    for number in range(len(plan.stages)):
-        for parameter in stage_parameters(graph, plan, number, splits):
-            name = first_name[parameter.name]
+    for number, blocks in enumerate(plan.blocks_by_stage):
+        for parameter in graph.parameters_of([*([""] if number == 0 else []), *blocks]):
+            name = parameter.tied_to or parameter.name
             if parameter.trainable and name not in seen:
-                (expert if parameter.expert else dense)[number] += parameter.num_elements
+                shape = cut_shape(parameter, plan.mesh, splits.get((parameter.block, parameter.own_name)))
+                (expert if parameter.expert else dense)[number] += prod(shape)
             seen.add(name)
     return dense, expert
 
