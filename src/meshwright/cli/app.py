@@ -6,6 +6,7 @@ import typer
 
 from meshwright.cli.capture import capture
 from meshwright.cli.compare import compare
+from meshwright.cli.doctor import doctor
 from meshwright.cli.estimate import estimate
 from meshwright.cli.launch import launch
 from meshwright.cli.models import models
@@ -30,7 +31,22 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for verb in (probe, models, capture, estimate, plan, sweep, train, parity, compare, report, watch, score, launch):
+for verb in (
+    probe,
+    models,
+    capture,
+    estimate,
+    plan,
+    sweep,
+    train,
+    parity,
+    compare,
+    report,
+    watch,
+    score,
+    launch,
+    doctor,
+):
     app.command()(verb)
 
 

@@ -96,7 +96,7 @@ def notes_on(links: tuple[HostLink, ...]) -> tuple[str, ...]:
     usual = median(link.link.bytes_per_second for link in links)
     slow = [link for link in links if SLOW * link.link.bytes_per_second < usual]
     warnings = [
-        f"the link of host {link.one} and host {link.other} is {usual / link.link.bytes_per_second:.1f} times slower than usual here"
+        f"the link of host {link.one} and host {link.other} is {usual / link.link.bytes_per_second:.1f} times slower than usual"
         for link in slow
     ]
     return (*(link.words for link in links), *warnings)
