@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hosts import Hosts, two_hosts, why_not
+from hosts import Hosts, end, two_hosts, why_not
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
@@ -33,6 +33,8 @@ GLOBAL_BATCH = 16
 PATIENCE_SECONDS = 900
 TIMEOUT_SECONDS = 15
 """How long a rank waits for another before the run ends and says so."""
+CUT_OFF_SECONDS = 150
+"""How long a host that is cut off may take to notice."""
 STEPS_BEFORE_CUT, STEPS_AFTER = 4, 3
 CHECKPOINT_EVERY = 2
 SETTINGS = f"""
@@ -165,9 +167,7 @@ def cut_and_mend(bench: Bench, hosts: Hosts) -> None:
         hosts.cut()
         cut = time.monotonic()
         say(f"\nlink taken down after step {num_steps(metrics)}; ranks may wait {TIMEOUT_SECONDS} s for each other")
-        for number, agent in enumerate(agents):
-            code = agent.wait(PATIENCE_SECONDS)
-            say(f"host {number} ended after {time.monotonic() - cut:.1f} s with exit code {code}")
+        say_ends(agents, cut)
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith(("error:", "  rank", "  ranks")):
             say(f"  | {line}")
@@ -179,6 +179,20 @@ def cut_and_mend(bench: Bench, hosts: Hosts) -> None:
         f"link up again: --resume went on, and the run has steps {steps[0]} to {steps[-1]}, each once: {is_whole(steps)}"
     )
     assert ended["num_steps"] == reached + STEPS_AFTER
+
+
+def say_ends(agents: list[subprocess.Popen[bytes]], cut: float) -> None:
+    """In the order in which the hosts notice; one that does not is ended here, and that is said."""
+    left = dict(enumerate(agents))
+    while left and time.monotonic() - cut < CUT_OFF_SECONDS:
+        for number, agent in list(left.items()):
+            if agent.poll() is not None:
+                say(f"host {number} ended after {time.monotonic() - cut:.1f} s with exit code {agent.returncode}")
+                del left[number]
+        time.sleep(0.05)
+    for number in left:
+        say(f"host {number} still runs after {CUT_OFF_SECONDS} s: it is ended from outside")
+    end(list(left.values()))
 
 
 def is_whole(steps: list[int]) -> str:
