@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ from meshwright.runtime.rendezvous import INTERFACES, LOOPBACK, local_only
 LOOK_SECONDS = 0.2
 GRACE_SECONDS = 2.0
 """After the first rank failed: others that fail of the same cause leave their own words."""
+ANSWER_SECONDS = 10.0
 PLACEMENT_SECONDS = 5.0
 """Between two words about waiting for room."""
 
@@ -77,19 +79,34 @@ def import_ray() -> Any:
 @contextmanager
 def connected(ray: Any, address: str | None) -> Iterator[None]:
     """To the cluster that is named or already runs here; else to one that is made for this run and only this machine can reach."""
+    if address is not None:
+        check_answers(address)
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         ray.init(address=address or os.environ.get("RAY_ADDRESS") or "auto", **quiet)
     except ConnectionError as error:
         if address is not None:
             raise InputError(
-                f"--address {address}: no Ray cluster answers there ({error}): start one with `ray start --head`"
+                f"--address {address}: no Ray cluster is there ({error}): start one with `ray start --head`"
             ) from None
         ray.init(_node_ip_address=LOOPBACK, include_dashboard=False, **quiet)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def check_answers(address: str) -> None:
+    """Ray itself would try for minutes. Names without a port, like `auto`, are Ray's to find."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
+    except OSError as error:
+        raise InputError(
+            f"--address {address}: no Ray cluster answers there ({error.strerror or error}): start one with `ray start --head`"
+        ) from None
 
 
 @contextmanager
