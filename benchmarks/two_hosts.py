@@ -31,7 +31,7 @@ from meshwright.train.metrics import read_metrics
 MODEL = "gpt:layers=4,hidden=256,heads=8,seq=32,vocab=256"
 GLOBAL_BATCH = 16
 PATIENCE_SECONDS = 900
-TIMEOUT_SECONDS = 15
+TIMEOUT_SECONDS = 20
 """How long a rank waits for another before the run ends and says so."""
 CUT_OFF_SECONDS = 150
 """How long a host that is cut off may take to notice."""
@@ -59,9 +59,11 @@ class Bench:
     def plan(self, link: str) -> Path:
         return self.folder / f"plan-{link}.json"
 
-    @property
-    def settings(self) -> Path:
-        return self.folder / "settings.toml"
+    def settings(self, link: str, more: str = "") -> Path:
+        """For the plan of a link, on the cluster it was chosen for: nothing is measured again."""
+        path = self.folder / f"settings-{link}.toml"
+        path.write_text(f'cluster = "{self.cluster(link)}"\n{SETTINGS}{more}')
+        return path
 
 
 def main() -> None:
@@ -79,7 +81,6 @@ def main() -> None:
 
 
 def run(bench: Bench, links: dict[str, float | None]) -> None:
-    bench.settings.write_text(SETTINGS)
     measured: dict[tuple[str, str], float] = {}
     for link, rate in links.items():
         with two_hosts(rate) as hosts:
@@ -124,7 +125,7 @@ def train(bench: Bench, hosts: Hosts, plan: str, link: str) -> float:
     """Seconds of a step of one plan on one link."""
     out = bench.folder / f"run-{plan}-plan-{link}-link"
     ended = meshwright(
-        bench, hosts, "train", str(bench.settings), "--plan", str(bench.plan(plan)), "--steps", str(bench.steps),
+        bench, hosts, "train", str(bench.settings(plan)), "--plan", str(bench.plan(plan)), "--steps", str(bench.steps),
         "--out", str(out), "--json",
     )  # fmt: skip
     return float(ended["step_seconds"])
@@ -147,8 +148,7 @@ def show(bench: Bench, links: dict[str, float | None], measured: dict[tuple[str,
 def cut_and_mend(bench: Bench, hosts: Hosts) -> None:
     """A run whose link is taken down: noticed, named, and resumed when it is up again."""
     out = bench.folder / "run-cut"
-    settings = bench.folder / "cut.toml"
-    settings.write_text(f"{SETTINGS}[checkpoint]\nevery = {CHECKPOINT_EVERY}\n")
+    settings = bench.settings("slow", f"[checkpoint]\nevery = {CHECKPOINT_EVERY}\n")
     arguments = [
         "train",
         str(settings),

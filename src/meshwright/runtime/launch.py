@@ -83,7 +83,7 @@ def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> bool:
         **_patience(LaunchConfig),
     )
     register()
-    _quiet_launcher()
+    quiet_launcher()
     environment = dict(os.environ)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", RANK_LOG_LEVEL)
     os.environ.update(local_only())
@@ -105,7 +105,7 @@ def _patience(kind: Any) -> dict[str, Any]:
     return {"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
 
 
-def _quiet_launcher() -> None:
+def quiet_launcher() -> None:
     """The launcher's own loggers repeat what we say better."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):

@@ -15,10 +15,11 @@ def main() -> None:
     from torch.distributed.run import parse_args, run
 
     from meshwright.core.errors import MeshwrightError
-    from meshwright.runtime.launch import describe_failure
+    from meshwright.runtime.launch import describe_failure, quiet_launcher
     from meshwright.runtime.rendezvous import register
 
     register()
+    quiet_launcher()
     given = parse_args(sys.argv[1:])
     try:
         run(given)
