@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -73,11 +74,19 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     before = signal.getsignal(signal.SIGTERM)
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    found.add_node(num_cpus=1)
+    found = started(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}))
+    started(lambda: found.add_node(num_cpus=1))
     signal.signal(signal.SIGTERM, before)  # Ray sets one of its own
     yield found
     found.shutdown()
+
+
+def started(start: Callable[[], Any]) -> Any:
+    """Ray gives a host 30 s to come up, which a busy machine may need more than once."""
+    for _ in range(2):
+        with contextlib.suppress(Exception):
+            return start()
+    return start()
 
 
 @needs_ray

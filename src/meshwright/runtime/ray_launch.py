@@ -89,11 +89,20 @@ def connected(ray: Any, address: str | None) -> Iterator[None]:
             raise InputError(
                 f"--address {address}: no Ray cluster is there ({error}): start one with `ray start --head`"
             ) from None
-        ray.init(_node_ip_address=LOOPBACK, include_dashboard=False, **quiet)
+        start_local(ray, quiet)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def start_local(ray: Any, quiet: dict[str, Any]) -> None:
+    try:
+        ray.init(_node_ip_address=LOOPBACK, include_dashboard=False, **quiet)
+    except Exception as error:  # Ray raises no kind of its own here
+        raise RunError(
+            f"Ray could not start a cluster on this machine: {error} Start one with `ray start --head`, or try again"
+        ) from None
 
 
 def check_answers(address: str) -> None:

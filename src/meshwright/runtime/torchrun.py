@@ -1,6 +1,6 @@
 """torchrun with a rendezvous that listens on one address: `python -m meshwright.runtime.torchrun --rdzv-backend bound …`.
 
-Takes torchrun's own arguments. How ranks ended is said in our words.
+Takes torchrun's own arguments. A rank that was killed is named in our words; one that failed says so itself.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ def main() -> None:
     try:
         run(given)
     except ChildFailedError as error:
-        num_ranks = int(str(given.nnodes).rpartition(":")[2]) * int(given.nproc_per_node)
-        print(f"error: {describe_failure(error.failures, num_ranks)}", file=sys.stderr)
+        if any(
+            failure.exitcode < 0 for failure in error.failures.values()
+        ):  # others have said themselves why they ended
+            num_ranks = int(str(given.nnodes).rpartition(":")[2]) * int(given.nproc_per_node)
+            print(f"error: {describe_failure(error.failures, num_ranks)}", file=sys.stderr)
         sys.exit(1)
     except MeshwrightError as error:
         print(f"error: {error}", file=sys.stderr)
