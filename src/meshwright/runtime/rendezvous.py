@@ -16,9 +16,8 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.core.errors import InputError
 
@@ -151,15 +150,6 @@ def loopback_interface() -> str:
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
-def local_only(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def local_only() -> dict[str, str]:
     """What ranks of one host need in their environment so that nobody else can connect to them; a choice already made stays."""
-    known = os.environ if environment is None else environment
-    return {name: loopback_interface() for name in INTERFACES if name not in known}
-
-
-def free_port(address: str) -> int:
-    """A port nobody listens on at this address, at this moment."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        found: Any = probe.getsockname()
-        return int(found[1])
+    return {name: loopback_interface() for name in INTERFACES if name not in os.environ}
