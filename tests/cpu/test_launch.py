@@ -27,7 +27,7 @@ from meshwright.train.folder import RunFolder
 from meshwright.train.settings import Settings
 
 SCHEDULER = ASSETS / "scheduler"
-PATIENCE_SECONDS = 180.0
+PATIENCE_SECONDS = 400.0
 Write = Callable[..., Path]
 
 
