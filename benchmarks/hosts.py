@@ -27,11 +27,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.affinity import cores_of
+from meshwright.runtime.host_ranks import EndedRank
 from meshwright.runtime.launch import describe_failure
+from meshwright.runtime.rendezvous import BACKEND
 
 NUM_HOSTS = 2
 INTERFACE = "link0"
@@ -64,23 +66,50 @@ class Hosts:
 
     hosts: tuple[Host, ...]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    num_meetings: int = 0
 
     def start(
-        self, host: int, command: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        host: int,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        output: IO[bytes] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """A process on one host, on its cores; output goes where ours goes."""
+        """A process on one host, on its cores; output goes where ours goes, or into a file."""
         found = self.hosts[host]
         own = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, found.cores)  # which the process inherits
         try:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", found.name, *command], env={**os.environ, **own, **(environment or {})}
+                ["ip", "netns", "exec", found.name, *command],
+                env={**os.environ, **own, **(environment or {})},
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
             )
         finally:
             os.sched_setaffinity(0, cores)
         self.processes.append(process)
         return process
+
+    def torchrun(
+        self, arguments: Sequence[str], ranks_per_host: int = 1, output: IO[bytes] | None = None
+    ) -> list[subprocess.Popen[bytes]]:
+        """`meshwright ARGUMENTS` on every rank of every host, as `meshwright launch` starts it: one process a host."""
+        self.num_meetings += 1
+        command = [
+            sys.executable, "-m", "meshwright.runtime.torchrun", f"--nnodes={len(self.hosts)}",
+            f"--nproc-per-node={ranks_per_host}", f"--rdzv-backend={BACKEND}", f"--rdzv-id={self.num_meetings}",
+            f"--rdzv-endpoint={self.hosts[0].address}:{PORT + self.num_meetings}", "-m", "meshwright", *arguments,
+        ]  # fmt: skip
+        return [self.start(number, command, output=output) for number in range(len(self.hosts))]
+
+    def cut(self) -> None:
+        """Take the link down: what is sent is lost, and nobody is told."""
+        call("ip", "-n", self.hosts[-1].name, "link", "set", INTERFACE, "down")
+
+    def mend(self) -> None:
+        call("ip", "-n", self.hosts[-1].name, "link", "set", INTERFACE, "up")
 
     def launch(self, function: str, payload: dict[str, Any], ranks_per_host: int = 1) -> Any:
         """Run `package.module:function` with the payload on every rank; returns what rank 0 returned."""
@@ -118,21 +147,11 @@ class Hosts:
             codes = [process.poll() for process in ranks]
             end(ranks)
             failures = {
-                number: Failure(code, ranks[number].pid, str(folder / f"error-{number}.json"))
+                number: EndedRank(code, ranks[number].pid, str(folder / f"error-{number}.json"))
                 for number, code in enumerate(codes)
                 if code
             }
             raise describe_failure(failures, len(ranks))
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a rank ended, in the form in which torch's launcher has it."""
-
-    exitcode: int
-    pid: int
-    error_file: str
-    timestamp: float = field(default_factory=time.time)
 
 
 @contextmanager

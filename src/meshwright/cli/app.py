@@ -6,8 +6,10 @@ import typer
 
 from meshwright.cli.capture import capture
 from meshwright.cli.compare import compare
+from meshwright.cli.doctor import doctor
 from meshwright.cli.estimate import estimate
 from meshwright.cli.export import export
+from meshwright.cli.launch import launch
 from meshwright.cli.models import models
 from meshwright.cli.parity import parity
 from meshwright.cli.plan import plan
@@ -30,7 +32,23 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for verb in (probe, models, capture, estimate, plan, sweep, train, export, parity, compare, report, watch, score):
+for verb in (
+    probe,
+    models,
+    capture,
+    estimate,
+    plan,
+    sweep,
+    train,
+    export,
+    parity,
+    compare,
+    report,
+    watch,
+    score,
+    launch,
+    doctor,
+):
     app.command()(verb)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.options import BackendOption, DeviceOption, JsonFlag, NprocOption
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.core.cluster import Cluster
 
 
 def probe(
@@ -19,14 +24,54 @@ def probe(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure this machine with all ranks running at once: ops, memory, collectives. Takes seconds, is cached."""
-    from meshwright.cli.output import make_console, print_json
+    """Measure this machine with all ranks running at once: ops, memory, collectives. Takes seconds, is cached.
+
+    Under torchrun, or `meshwright launch --verb probe`: all hosts, and the links inside and between them; -o keeps the result.
+    """
+    from meshwright.cli.output import make_console
     from meshwright.cli.wiring import probe_with_notice
-    from meshwright.report.tables import cluster_table
+    from meshwright.runtime.ranks import started_by_launcher
 
     console = make_console(as_json)
-    cluster = probe_with_notice(console, nproc, device, backend, fresh)
+    if started_by_launcher():
+        _as_a_rank(nproc, device, backend, output, console, as_json)
+    else:
+        _show(probe_with_notice(console, nproc, device, backend, fresh), output, console, as_json)
+
+
+def _as_a_rank(
+    nproc: int | None, device: str, backend: str, output: str | None, console: Console, as_json: bool
+) -> None:
+    """This process is a rank already: all measure together, the first speaks. Nothing is cached: the next hosts may be others."""
+    import os
+
+    from meshwright.cli.choices import check_choice
+    from meshwright.core.errors import InputError
+    from meshwright.measure.probe import measure_cluster
+    from meshwright.runtime.gather import wait_for_all
+    from meshwright.runtime.rank import leave
+    from meshwright.runtime.ranks import joined
+
+    check_choice("--device", device, ("auto", "cpu", "cuda"))
+    check_choice("--backend", backend, ("auto", "gloo", "nccl"))
+    if nproc is not None and nproc != int(os.environ.get("LOCAL_WORLD_SIZE", nproc)):
+        raise InputError(f"--nproc {nproc}, but the launcher started other ranks: leave it out under torchrun")
+    with joined(device, backend) as rank:  # type: ignore[arg-type]
+        cluster = measure_cluster(rank)
+        if rank.is_first:
+            _show(cluster, output, console, as_json)
+        wait_for_all()  # no rank leaves before the first has printed: the launcher would end it
+    leave(0)
+
+
+def _show(cluster: Cluster, output: str | None, console: Console, as_json: bool) -> None:
+    from meshwright.cli.output import print_json
+    from meshwright.report.tables import cluster_table
+
     console.print(cluster_table(cluster))
+    if cluster.num_hosts > 1:
+        for note in cluster.notes:
+            console.print(note, highlight=False)
     if output is not None:
         console.print(f"saved as {cluster.save(output)}")
     if as_json:

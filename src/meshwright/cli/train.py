@@ -151,9 +151,10 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
     from meshwright.runtime.ranks import first_rank_decides, joined
 
     world = int(os.environ["WORLD_SIZE"])
-    if settings.nproc is not None and settings.nproc != world:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if settings.nproc is not None and settings.nproc != local:
         raise InputError(
-            f"nproc is {settings.nproc}, but the launcher started {world} ranks: leave nproc out under torchrun"
+            f"nproc is {settings.nproc}, but the launcher started {local} ranks on this host: leave nproc out under torchrun"
         )
     with joined(settings.device, settings.backend, settings.timeout) as rank:
         if resume and first_rank_decides(lambda: _already_done(settings, console, as_json) is not None, rank):

@@ -12,6 +12,7 @@ Every figure is the slowest rank's median. What is measured, and how:
     host           the link to the host's memory, and how fast the host updates               -> host.measure_host
     disk           how fast state goes to the host's disk                                      -> host.measure_disk
     links          bandwidth and latency; on several hosts, inside each apart        -> links.link_of, links.measure_host_link
+    each link      between each two hosts, in the notes                              -> host_links.measure_host_links
     sharding       seconds that fully_shard adds to each of its collectives              -> sharding.measure_shard_call
     overlap        share of the shorter of matmul and all-reduce hidden when both run -> links.measure_overlap
 """
@@ -32,6 +33,7 @@ from meshwright.core.codec import stable_hash
 from meshwright.core.errors import InputError
 from meshwright.measure import kernels, links
 from meshwright.measure.host import measure_disk, measure_host
+from meshwright.measure.host_links import measure_host_links, notes_on
 from meshwright.measure.sharding import measure_shard_call
 from meshwright.measure.splitting import measure_halves_launch, measure_split_launch
 from meshwright.runtime.launch import launch
@@ -142,7 +144,10 @@ def measure_cluster(rank: Rank) -> Cluster:
         host_updates_per_second=host_updates,
         disk_bytes_per_second=disk or None,
         host_memory_bytes=host_memory_bytes(),
-        notes=(f"measured with {rank.num_ranks} ranks at once, torch {torch.__version__}",),
+        notes=(
+            f"measured with {rank.num_ranks} ranks at once, torch {torch.__version__}",
+            *notes_on(measure_host_links(rank, per_host)),
+        ),
     )
 
 

@@ -153,7 +153,9 @@ def cluster_table(cluster: Cluster) -> Table:
         table.add_row(f"{name.replace('_', '-')} between {points[0].num_ranks}", words)
     for place, link in (("link inside a host", cluster.intra_host), ("link between hosts", cluster.inter_host)):
         if link is not None:
-            table.add_row(place, f"{link.bytes_per_second / 1e9:,.1f} GB/s ({link.origin})")
+            speed = link.bytes_per_second
+            words = f"{speed / 1e9:,.1f} GB/s" if speed >= 1e9 else f"{speed / 1e6:,.1f} MB/s"
+            table.add_row(place, f"{words} ({link.origin})")
     return table
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -31,3 +32,17 @@ def set_group_timeouts(timeout: timedelta, done: set[str]) -> None:
         if name not in done:
             done.add(name)
             _set_pg_timeout(timeout, group)
+
+
+def rendezvous_with(name: str, make_store: Callable[[str, int], Any]) -> Any:
+    """torch's rendezvous, with a store of ours where it would make one: its own listens on every interface of the host."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    class Rendezvous(DynamicRendezvousHandler):
+        def get_backend(self) -> str:
+            return name
+
+        def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
+            return make_store(master_addr, master_port)
+
+    return Rendezvous

@@ -20,6 +20,7 @@ from typing import Any
 from meshwright.core.errors import HangError, InputError, OutOfMemoryError, RunError
 from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
+from meshwright.runtime.rendezvous import BACKEND, LOOPBACK, local_only, register
 
 RANKS_PER_CORE = 16
 """More ranks than this on one core are taken for a slip of the hand."""
@@ -73,17 +74,19 @@ def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> bool:
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend=BACKEND,
+        rdzv_endpoint=f"{LOOPBACK}:0",
+        local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
         **_patience(LaunchConfig),
     )
-    _quiet_launcher()
+    register()
+    quiet_launcher()
     environment = dict(os.environ)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", RANK_LOG_LEVEL)
+    os.environ.update(local_only())
     try:
         elastic_launch(config, sys.executable)("-m", "meshwright.runtime.rank", *arguments)
     except ChildFailedError as error:
@@ -102,7 +105,7 @@ def _patience(kind: Any) -> dict[str, Any]:
     return {"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
 
 
-def _quiet_launcher() -> None:
+def quiet_launcher() -> None:
     """The launcher's own loggers repeat what we say better."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from meshwright.core.errors import InputError, MeshwrightError, RunError
 from meshwright.runtime.rank import leave, report
+from meshwright.runtime.rendezvous import local_only
 from meshwright.runtime.watchdog import TIMEOUT_SECONDS, Watchdog, is_first_to_say, remember_collectives
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -116,6 +117,7 @@ def join(device: DeviceChoice = "auto", backend: BackendChoice = "auto") -> Rank
 def _alone(device: DeviceChoice, backend: BackendChoice) -> Rank:
     chosen = choose_device(device, 0, 1, backend)
     if not dist.is_initialized():
+        os.environ.update(local_only())  # groups of a mesh are made later, and listen too
         dist.init_process_group(backend_name(chosen, backend), store=dist.HashStore(), rank=0, world_size=1)
     return Rank(0, 1, 0, chosen)
 

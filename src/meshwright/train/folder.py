@@ -2,7 +2,7 @@
 
 Beside them, for the report: cluster.json, forecast.json (the predicted step, moment by moment), search.json (where the plan was
 searched) and traces/ (of every rank; trace.json is that of the rank with the highest peak).
-live/ holds what each rank last said about itself.
+live/ holds what each rank last said about itself, launch/ the settings and job files of `meshwright launch`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class RunFolder:
         self.search = self.path / "search.json"
         self.traces = self.path / "traces"
         self.live = self.path / "live"
+        self.launch = self.path / "launch"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
@@ -36,13 +37,21 @@ class RunFolder:
     def start_fresh(self) -> Path | None:
         """Make the folder. A run that is already there is moved aside, never overwritten; returns where to."""
         moved = None
-        if self.path.exists() and any(self.path.iterdir()):
-            if not self.settings.exists():
-                raise InputError(f"{self.path} exists and is not a run folder: choose another with --out")
+        self.check_free()
+        if self.settings.exists():
             moved = self._free_name()
             self.path.rename(moved)
+            if (moved / self.launch.name).exists():  # this run may be a job that was started from there
+                self.path.mkdir()
+                (moved / self.launch.name).rename(self.launch)
         self._make()
         return moved
+
+    def check_free(self) -> None:
+        """A folder of something else is refused. One that holds only the files of a launch is as good as empty."""
+        held = self.path.exists() and any(one != self.launch for one in self.path.iterdir())
+        if held and not self.settings.exists():
+            raise InputError(f"{self.path} exists and is not a run folder: choose another with --out")
 
     def reopen(self) -> None:
         """For a run to be resumed."""

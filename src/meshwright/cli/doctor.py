@@ -1,0 +1,122 @@
+"""`meshwright doctor`: is this machine fit to train, and what to fix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.options import BackendOption, DeviceOption, JsonFlag
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.measure.checkup.finding import Finding
+
+MARKS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
+NUM_RANKS = 2
+
+
+def doctor(
+    out: Annotated[str, typer.Option("--out", help="Where runs are to be written; its disk is checked.")] = "runs",
+    device: DeviceOption = "auto",
+    backend: BackendOption = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Check Python, torch, backends, devices, peers, links, disk, clock, ports, limits, compiler; say what to fix.
+
+    The exit code is 1 where runs would fail.
+
+    Under torchrun, or `meshwright launch --verb doctor`: all hosts, the links between them, and whether their clocks agree.
+    """
+    from meshwright.cli.choices import check_choice
+    from meshwright.cli.output import make_console
+    from meshwright.runtime.ranks import started_by_launcher
+
+    check_choice("--device", device, ("auto", "cpu", "cuda"))
+    check_choice("--backend", backend, ("auto", "gloo", "nccl"))
+    console = make_console(as_json)
+    if started_by_launcher():
+        _as_a_rank(out, device, backend, console, as_json)
+        return
+    if _show(_alone(out, device, backend), console, as_json):
+        raise typer.Exit(1)
+
+
+def _alone(out: str, device: str, backend: str) -> list[Finding]:
+    """This machine, and ranks started here for what needs several."""
+    from pathlib import Path
+
+    from meshwright.core.codec import decode
+    from meshwright.core.errors import RunError
+    from meshwright.measure.checkup.checkup import check_machine
+    from meshwright.measure.checkup.finding import Finding, problem
+    from meshwright.runtime.launch import launch
+
+    findings = check_machine(Path(out))
+    num_ranks, backend = _ranks_here(device, backend)
+    try:
+        told = launch(
+            "meshwright.measure.checkup.between:check_rank", {"device": device, "backend": backend}, num_ranks
+        )
+        return [*findings, *decode(told, list[Finding], "the ranks")]
+    except RunError as error:
+        return [
+            *findings,
+            problem("links", f"{num_ranks} ranks could not talk to each other: {error}", "see the message"),
+        ]
+
+
+def _ranks_here(device: str, backend: str) -> tuple[int, str]:
+    """All GPUs; one GPU is shared by two ranks, which only gloo can."""
+    import torch
+
+    count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    return (count, backend) if count > 1 else (NUM_RANKS, "gloo" if count else backend)
+
+
+def _as_a_rank(out: str, device: str, backend: str, console: Console, as_json: bool) -> None:
+    """This process is a rank already: the first rank of each host looks at it, and all look at what lies between."""
+    import os
+    import socket
+    from pathlib import Path
+
+    import msgspec
+
+    from meshwright.measure.checkup.between import check_between
+    from meshwright.measure.checkup.checkup import check_machine
+    from meshwright.runtime.gather import all_ranks, wait_for_all
+    from meshwright.runtime.rank import leave
+    from meshwright.runtime.ranks import joined
+
+    with joined(device, backend) as rank:  # type: ignore[arg-type]
+        host = f"{socket.gethostname()} (host {os.environ.get('GROUP_RANK', '0')})"
+        own = check_machine(Path(out)) if rank.local_number == 0 else []
+        seen = [msgspec.structs.replace(finding, host=host) for finding in own]
+        findings = [finding for one in all_ranks(seen) for finding in one] + check_between(rank)
+        has_problem = _show(findings, console, as_json) if rank.is_first else False
+        has_problem = any(all_ranks(has_problem))
+        wait_for_all()  # no rank leaves before the first has printed: the launcher would end it
+    leave(int(has_problem))
+
+
+def _show(findings: list[Finding], console: Console, as_json: bool) -> bool:
+    """Print them; returns whether one is a problem."""
+    from meshwright.cli.output import print_json
+
+    host = ""
+    for finding in findings:
+        if finding.host != host:
+            host = finding.host
+            console.print(host or "between ranks", highlight=False, style="bold")
+        console.print(
+            f"{MARKS[finding.status]} {finding.check}: {finding.found}", highlight=False, markup=False, soft_wrap=True
+        )
+        if finding.fix:
+            console.print(f"         fix: {finding.fix}", highlight=False, markup=False, soft_wrap=True)
+    counts = {status: sum(finding.status == status for finding in findings) for status in MARKS}
+    words = f"{counts['ok']} checks are fine, {counts['warning']} warnings, {counts['problem']} problems"
+    console.print(words, highlight=False)
+    if as_json:
+        print_json({"ok": not counts["problem"], "findings": findings})
+    return bool(counts["problem"])

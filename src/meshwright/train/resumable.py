@@ -1,0 +1,17 @@
+"""Whether a run folder has a checkpoint to go on from, as an exit code: `python -m meshwright.train.resumable RUN_FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+
+from meshwright.train.checkpoint import latest
+from meshwright.train.folder import RunFolder
+
+
+def main() -> None:
+    (path,) = sys.argv[1:]
+    sys.exit(latest(RunFolder(path).checkpoints) is None)
+
+
+if __name__ == "__main__":
+    main()
