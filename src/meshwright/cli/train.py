@@ -212,7 +212,7 @@ def _prepare(settings: Settings, decision: Decision, cluster: Cluster, resume: b
     folder = RunFolder(settings.folder)
     if resume:
         folder.reopen()
-        check_same_model(folder.checkpoints, decision.plan.graph)
+        check_same_model(folder.checkpoints, decision.plan.graph, lambda: _shapes(settings.model))
     elif moved := folder.start_fresh():
         console.print(f"{folder.path} held an earlier run: it is now {moved}", highlight=False)
     settings.save(folder.settings)
@@ -224,6 +224,16 @@ def _prepare(settings: Settings, decision: Decision, cluster: Cluster, resume: b
     if decision.result is not None:
         decision.result.save(folder.search)
     return folder.path
+
+
+def _shapes(model: str) -> dict[str, tuple[int, ...]]:
+    """Of a model's tensors by name; takes no memory."""
+    import torch
+
+    from meshwright.models.source import resolve
+
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in resolve(model).build().state_dict().items()}
 
 
 def _finish(settings: Settings, decision: Decision, summary: dict[str, Any], console: Console, as_json: bool) -> None:

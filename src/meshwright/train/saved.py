@@ -24,6 +24,7 @@ from meshwright.runtime.clip import local
 from meshwright.runtime.offload.saved import load, masters_of, states_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
+from meshwright.train.plain_values import like
 
 Nest = dict[str, Any]
 
@@ -90,7 +91,8 @@ class SavedState:
 
     def _loaded_settings(self, group: Nest, loaded: Nest) -> Nest:
         names = [self._first(name) for name in group["params"]]
-        return dict(loaded["optimizer"]["settings"][names[0]]) if names else {}
+        found = dict(loaded["optimizer"]["settings"][names[0]]) if names else {}
+        return {key: like(group.get(key), value) for key, value in found.items()}
 
 
 def _state_dicts(program: Program) -> tuple[Nest, Nest]:
