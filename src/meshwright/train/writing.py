@@ -45,7 +45,7 @@ class Writing:
         self.writer, self.progress, self.draft, self.rank = writer, progress, draft, rank
         self.attached, self.publish = attached, publish
         self._problem = ""
-        self._deadline = float("inf")
+        self._patience, self._hurried = float("inf"), 0.0
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
     def start(self) -> None:
@@ -61,8 +61,8 @@ class Writing:
         self.hurry(0.0)
 
     def hurry(self, seconds: float) -> None:
-        """Wait for other ranks no longer than that."""
-        self._deadline = time.monotonic() + seconds
+        """Wait for other ranks no longer than that, from now on or from when this rank has written its part."""
+        self._patience, self._hurried = seconds, time.monotonic()
 
     def _run(self) -> None:
         try:
@@ -93,7 +93,7 @@ class Writing:
     def _others(self) -> dict[str, FileFacts]:
         """The first rank: what the others have written."""
         found: dict[str, FileFacts] = {}
-        pause = LOOK_SECONDS
+        pause, began = LOOK_SECONDS, time.monotonic()
         missing = set(range(1, self.rank.num_ranks))
         while missing:
             there = {number for number in missing if (self.draft / _note_name(number)).exists()}
@@ -104,7 +104,7 @@ class Writing:
                 found[f"rank-{number:05d}.safetensors"] = note.facts
                 (self.draft / _note_name(number)).unlink()
             missing -= there
-            if missing and time.monotonic() > self._deadline:
+            if missing and time.monotonic() > max(began, self._hurried) + self._patience:
                 raise CheckpointError(f"rank {min(missing)} did not write its part")
             if missing and not there:
                 time.sleep(pause)
