@@ -180,6 +180,9 @@ class Program:
         """Those so far were a trial: no trace counts them."""
         self._outputs.clear()
 
+    def take_over_loaded(self) -> None:
+        """Parameters and optimizer state were loaded into the module and the optimizer."""
+
     def trace(self) -> Trace:
         """What this rank saw so far."""
         sample = self.watch.sample

@@ -57,6 +57,7 @@ def restore(
     chosen = newest_whole(folder, rank, say)
     progress, contents = _together(lambda: (read_progress(chosen), read_contents(chosen)))
     state = SavedState(program, rank)
+    state.expect(contents)
     saved = state.saved()
     own = {name: tuple(tensor.shape) for name, tensor in saved["model"].items()}
     if graph and progress.graph != graph:

@@ -29,6 +29,7 @@ from meshwright.core.errors import CheckpointError
 from meshwright.train.tensors_file import DTYPES
 
 FILE = "contents.json"
+STATE = "optimizer.state."
 Lengths = tuple[Annotated[int, Meta(ge=0)], ...]
 FileName = Annotated[str, Meta(pattern=r"^rank-[0-9]+\.safetensors$")]
 """Nothing outside the checkpoint's own folder."""
@@ -56,6 +57,15 @@ class Contents(Value, kw_only=True):
 
     def encoded(self) -> bytes:
         return msgspec.json.encode(self)
+
+    def optimizer_state(self) -> dict[str, dict[str, SavedTensor]]:
+        """Parameter → key → what the optimizer kept for it."""
+        found: dict[str, dict[str, SavedTensor]] = {}
+        for name, tensor in self.tensors.items():
+            if name.startswith(STATE):
+                parameter, _, key = name.removeprefix(STATE).rpartition(".")
+                found.setdefault(parameter, {})[key] = tensor
+        return found
 
     def metadata(self) -> Metadata:
         """As torch's planner wants it."""

@@ -21,10 +21,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 
 from meshwright.runtime.addresses import Addresses
 from meshwright.runtime.clip import local
-from meshwright.runtime.offload.saved import load, masters_of, states_of
+from meshwright.runtime.offload.saved import load, masters_of, states_of, zeros_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
+from meshwright.train.contents import Contents
 from meshwright.train.plain_values import like
+from meshwright.train.tensors_file import DTYPES
 
 Nest = dict[str, Any]
 
@@ -51,6 +53,17 @@ class SavedState:
             **({} if scale is None else {"loss_scale": scale.state_dict()}),
         }
 
+    def expect(self, contents: Contents) -> None:
+        """Room for the state that a checkpoint has of parameters whose first update makes it, on the host."""
+        if self.program.host is None:
+            return
+        saved = contents.optimizer_state()
+        for name, zeros in zeros_of(self.program.host).items():
+            first, own = self._first(name), self.optimizer["state"].setdefault(name, {})
+            for key, tensor in saved.get(first, {}).items():
+                is_whole = tensor.shape and tensor.shape == contents.tensors[f"model.{first}"].shape
+                own.setdefault(key, zeros() if is_whole else torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype]))
+
     def take(self, loaded: Nest) -> None:
         """What was loaded becomes the program's state."""
         model = {name: self.addresses.fill(name, own, loaded["model"][name]) for name, own in self.model.items()}
@@ -70,6 +83,7 @@ class SavedState:
                 model_state_dict=model,
                 optim_state_dict={"state": state, "param_groups": groups},
             )
+        self.program.take_over_loaded()
         if self.program.loss_scale is not None:
             self.program.loss_scale.load_state_dict(loaded["loss_scale"])  # the first scale, where none was saved
         if "random" in loaded:
