@@ -176,4 +176,4 @@ def test_what_is_refused(
     folder.path.mkdir()
     settings_of(folder.path, "one").save(folder.settings)
     ended = here("train", *arguments)
-    assert (ended.code, ended.err) == (1, f"error: {words}\n")
+    assert (ended.code, ended.err) == (2, f"error: {words}\n")
