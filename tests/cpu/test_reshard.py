@@ -174,6 +174,16 @@ def test_another_plan_goes_on(
             assert weight_decay == 0.3
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["host optimizer", "host optimizer zero3", "streamed", "streamed, on disk"])
+def test_masters_and_moments_off_the_device(pool: Pools, tmp_path: Path, name: str, precision: str) -> None:
+    """Masters in fp32 of parameters in 16 bits, and the compiled update's own moments: to the last bit."""
+    plan = placed(plan_of(TIED, name, precision), name, tmp_path / "state")
+    expected = pool(plan.world).run(run_and_save, TIED, plan, tmp_path / "checkpoints")[0]
+    for found, weight_decay in pool(plan.world).run(resume, TIED, plan, tmp_path / "checkpoints"):
+        assert (found, weight_decay) == (expected, 0.3)
+
+
 CHAIN = ("zero3", "pp2 tp2", "one", "dp3")
 
 

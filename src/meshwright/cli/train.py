@@ -189,20 +189,21 @@ def _already_done(settings: Settings, console: Console, as_json: bool) -> Decisi
     from meshwright.cli.decision import Decision
     from meshwright.core.estimate import Estimate
     from meshwright.core.plan import Plan
-    from meshwright.train.checkpoint import latest, read_progress
+    from meshwright.train.checkpoint import latest
     from meshwright.train.folder import RunFolder
+    from meshwright.train.kept import step_of
     from meshwright.train.metrics import last_values
 
     folder = RunFolder(settings.folder)
     newest = latest(folder.checkpoints)
-    if newest is None or not folder.trace.exists() or read_progress(newest).step < settings.steps:
+    if newest is None or not folder.trace.exists() or step_of(newest) < settings.steps:
         return None
     console.print(f"{folder.path} has all its {settings.steps} steps already: give more with --steps", highlight=False)
     values = last_values(folder.metrics)
     summary = {
         "loss": values.get("loss"),
         "validation_loss": values.get("validation_loss"),
-        "num_steps": read_progress(newest).step,
+        "num_steps": step_of(newest),
         "stopped": None,
         "checkpoint": str(newest),
     }

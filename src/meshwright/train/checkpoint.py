@@ -24,7 +24,7 @@ from meshwright.core.errors import CheckpointError, InputError
 from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
-from meshwright.train.checkpoint_files import FileReader, PartsPlanner, flatten, with_values
+from meshwright.train.checkpoint_files import ALL, FileReader, PartsPlanner, flatten, with_values
 from meshwright.train.contents import Contents, read_contents
 from meshwright.train.kept import all_of, latest, set_aside
 from meshwright.train.manifest import DamagedError, check_files, read_manifest
@@ -33,7 +33,7 @@ from meshwright.train.saved import SavedState
 from meshwright.train.saver import Saver
 from meshwright.train.writing import words
 
-__all__ = ["Progress", "Shapes", "check_same_model", "latest", "read_progress", "restore", "save"]
+__all__ = ["Progress", "Shapes", "check_same_model", "latest", "restore", "save"]
 
 T = TypeVar("T")
 MODEL = "model."
@@ -68,7 +68,7 @@ def restore(
         del saved["random"]  # random states belong to ranks: another number of ranks draws anew
     planner = PartsPlanner()
     try:
-        dcp.load(flatten(saved), storage_reader=FileReader(chosen, contents), planner=planner)
+        dcp.load({ALL: flatten(saved)}, storage_reader=FileReader(chosen, contents), planner=planner)
     except (Exception, dcp.CheckpointException) as error:
         raise CheckpointError(f"{chosen} cannot be read: {words(error)}") from error
     state.take(with_values(saved, planner.values))

@@ -21,7 +21,7 @@ from typing import Any
 import safetensors
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -42,6 +42,8 @@ from meshwright.train.staging import Staging
 from meshwright.train.tensors_file import NAMES, Entry, check_dtype
 
 Flat = dict[str, Any]
+ALL = "state"
+"""What torch is handed: one entry, of which our planners take the inside. It would look at every entry by itself, at length."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class ValuesPlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
+
+    def set_up_planner(
+        self, state_dict: Flat, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict[ALL], storage_meta, is_coordinator)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         return object
@@ -159,6 +166,9 @@ class PartsPlanner(DefaultLoadPlanner):
         # a parameter that never got a gradient has optimizer state here, but had none when it was saved
         super().__init__(flatten_state_dict=False, allow_partial_load=True)
         self.values: Flat = {}
+
+    def set_up_planner(self, state_dict: Flat, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict[ALL], metadata, is_coordinator)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.values[read_item.dest_index.fqn] = json.loads(value.getvalue())

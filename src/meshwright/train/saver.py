@@ -22,13 +22,15 @@ from meshwright.core.units import format_bytes
 from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
-from meshwright.train.checkpoint_files import FileWriter, ValuesPlanner, flatten
+from meshwright.train.checkpoint_files import ALL, FileWriter, ValuesPlanner, flatten
 from meshwright.train.kept import clear_drafts, draft_of, latest, name_of, publish
 from meshwright.train.position import Progress
 from meshwright.train.saved import SavedState
 from meshwright.train.staging import Staging
 from meshwright.train.writing import Writing, words
 
+SEEN_SECONDS = 120.0
+"""For the first rank to see what others have written: file systems of a network take their time."""
 FARE_BYTES = 1 << 20
 """Beside the tensors, at least: contents, plan, settings."""
 
@@ -64,7 +66,7 @@ class Saver:
         self.program.sync_buffers()
         try:
             state = flatten(SavedState(self.program, self.rank).saved())
-            dcp.save(state, storage_writer=writer, planner=ValuesPlanner())
+            dcp.save({ALL: state}, storage_writer=writer, planner=ValuesPlanner())
         except (Exception, dcp.CheckpointException) as error:
             raise self._failed(progress.step, words(error)) from error
         self._writing = Writing(writer, progress, draft, self.rank, self.attached, self._publish)
@@ -79,8 +81,8 @@ class Saver:
             return None
         problem = _first(all_ranks("" if self.rank.is_first else writing.wait()))
         if self.rank.is_first:
-            if problem:
-                writing.give_up()  # a disk that is full may not even have taken the note of it
+            # all others are done: a full disk may not even have taken the note of one that failed
+            writing.hurry(0.0 if problem else SEEN_SECONDS)
             own = writing.wait()
             problem = problem or (f"rank 0: {own}" if own else "")
         problem = all_ranks(problem)[0]

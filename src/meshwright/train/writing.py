@@ -56,10 +56,6 @@ class Writing:
         self._thread.join()
         return self._problem
 
-    def give_up(self) -> None:
-        """Do not wait for other ranks."""
-        self.hurry(0.0)
-
     def hurry(self, seconds: float) -> None:
         """Wait for other ranks no longer than that, from now on or from when this rank has written its part."""
         self._patience, self._hurried = seconds, time.monotonic()
@@ -105,7 +101,9 @@ class Writing:
                 (self.draft / _note_name(number)).unlink()
             missing -= there
             if missing and time.monotonic() > max(began, self._hurried) + self._patience:
-                raise CheckpointError(f"rank {min(missing)} did not write its part")
+                raise CheckpointError(
+                    f"{self.draft} has no part of rank {min(missing)}: it was not written, or the hosts do not share the folder"
+                )
             if missing and not there:
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_LOOK_SECONDS)
