@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from test_checkpoint import AFTER, BEFORE, case_of, progress_of, resume, start, 
 
 from meshwright.core.errors import CheckpointError
 from meshwright.train import staging, writing
+from meshwright.train.checkpoint import restore
 from meshwright.train.kept import latest
 from meshwright.train.saver import Saver
 from meshwright.train.saving import Saving
@@ -221,3 +222,44 @@ def test_where_one_host_has_no_memory_for_a_copy_all_write_at_once(pool: Pools, 
 
 def losses_of_before(case: Case) -> list[float]:
     return steps(start(case), case, 0, BEFORE + AFTER)[BEFORE:]
+
+
+def fail_to_copy(folder: Path) -> tuple[str, list[str]]:
+    """The second checkpoint goes by the plan of the first: a rank that fails then is alone with it."""
+    program = start(case_of("odd", 3))
+    saver = saver_of(program, folder)
+    saver.save(progress_of(program, 1))
+    said = ""
+    fails = mock.patch.object(staging.Staging, "copy", side_effect=MemoryError("no page left"))
+    with fails if this_rank().number == 1 else nullcontext():
+        try:
+            saver.save(progress_of(program, 2))
+        except CheckpointError as error:
+            said = str(error)
+    saver.save(progress_of(program, 3))
+    saver.close()
+    return said, sorted(path.name for path in folder.iterdir())
+
+
+def test_a_rank_that_cannot_copy_its_part(pool: Pools, tmp_path: Path) -> None:
+    for said, names in pool(2).run(fail_to_copy, tmp_path):
+        assert f"step 2 could not be written to {tmp_path}: rank 1: MemoryError: no page left" in said
+        assert names == ["step-00000001", "step-00000003"]
+
+
+def save_changing_settings(folder: Path) -> float:
+    """What is no tensor changes from one checkpoint to the next."""
+    program = start(case_of("odd", 3))
+    saver = saver_of(program, folder)
+    for step in (1, 2):
+        for group in program.optimizer.param_groups:
+            group["lr"] = step / 10
+        saver.save(progress_of(program, step))
+    other = start(case_of("odd", 3), seed=99)
+    restore(other, other.plan.graph, folder, this_rank())
+    saver.close()
+    return float(other.optimizer.param_groups[0]["lr"])
+
+
+def test_values_are_those_of_now(pool: Pools, tmp_path: Path) -> None:
+    assert pool(2).run(save_changing_settings, tmp_path) == [0.2, 0.2]

@@ -81,8 +81,11 @@ class FileWriter(StorageWriter):
     def __init__(self, rank: int, make_room: Callable[[int], None], staging: Staging | None) -> None:
         self.rank, self.make_room, self.staging = rank, make_room, staging
         self.entries: list[Entry] = []
-        self.contents: Contents | None = None
-        """On the first rank."""
+        self.values: Flat = {}
+        """This rank's part of what is no tensor."""
+        self.tensors: dict[str, SavedTensor] = {}
+        """On the first rank: what lies where, of all ranks."""
+        self.plan: SavePlan | None = None
         self.copied = False
 
     @property
@@ -90,7 +93,7 @@ class FileWriter(StorageWriter):
         return f"rank-{self.rank:05d}.safetensors"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.entries, self.contents = [], None
+        self.entries, self.values, self.tensors = [], {}, {}
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -110,6 +113,7 @@ class FileWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
+        self.plan = plan
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         self.copied = plan.storage_data.copies and self.staging is not None
         if self.copied and self.staging is not None:
@@ -120,8 +124,8 @@ class FileWriter(StorageWriter):
             self.staging.finish()
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                value: Any = planner.resolve_data(item)
-                results.append(WriteResult(item.index, 0, to_plain(item.index.fqn, value)))
+                self.values[item.index.fqn] = to_plain(item.index.fqn, planner.resolve_data(item))
+                results.append(WriteResult(item.index, 0, None))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -129,18 +133,19 @@ class FileWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank: what lies where."""
         boxes: dict[str, list[Box]] = defaultdict(list)
-        values: Flat = {}
         for result in (result for of_rank in results for result in of_rank):
-            if isinstance(result.storage_data, Box):
+            if result.storage_data is not None:
                 boxes[result.index.fqn].append(result.storage_data)
-            else:
-                values[result.index.fqn] = result.storage_data
-        tensors = {}
         for name, found in boxes.items():
             described: Any = metadata.state_dict_metadata[name]
             dtype = NAMES[described.properties.dtype]
-            tensors[name] = SavedTensor(dtype=dtype, shape=tuple(described.size), boxes=tuple(found))
-        self.contents = Contents(tensors=tensors, values=values)
+            self.tensors[name] = SavedTensor(dtype=dtype, shape=tuple(described.size), boxes=tuple(found))
+
+    def take_again(self, plan: SavePlan, state: Flat) -> None:
+        """A state of the same shape as the one that the plan was made for: no other rank is asked."""
+        planner = ValuesPlanner()
+        planner.set_up_planner({ALL: state})
+        self.write_data(plan, planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -7,14 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch.distributed.checkpoint as dcp
 
-from meshwright.core.codec import Value, load
+from meshwright.core.codec import Value
 from meshwright.core.errors import CheckpointError
 from meshwright.runtime.ranks import Rank
 from meshwright.train import contents, manifest, position
 from meshwright.train.checkpoint_files import FileWriter
+from meshwright.train.contents import Contents
 from meshwright.train.disk import FileFacts, flush_folder, write_file
 from meshwright.train.manifest import Manifest
 from meshwright.train.position import Progress
@@ -29,6 +32,7 @@ class Note(Value, kw_only=True):
     """What a rank leaves in the draft when its file is written, or cannot be."""
 
     facts: FileFacts | None = None
+    values: dict[str, Any] = msgspec.field(default_factory=dict)
     problem: str = ""
 
 
@@ -41,10 +45,13 @@ class Writing:
         rank: Rank,
         attached: Mapping[str, str],
         publish: Callable[[Path], None],
+        problem: str = "",
     ) -> None:
+        """problem: why this rank has nothing to write, if so; the others must learn of it."""
         self.writer, self.progress, self.draft, self.rank = writer, progress, draft, rank
         self.attached, self.publish = attached, publish
-        self._problem = ""
+        self._problem = problem
+        self._values: dict[str, Any] = dict(writer.values)
         self._patience, self._hurried = float("inf"), 0.0
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
@@ -62,11 +69,13 @@ class Writing:
 
     def _run(self) -> None:
         try:
+            if self._problem:
+                raise CheckpointError(self._problem)
             facts = write_tensors(self.draft / self.writer.file, self.writer.entries)
             if self.rank.is_first:
                 self._complete({self.writer.file: facts} | self._others())
             else:
-                self._leave(Note(facts=facts))
+                self._leave(Note(facts=facts, values=self._values))
         except Exception as error:
             self._problem = words(error)
             if not self.rank.is_first:
@@ -77,7 +86,7 @@ class Writing:
     def _leave(self, note: Note) -> None:
         """A note is whole when it has its name."""
         name = _note_name(self.rank.number)
-        write_file(self.draft / f"{name}.draft", [note.to_json().encode()])
+        write_file(self.draft / f"{name}.draft", [msgspec.json.encode(note)])
         os.rename(self.draft / f"{name}.draft", self.draft / name)
 
     def _tell_problem(self) -> None:
@@ -94,10 +103,11 @@ class Writing:
         while missing:
             there = {number for number in missing if (self.draft / _note_name(number)).exists()}
             for number in sorted(there):
-                note = load(self.draft / _note_name(number), Note)
+                note = msgspec.json.decode((self.draft / _note_name(number)).read_bytes(), type=Note)
                 if note.facts is None:
                     raise CheckpointError(f"rank {number}: {note.problem}")
                 found[f"rank-{number:05d}.safetensors"] = note.facts
+                self._values |= note.values
                 (self.draft / _note_name(number)).unlink()
             missing -= there
             if missing and time.monotonic() > max(began, self._hurried) + self._patience:
@@ -111,9 +121,8 @@ class Writing:
 
     def _complete(self, files: dict[str, FileFacts]) -> None:
         """The first rank: the small files, the manifest last, then the rename."""
-        assert self.writer.contents is not None
         small = {
-            contents.FILE: self.writer.contents.encoded(),
+            contents.FILE: Contents(tensors=self.writer.tensors, values=self._values).encoded(),
             position.FILE: self.progress.to_json().encode(),
             **{name: text.encode() for name, text in self.attached.items()},
         }
