@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 from meshwright.runtime.addresses import Addresses
-from meshwright.runtime.clip import local
 from meshwright.runtime.offload.saved import load, masters_of, states_of, zeros_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
@@ -140,24 +139,6 @@ def first_names(program: Program) -> dict[str, str]:
     """Names of copies that stages have of tied parameters → the name by which a module in one piece knows them."""
     ties = program.pipeline.tied.ties if program.pipeline is not None else ()
     return {name: tie.first_name for tie in ties for name in tie.names.values()}
-
-
-def saved_bytes(program: Program) -> int:
-    """This rank's share of what a checkpoint takes."""
-    addresses, world = Addresses(program.module, program.mesh), program.plan.world // program.plan.mesh.pp
-    host = program.host
-    states = {} if host is None else states_of(host)
-    state = program.optimizer.state
-    total = sum(_bytes(buffer) for buffer in program.module.buffers()) // world
-    for name, parameter in program.module.named_parameters():
-        kept = state.get(parameter, {}) if host is None else states.get(name, {})
-        held = _bytes(parameter) + sum(_bytes(one) for one in kept.values() if isinstance(one, Tensor))
-        total += held * addresses.num_parts(name) // world
-    return total
-
-
-def _bytes(tensor: Tensor) -> int:
-    return local(tensor).numel() * tensor.element_size()
 
 
 def _random_state(rank: Rank) -> dict[str, Tensor]:
