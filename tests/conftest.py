@@ -21,7 +21,8 @@ import pytest
 SAMPLED = {
     "test_activation_offload.py": 3, "test_host_optimizer.py": 3, "test_ring.py": 3, "test_streaming.py": 5,
     "test_best_sharding_runs.py": 2, "test_capture.py": 5, "test_capture_skipping.py": 3, "test_checkpoint.py": 3,
-    "test_checkpoint_plans.py": 5, "test_cli_hangs.py": 2, "test_collectives_and_memory.py": 5, "test_compositions.py": 7,
+    "test_reshard.py": 5, "test_cli_hangs.py": 2, "test_collectives_and_memory.py": 5, "test_compositions.py": 7,
+    "test_checkpoint_files.py": 3, "test_checkpoint_async.py": 3, "test_resume_exact.py": 3,
     "test_deferred.py": 5, "test_expert_parallel.py": 7, "test_habits.py": 7, "test_hybrid.py": 2, "test_parity.py": 7,
     "test_pipeline.py": 5, "test_selective.py": 5, "test_state.py": 5, "test_table.py": 3,
     "test_functions_on_parts_give_what_they_give_on_the_whole": 2,

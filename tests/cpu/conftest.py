@@ -8,9 +8,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from command import cli, environment, here, settings, start
+from matrix import matrix_lines, recorded
 from pool import RankPool
 
 __all__ = ["cli", "environment", "here", "leaves_nothing_behind", "pool", "settings", "start"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What test_reshard.py has found, as a table."""
+    reports = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if getattr(report, "when", "") == "call"
+    ]
+    for line in matrix_lines(recorded(reports, "reshard"), recorded(reports, "reshard_chain")):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

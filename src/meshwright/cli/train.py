@@ -30,12 +30,16 @@ INTERRUPTED = 130
 
 @plan_flags
 def train(
-    file: Annotated[str, typer.Argument(metavar="FILE.toml")],
+    file: Annotated[str, typer.Argument(metavar="FILE.toml", help="Or, with --resume, the folder of a run.")],
     flags: PlanFlags,
     nproc: NprocOption = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps in all.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="With --resume: first replay one step, and compare it with what was recorded."),
     ] = False,
     out: Annotated[str | None, typer.Option("--out", help="Run folder. Default: runs/NAME.")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
@@ -51,10 +55,11 @@ def train(
     """Train as FILE.toml says, on local ranks started here, or as one rank under torchrun.
 
     Measures this machine (cached), decides the plan, trains with a progress bar, and ends with predicted against measured.
-    Ctrl-C stops within two steps, with a checkpoint; --resume goes on from it, on any number of ranks.
+    Ctrl-C stops within two steps, with a checkpoint; --resume goes on from it, on any number of ranks: `train FILE.toml --resume`,
+    or `train --resume RUN` with the settings that the run folder holds.
     """
     from meshwright.cli.output import make_console
-    from meshwright.cli.train_settings import as_before, read_settings
+    from meshwright.cli.train_settings import as_before, check_verify, read_settings
     from meshwright.runtime.ranks import started_by_launcher
 
     given = {
@@ -68,14 +73,15 @@ def train(
         "device": device,
         "backend": backend,
     }
-    settings = read_settings(file, flags, given)
+    check_verify(resume, verify)
+    settings = read_settings(file, flags, given, resume)
     if resume:
         settings = as_before(settings)
     console = make_console(as_json)
     if started_by_launcher():
-        _under_launcher(settings, resume, console, as_json)
+        _under_launcher(settings, resume, console, as_json, verify)
     else:
-        summary, decision = run_ranks(settings, resume, console, as_json)
+        summary, decision = run_ranks(settings, resume, console, as_json, verify=verify)
         if summary is not None:
             _finish(settings, decision, summary, console, as_json)
         if summary is not None and summary["interrupted"]:
@@ -83,7 +89,7 @@ def train(
 
 
 def run_ranks(
-    settings: Settings, resume: bool, console: Console, as_json: bool, quiet: bool = False
+    settings: Settings, resume: bool, console: Console, as_json: bool, quiet: bool = False, verify: bool = False
 ) -> tuple[dict[str, Any] | None, Decision]:
     """Plan here, then start the ranks and wait for them. No summary where a resumed run had nothing left to do."""
     from meshwright.core.cluster import Cluster
@@ -96,6 +102,7 @@ def run_ranks(
     folder, decision = lay_out(settings, resume, console)
     payload = {
         "folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal, "quiet": quiet,
+        "verify": verify,
     }  # fmt: skip
     try:
         summary = launch("meshwright.cli.train_rank:train_rank", payload, decision.plan.world)
@@ -114,6 +121,7 @@ def lay_out(settings: Settings, resume: bool, console: Console) -> tuple[Any, De
     """Decide the plan of a run on local ranks, and write its folder."""
     from meshwright.cli.decision import check_batch, decide, precision_of_run, with_host_link, world_of_run
     from meshwright.cli.graphs import both_castings
+    from meshwright.cli.train_settings import with_plan_of_before
     from meshwright.cli.wiring import find_cluster
     from meshwright.models.source import resolve
     from meshwright.train.boards import check_boards
@@ -131,11 +139,12 @@ def lay_out(settings: Settings, resume: bool, console: Console) -> tuple[Any, De
     world = world_of_run(settings)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
     cluster = with_host_link(cluster, settings)
-    decision = decide(settings, both_castings(settings.model, precision_of_run(settings)), cluster, world)
+    wish = with_plan_of_before(settings, world or cluster.num_devices) if resume else settings
+    decision = decide(wish, both_castings(settings.model, precision_of_run(wish)), cluster, world)
     return _prepare(settings, decision, cluster, resume, console), decision
 
 
-def _under_launcher(settings: Settings, resume: bool, console: Console, as_json: bool) -> None:
+def _under_launcher(settings: Settings, resume: bool, console: Console, as_json: bool, verify: bool) -> None:
     """This process is a rank already: rank 0 plans, all follow."""
     import os
 
@@ -144,6 +153,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
     from meshwright.cli.decision import decide, precision_of_run, with_host_link
     from meshwright.cli.graphs import both_castings
     from meshwright.cli.train_rank import run_rank
+    from meshwright.cli.train_settings import with_plan_of_before
     from meshwright.core.errors import InputError
     from meshwright.measure.probe import measure_cluster
     from meshwright.runtime.gather import wait_for_all
@@ -169,11 +179,14 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
             if not resume:
                 check_weights(settings, resolve(settings.model))
             found = with_host_link(cluster or find_cluster(console, settings.cluster, settings.hosts), settings)
-            decision = decide(settings, both_castings(settings.model, precision_of_run(settings)), found, world)
+            wish = with_plan_of_before(settings, world) if resume else settings
+            decision = decide(wish, both_castings(settings.model, precision_of_run(wish)), found, world)
             return str(_prepare(settings, decision, found, resume, console)), decision
 
         folder, decision = first_rank_decides(plan_it, rank)
-        payload = {"folder": folder, "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
+        payload = {
+            "folder": folder, "resume": resume, "as_json": as_json, "terminal": console.is_terminal, "verify": verify,
+        }  # fmt: skip
         summary = run_rank(payload, rank)
         if rank.is_first:
             _finish(settings, decision, msgspec.to_builtins(summary), console, as_json)
@@ -186,20 +199,21 @@ def _already_done(settings: Settings, console: Console, as_json: bool) -> Decisi
     from meshwright.cli.decision import Decision
     from meshwright.core.estimate import Estimate
     from meshwright.core.plan import Plan
-    from meshwright.train.checkpoint import Progress, latest
+    from meshwright.train.checkpoint import latest
     from meshwright.train.folder import RunFolder
+    from meshwright.train.kept import step_of
     from meshwright.train.metrics import last_values
 
     folder = RunFolder(settings.folder)
     newest = latest(folder.checkpoints)
-    if newest is None or not folder.trace.exists() or Progress.load(newest / "progress.json").step < settings.steps:
+    if newest is None or not folder.trace.exists() or step_of(newest) < settings.steps:
         return None
     console.print(f"{folder.path} has all its {settings.steps} steps already: give more with --steps", highlight=False)
     values = last_values(folder.metrics)
     summary = {
         "loss": values.get("loss"),
         "validation_loss": values.get("validation_loss"),
-        "num_steps": Progress.load(newest / "progress.json").step,
+        "num_steps": step_of(newest),
         "stopped": None,
         "checkpoint": str(newest),
     }
@@ -222,7 +236,7 @@ def _prepare(settings: Settings, decision: Decision, cluster: Cluster, resume: b
     folder = RunFolder(settings.folder)
     if resume:
         folder.reopen()
-        check_same_model(folder.checkpoints, decision.plan.graph)
+        check_same_model(folder.checkpoints, decision.plan.graph, lambda: _shapes(settings.model))
     elif moved := folder.start_fresh():
         console.print(f"{folder.path} held an earlier run: it is now {moved}", highlight=False)
     settings.save(folder.settings)
@@ -234,6 +248,16 @@ def _prepare(settings: Settings, decision: Decision, cluster: Cluster, resume: b
     if decision.result is not None:
         decision.result.save(folder.search)
     return folder.path
+
+
+def _shapes(model: str) -> dict[str, tuple[int, ...]]:
+    """Of a model's tensors by name; takes no memory."""
+    import torch
+
+    from meshwright.models.source import resolve
+
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in resolve(model).build().state_dict().items()}
 
 
 def _finish(settings: Settings, decision: Decision, summary: dict[str, Any], console: Console, as_json: bool) -> None:

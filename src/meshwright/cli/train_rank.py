@@ -30,7 +30,9 @@ def run_rank(payload: dict[str, Any], rank: Rank) -> dict[str, Any]:
     from meshwright.train.settings import Settings
 
     folder = RunFolder(payload["folder"])
-    job = Job(Settings.load(folder.settings), Plan.load(folder.plan), folder, payload["resume"])
+    job = Job(
+        Settings.load(folder.settings), Plan.load(folder.plan), folder, payload["resume"], payload.get("verify", False)
+    )
     console = Console(
         file=sys.stderr if payload["as_json"] else sys.stdout,
         force_terminal=payload["terminal"] or None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,8 +10,30 @@ if TYPE_CHECKING:
     from meshwright.train.settings import Settings
 
 
-def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Settings:
-    """The file, with what the command line says put over it."""
+DECIDING = (
+    "model",
+    "planner",
+    "cluster",
+    "hosts",
+    "memory_bytes",
+    "nproc",
+    "device",
+    "backend",
+    "optimizer",
+    "host_link",
+)
+"""Settings that a plan depends on, beside what is asked of the plan itself."""
+
+
+def check_verify(resume: bool, verify: bool) -> None:
+    from meshwright.core.errors import InputError
+
+    if verify and not resume:
+        raise InputError("--verify compares a resumed run with what was recorded: give --resume too")
+
+
+def read_settings(file: str, flags: PlanFlags, given: dict[str, Any], resume: bool = False) -> Settings:
+    """The file, with what the command line says put over it. To resume, a run folder will do: it holds its settings."""
     import msgspec
 
     from meshwright.cli.choices import check_choice
@@ -19,6 +42,8 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Setting
     from meshwright.core.units import parse_bytes
     from meshwright.train.settings import Settings
 
+    if Path(file).is_dir():
+        file, given = _in_run_folder(file, given, resume)
     if not file.endswith(".toml"):
         raise InputError(f"{file}: settings are read from a .toml file; see examples/")
     settings = Settings.load(file)
@@ -36,6 +61,39 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Setting
             f"{file} names a whole plan, {settings.plan_file}: leave the plan flags out, or edit that plan"
         )
     return msgspec.structs.replace(settings, plan=settings.plan.updated(flags.request), **changes)
+
+
+def _in_run_folder(path: str, given: dict[str, Any], resume: bool) -> tuple[str, dict[str, Any]]:
+    """The settings of a run, and that folder as where it goes on."""
+    from meshwright.core.errors import InputError
+    from meshwright.train.folder import RunFolder
+
+    folder = RunFolder(path)
+    if not folder.settings.exists():
+        raise InputError(f"{path} is a folder, but not of a run: it holds no settings.toml")
+    if not resume:
+        raise InputError(f"{path} is the folder of a run: go on with it by --resume, or give the settings of a new one")
+    if given["out"] is not None:
+        raise InputError(f"a run is resumed in its own folder, {path}: leave --out away")
+    return str(folder.settings), {**given, "out": path}
+
+
+def with_plan_of_before(settings: Settings, world: int) -> Settings:
+    """Where nothing that decides a plan has changed, the plan of before: to search again might find another."""
+    import msgspec
+
+    from meshwright.core.plan import Plan
+    from meshwright.core.request import PlanRequest
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.settings import Settings
+
+    folder = RunFolder(settings.folder)
+    if settings.plan_file is not None or not folder.plan.exists():
+        return settings
+    plan, before = Plan.load(folder.plan), Settings.load(folder.settings)
+    asked = before.plan.updated(PlanRequest(global_batch=plan.global_batch))
+    same = all(getattr(settings, name) == getattr(before, name) for name in DECIDING) and settings.plan == asked
+    return msgspec.structs.replace(settings, plan_file=str(folder.plan)) if same and plan.world == world else settings
 
 
 def as_before(settings: Settings) -> Settings:

@@ -62,14 +62,6 @@ class Addresses:
             local(own).detach().copy_(local(loaded))
         return own
 
-    def num_parts(self, name: str) -> int:
-        """How many ranks together hold the tensor once."""
-        parameter, total = self.parameters[name], 1
-        for place in self.places.get(name, ()):
-            total *= self.groups[place.axis].size()
-        shards = parameter.device_mesh.size(parameter.device_mesh.ndim - 1) if isinstance(parameter, DTensor) else 1
-        return total * shards
-
     def _is_part(self, name: str, found: Any) -> bool:
         """Not a count of steps, nor a tensor that no axis cuts."""
         return bool(self.places.get(name)) and isinstance(found, Tensor) and found.shape == self.parameters[name].shape

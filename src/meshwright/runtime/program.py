@@ -176,6 +176,13 @@ class Program:
         for buffer in self.module.buffers():
             dist.broadcast(buffer, group=self._dp, group_src=0)
 
+    def forget_steps(self) -> None:
+        """Those so far were a trial: no trace counts them."""
+        self._outputs.clear()
+
+    def take_over_loaded(self) -> None:
+        """Parameters and optimizer state were loaded into the module and the optimizer."""
+
     def trace(self) -> Trace:
         """What this rank saw so far."""
         sample = self.watch.sample

@@ -1,182 +1,184 @@
 """Checkpoints: sharded, whole or not at all, loadable under any other plan.
 
-A checkpoint is written to a draft folder and renamed when every rank is done: a reader never meets half of one, and a full
-disk or a crash leaves the previous one as it was. torch's distributed checkpoint writes and reshards the tensors.
+    step-00000200/
+      manifest.json             size and checksum of every other file; written last
+      progress.json             step, data cursor, plan, model, learning rate
+      contents.json             which tensor, or part of one, lies in which file; and what is no tensor
+      rank-00000.safetensors    what one rank wrote: parameters, optimizer state, random states
+      plan.json, settings.toml  of the run
+
+A checkpoint is written to a draft folder and renamed when every rank is done (`saver.py`): a reader never meets half of one, and
+a full disk or a crash leaves the previous one as it was. torch's distributed checkpoint plans who writes and reads what
+(`checkpoint_files.py`). Nothing in a checkpoint is pickled, so that to load one cannot run anything.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TypeVar, cast
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from meshwright.core.codec import Value, load
 from meshwright.core.errors import CheckpointError, InputError
-from meshwright.core.units import format_bytes
 from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
-from meshwright.train.saved import SavedState, saved_bytes
+from meshwright.train.checkpoint_files import ALL, FileReader, PartsPlanner, flatten, with_values
+from meshwright.train.contents import Contents, read_contents
+from meshwright.train.kept import all_of, latest, set_aside
+from meshwright.train.manifest import DamagedError, check_files, read_manifest
+from meshwright.train.position import Progress, check_format, read_progress
+from meshwright.train.saved import SavedState
+from meshwright.train.saver import Saver
+from meshwright.train.writing import words
 
-_NAME = re.compile(r"step-(\d+)")
+__all__ = ["Progress", "Shapes", "check_same_model", "latest", "restore", "save"]
 
-
-class Progress(Value, kw_only=True):
-    """Where a run stands, beside its tensors."""
-
-    format: Literal[1] = 1
-    step: int
-    cursor: int
-    """Samples consumed."""
-    plan: str
-    graph: str
-    num_ranks: int
+T = TypeVar("T")
+MODEL = "model."
+"""Before the names of parameters and buffers."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of whole parameters and buffers, by name."""
 
 
 def save(program: Program, progress: Progress, folder: Path, rank: Rank, keep: int) -> Path:
-    """Write a checkpoint; older ones are removed only after it is whole."""
-    target = folder / f"step-{progress.step:08d}"
-    draft = folder / f".{target.name}.draft"
-    program.sync_buffers()
-    needed = sum(all_ranks(saved_bytes(program)))
-    problem = _first_problem(_attempt(lambda: _make_room(draft, needed)) if rank.is_first else "")
-    if not problem:
-        problem = _first_problem(_attempt(lambda: _write(program, progress, draft, rank)))
-    if not problem:
-        problem = _first_problem(_attempt(lambda: _publish(draft, target, keep)) if rank.is_first else "")
-    if problem:
-        if rank.is_first:
-            shutil.rmtree(draft, ignore_errors=True)
-        previous = latest(folder)
-        kept = f"the previous checkpoint, {previous.name}, is whole" if previous else "there is no earlier checkpoint"
-        raise CheckpointError(f"checkpoint of step {progress.step} could not be written to {folder}: {problem}; {kept}")
-    return target
+    """Write a checkpoint and wait for it; older ones are removed only after it is whole."""
+    return Saver(program, folder, rank, keep, asynchronous=False).save(progress)
 
 
-def _attempt(work: Callable[[], None]) -> str:
-    """Empty when it went well, else what went wrong: every rank must learn of it, none may hang.
+def restore(
+    program: Program, graph: str, folder: Path, rank: Rank, say: Callable[[str], None] = lambda text: None
+) -> Progress:
+    """Load the newest checkpoint that is whole, laid out as the plan that runs now says. Every rank calls it.
 
-    torch's CheckpointException is not an Exception.
+    say: told when a newer one is damaged, and which is taken in its place.
     """
-    try:
-        work()
-    except (Exception, dcp.CheckpointException) as error:
-        return _words(error)
-    return ""
-
-
-def _first_problem(own: str) -> str:
-    """What went wrong on some rank, the same words on all; torch tells every rank of a failure, with its rank."""
-    problems = all_ranks(own)
-    named = [text for text in problems if text.startswith("rank ")]
-    others = [f"rank {number}: {text}" for number, text in enumerate(problems) if text]
-    return next(iter(named or others), "")
-
-
-def _words(error: BaseException) -> str:
-    """The innermost cause, with the rank it happened on: torch wraps what the disk said in several layers."""
-    if isinstance(error, dcp.CheckpointException) and error.failures:
-        number, failure = next(iter(error.failures.items()))
-        return f"rank {number}: {_words(failure[0] if isinstance(failure, tuple) else failure)}"
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"
-
-
-def _make_room(draft: Path, needed: int) -> None:
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    free = shutil.disk_usage(draft).free
-    if needed > free:
-        raise OSError(f"the disk is full: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
-
-
-def _write(program: Program, progress: Progress, draft: Path, rank: Rank) -> None:
-    dcp.save(SavedState(program, rank).saved(), checkpoint_id=str(draft))
-    if rank.is_first:
-        progress.save(draft / "progress.json")
-        _flush(draft)
-
-
-def _publish(draft: Path, target: Path, keep: int) -> None:
-    """The draft becomes the checkpoint; one of the same step gives way only then."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    draft.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-    _remove_old(target.parent, keep)
-
-
-def _flush(folder: Path) -> None:
-    """On the disk before the rename, not only on its way there."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def restore(program: Program, graph: str, folder: Path, rank: Rank) -> Progress:
-    """Load the newest checkpoint, laid out as the plan that runs now says."""
-    newest = _newest(folder)
-    progress = check_same_model(folder, graph)
+    chosen = newest_whole(folder, rank, say)
+    progress, contents = _together(lambda: (read_progress(chosen), read_contents(chosen)))
     state = SavedState(program, rank)
+    state.expect(contents)
     saved = state.saved()
+    own = {name: tuple(tensor.shape) for name, tensor in saved["model"].items()}
+    if graph and progress.graph != graph:
+        shapes = {name: shape for part in all_ranks(own) for name, shape in part.items()}
+        raise CheckpointError(difference(chosen, progress, graph, contents, shapes))
+    _together(lambda: _check_has(chosen, contents, own))
     if progress.num_ranks != rank.num_ranks:
         del saved["random"]  # random states belong to ranks: another number of ranks draws anew
+    planner = PartsPlanner()
     try:
-        _check_whole(newest, saved["model"])
-        # a parameter that never got a gradient has optimizer state here, but had none when it was saved
-        dcp.load(saved, checkpoint_id=str(newest), planner=DefaultLoadPlanner(allow_partial_load=True))
+        dcp.load({ALL: flatten(saved)}, storage_reader=FileReader(chosen, contents), planner=planner)
     except (Exception, dcp.CheckpointException) as error:
-        raise CheckpointError(f"{newest} cannot be read: {_words(error)}") from error
-    state.take(saved)
+        raise CheckpointError(f"{chosen} cannot be read: {words(error)}") from error
+    state.take(with_values(saved, planner.values))
     return progress
 
 
-def check_same_model(folder: Path, graph: str) -> Progress:
-    """Where the newest checkpoint stands; one of another model is refused."""
-    newest = _newest(folder)
-    progress = load(newest / "progress.json", Progress)
-    if graph and progress.graph != graph:
-        raise CheckpointError(f"{newest} is of another model (graph {progress.graph}, not {graph})")
-    return progress
+def check_same_model(folder: Path, graph: str, shapes: Callable[[], Shapes]) -> Progress:
+    """Where the newest checkpoint stands that can be read; one of another model is refused, before ranks start.
+
+    shapes: of the model's tensors; asked for where the models differ.
+    """
+    for path in reversed(_all(folder)):
+        try:
+            progress = read_progress(path)
+            read_manifest(path)
+        except (InputError, DamagedError):
+            continue  # the ranks look closer, and say what they find
+        if graph and progress.graph != graph:
+            raise CheckpointError(difference(path, progress, graph, read_contents(path), shapes()))
+        return progress
+    raise CheckpointError(f"no checkpoint in {folder} is whole: start without --resume")
 
 
-def _check_whole(newest: Path, model: dict[str, Any]) -> None:
-    """Every parameter and buffer must be there."""
-    saved = dcp.FileSystemReader(str(newest)).read_metadata().state_dict_metadata
-    missing = [name for name in model if f"model.{name}" not in saved]
-    if missing:
-        raise CheckpointError(f"it lacks '{missing[0]}'")
+def difference(path: Path, progress: Progress, graph: str, contents: Contents, shapes: Shapes) -> str:
+    """The first tensor in which a checkpoint and a model differ, in words."""
+    saved = {
+        name.removeprefix(MODEL): tensor.shape for name, tensor in contents.tensors.items() if name.startswith(MODEL)
+    }
+    head = f"{path} is of another model (graph {progress.graph}, not {graph})"
+    for name, shape in shapes.items():
+        if name not in saved:
+            return f"{head}: it lacks '{name}', which is {list(shape)} here"
+        if saved[name] != tuple(shape):
+            return f"{head}: '{name}' is {list(saved[name])} there and {list(shape)} here"
+    for name, shape in saved.items():
+        if name not in shapes:
+            return f"{head}: '{name}', {list(shape)}, is not in this model"
+    return f"{head}: names and shapes are the same, but other parameters are tied or frozen"
 
 
-def _newest(folder: Path) -> Path:
-    """The checkpoint to resume from."""
-    newest = latest(folder)
-    if newest is None:
-        raise InputError(f"{folder} holds no checkpoint to resume from: start without --resume")
-    return newest
+def newest_whole(folder: Path, rank: Rank, say: Callable[[str], None]) -> Path:
+    """Each rank checks its share of the files; a damaged checkpoint is set aside, and the one before it is tried."""
+    found = all_ranks(_all(folder))[0]  # others may see the folder of a moment ago
+    damages: list[str] = []
+    while found:
+        path = found.pop()
+        damage = _damage(path, rank)
+        if not damage:
+            return path
+        damages.append(damage)
+        if rank.is_first:
+            _put_away(path, damage, found, say)
+    raise CheckpointError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}; start without --resume")
 
 
-def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint."""
-    found = _all(folder)
-    return found[-1] if found else None
+def _damage(path: Path, rank: Rank) -> str:
+    """What is wrong with a checkpoint, the same words on all ranks; empty where nothing is."""
+    damage = problem = ""
+    try:
+        check_format(path)
+        manifest = read_manifest(path)
+        names = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
+        check_files(path, manifest, names[rank.number :: rank.num_ranks])
+    except DamagedError as error:
+        damage = str(error)
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    answers = all_ranks((damage, problem))
+    for _, problem in answers:
+        if problem:
+            raise CheckpointError(problem)
+    return next((damage for damage, _ in answers if damage), "")
+
+
+def _put_away(path: Path, damage: str, older: list[Path], say: Callable[[str], None]) -> None:
+    try:
+        now = f"it is now {set_aside(path).name}"
+    except OSError as error:
+        now = f"it could not be renamed ({error})"
+    instead = f"going on from {older[-1].name}" if older else "there is no older one"
+    say(f"warning: checkpoint {path.name} is damaged: {damage}; {now}; {instead}")
+
+
+def _together(work: Callable[[], T]) -> T:
+    """What one rank refuses, all refuse: none may be left waiting."""
+    problem, result = "", None
+    try:
+        result = work()
+    except (CheckpointError, InputError) as error:
+        problem = str(error)
+    for said in all_ranks(problem):
+        if said:
+            raise CheckpointError(said)
+    return cast(T, result)
+
+
+def _check_has(path: Path, contents: Contents, own: Shapes) -> None:
+    """Every parameter and buffer of this rank must be there, in its shape."""
+    for name, shape in own.items():
+        found = contents.tensors.get(f"{MODEL}{name}")
+        if found is None:
+            raise CheckpointError(f"{path} cannot be read: it lacks '{name}'")
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{path} cannot be read: '{name}' is {list(found.shape)} there and {list(shape)} here"
+            )
 
 
 def _all(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / "progress.json").exists())
-
-
-def _remove_old(folder: Path, keep: int) -> None:
-    for path in _all(folder)[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+    found = all_of(folder)
+    if not found:
+        raise InputError(f"{folder} holds no checkpoint to resume from: start without --resume")
+    return found

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from rich.console import Console
 from torch import nn
 
-from meshwright.core.errors import CheckpointError, RunError
+from meshwright.core.errors import RunError
 from meshwright.core.graph import identity
 from meshwright.core.plan import Plan
 from meshwright.core.trace import Trace
@@ -34,18 +35,20 @@ from meshwright.runtime.ranks import Rank
 from meshwright.runtime.step import StepOutput
 from meshwright.runtime.undrawn import undrawn
 from meshwright.runtime.watch import Recorder
-from meshwright.train import checkpoint
 from meshwright.train.boards import open_boards
-from meshwright.train.checkpoint import Progress
 from meshwright.train.data import open_streams
 from meshwright.train.folder import RunFolder
 from meshwright.train.live import LiveFile
 from meshwright.train.metrics import Metrics
 from meshwright.train.optimizers import learning_rate, make_optimizer, set_learning_rate
+from meshwright.train.position import Progress
 from meshwright.train.pretrained import fill, match
 from meshwright.train.progress import ProgressView
+from meshwright.train.resuming import resume
+from meshwright.train.saving import Saving
 from meshwright.train.settings import Settings
 from meshwright.train.stream import Slice, Stream
+from meshwright.train.verify import next_loss
 from meshwright.train.weights_folder import WeightsFolder
 
 
@@ -57,6 +60,8 @@ class Job:
     plan: Plan
     folder: RunFolder
     resume: bool = False
+    verify: bool = False
+    """Whether a resumed run first replays a step and compares."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,7 @@ def run(job: Job, rank: Rank, recorder: Recorder | None, console: Console) -> Ou
     train, validation = open_streams(job.settings.data, source, job.plan.global_batch, part, job.settings.seed)
     first_step = 0
     if job.resume:
-        progress = checkpoint.restore(program, graph, job.folder.checkpoints, rank)
-        train.seek(progress.cursor)
-        first_step = progress.step
+        first_step = resume(program, graph, train, rank, job.folder, job.settings, job.verify, console)
     return _Loop(job, rank, program, graph, train, validation, first_step, console).run()
 
 
@@ -139,21 +142,25 @@ class _Loop:
         self.loss = float("nan")
         self.validation_loss: float | None = None
         self.interrupted = False
+        attached = {"plan.json": job.plan.to_json(), "settings.toml": job.settings.to_toml()}
+        self.saving = Saving(
+            program, job.folder.checkpoints, rank, self.settings.checkpoint, attached, warn=self.view.say
+        )
 
     def run(self) -> Outcome:
         try:
             with self.view, self._heed_signals():
                 next_step, stopped = self._steps()
-                saved = self._save(next_step, final=True)
+                saved = self._save_last(next_step)
             traces = all_ranks(self.program.trace())
         finally:
+            self.saving.close()
             if self.metrics is not None:
                 self.metrics.close()
         trace = worst_trace(traces)
         if self.rank.is_first:
             save_traces(traces, self.job.folder)
             trace.save(self.job.folder.trace)
-        assert saved is not None
         return Outcome(trace, self.loss, self.validation_loss, next_step, stopped, saved)
 
     def _steps(self) -> tuple[int, str | None]:
@@ -222,7 +229,7 @@ class _Loop:
         if self._validation_every and done % self._validation_every == 0:
             self._validate(step)
         if every and done % every == 0 and done < self.settings.steps:
-            self._save(done, final=False)
+            self.saving.on_the_way(self._progress(done))
 
     def _validate(self, step: int) -> None:
         assert self.validation is not None
@@ -234,24 +241,23 @@ class _Loop:
             self.metrics.write(step, {"validation_loss": self.validation_loss})
         self.view.say(f"step {step + 1}  validation loss {self.validation_loss:.3f}")
 
-    def _save(self, next_step: int, *, final: bool) -> Path | None:
-        """A checkpoint on the way may fail and the run goes on: what is in memory is worth more. The last one must not."""
-        progress = Progress(
+    def _save_last(self, next_step: int) -> Path:
+        """What the next batch's loss would be goes along, for a resumed run to compare with."""
+        progress = self._progress(next_step)
+        self.program.sync_buffers()
+        expected = next_loss(self.program, self.train.next())
+        return self.saving.last(replace(progress, next_loss=expected))
+
+    def _progress(self, next_step: int) -> Progress:
+        return Progress(
             step=next_step,
             cursor=self.train.cursor,
             plan=self.job.plan.hash,
             graph=self.graph,
             num_ranks=self.rank.num_ranks,
+            num_steps=self.settings.steps,
+            learning_rate=self._rate(next_step),
         )
-        try:
-            return checkpoint.save(
-                self.program, progress, self.job.folder.checkpoints, self.rank, self.settings.checkpoint.keep
-            )
-        except CheckpointError as error:
-            if final:
-                raise
-            self.view.say(f"warning: {error}. Training goes on; the next checkpoint will be tried again.")
-            return None
 
     def _rate(self, step: int) -> float:
         return learning_rate(step, self.settings.steps, self.settings.learning_rate)

@@ -64,6 +64,12 @@ def last_values(path: Path) -> dict[str, Any]:
     return {name: value for line in read_metrics(path) for name, value in line.items()}
 
 
+def values_at(path: Path, step: int) -> dict[str, Any]:
+    """What was written down about a step; nothing where it was not reached, or a crash tore its line."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {name: value for line in lines if _step(line) == step for name, value in json.loads(line).items()}
+
+
 def dropped_tokens(path: Path) -> tuple[int, int]:
     """Choices of experts that were dropped in all steps, and all choices; both 0 where the model routes nothing."""
     lines = read_metrics(path) if path.exists() else []

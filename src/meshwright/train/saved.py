@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 from meshwright.runtime.addresses import Addresses
-from meshwright.runtime.clip import local
-from meshwright.runtime.offload.saved import load, masters_of, states_of
+from meshwright.runtime.offload.saved import load, masters_of, states_of, zeros_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
+from meshwright.train.contents import Contents
+from meshwright.train.plain_values import like
+from meshwright.train.tensors_file import DTYPES
 
 Nest = dict[str, Any]
 
@@ -50,6 +52,17 @@ class SavedState:
             **({} if scale is None else {"loss_scale": scale.state_dict()}),
         }
 
+    def expect(self, contents: Contents) -> None:
+        """Room for the state that a checkpoint has of parameters whose first update makes it, on the host."""
+        if self.program.host is None:
+            return
+        saved = contents.optimizer_state()
+        for name, zeros in zeros_of(self.program.host).items():
+            first, own = self._first(name), self.optimizer["state"].setdefault(name, {})
+            for key, tensor in saved.get(first, {}).items():
+                is_whole = tensor.shape and tensor.shape == contents.tensors[f"model.{first}"].shape
+                own.setdefault(key, zeros() if is_whole else torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype]))
+
     def take(self, loaded: Nest) -> None:
         """What was loaded becomes the program's state."""
         model = {name: self.addresses.fill(name, own, loaded["model"][name]) for name, own in self.model.items()}
@@ -69,6 +82,7 @@ class SavedState:
                 model_state_dict=model,
                 optim_state_dict={"state": state, "param_groups": groups},
             )
+        self.program.take_over_loaded()
         if self.program.loss_scale is not None:
             self.program.loss_scale.load_state_dict(loaded["loss_scale"])  # the first scale, where none was saved
         if "random" in loaded:
@@ -90,7 +104,8 @@ class SavedState:
 
     def _loaded_settings(self, group: Nest, loaded: Nest) -> Nest:
         names = [self._first(name) for name in group["params"]]
-        return dict(loaded["optimizer"]["settings"][names[0]]) if names else {}
+        found = dict(loaded["optimizer"]["settings"][names[0]]) if names else {}
+        return {key: like(group.get(key), value) for key, value in found.items()}
 
 
 def _state_dicts(program: Program) -> tuple[Nest, Nest]:
@@ -124,24 +139,6 @@ def first_names(program: Program) -> dict[str, str]:
     """Names of copies that stages have of tied parameters → the name by which a module in one piece knows them."""
     ties = program.pipeline.tied.ties if program.pipeline is not None else ()
     return {name: tie.first_name for tie in ties for name in tie.names.values()}
-
-
-def saved_bytes(program: Program) -> int:
-    """This rank's share of what a checkpoint takes."""
-    addresses, world = Addresses(program.module, program.mesh), program.plan.world // program.plan.mesh.pp
-    host = program.host
-    states = {} if host is None else states_of(host)
-    state = program.optimizer.state
-    total = sum(_bytes(buffer) for buffer in program.module.buffers()) // world
-    for name, parameter in program.module.named_parameters():
-        kept = state.get(parameter, {}) if host is None else states.get(name, {})
-        held = _bytes(parameter) + sum(_bytes(one) for one in kept.values() if isinstance(one, Tensor))
-        total += held * addresses.num_parts(name) // world
-    return total
-
-
-def _bytes(tensor: Tensor) -> int:
-    return local(tensor).numel() * tensor.element_size()
 
 
 def _random_state(rank: Rank) -> dict[str, Tensor]:

@@ -49,6 +49,9 @@ class CheckpointSettings(Value, kw_only=True):
     every: CountOrZero = 0
     """Steps between checkpoints; 0 for one at the end only."""
     keep: Count = 2
+    """How many; older ones are removed when a newer one is whole."""
+    asynchronous: bool = True
+    """Steps go on while a copy of the state in host memory is written; else they wait for the disk."""
 
 
 class CompareSettings(Value, kw_only=True):

@@ -89,6 +89,21 @@ class DiskState(StatePlace):
             size = (1 + len(self.keys)) * home.local_elements
             self._point(home, torch.from_file(str(self.store.path(name)), shared=True, size=size, dtype=self.dtype))
 
+    def take_over(self) -> None:
+        for home in self.homes.values():
+            room = self._free.get()
+            try:
+                flat = self._flat(home, room).zero_()
+                for view, master in zip(home.local_views(flat), home.masters, strict=True):
+                    view.copy_(master.detach())
+                for _, state, key, view in self._states(home, flat):
+                    if key in state:
+                        view.copy_(state[key])
+                self.store.write(home.name, flat).wait()
+            finally:
+                self._free.put(room)
+        self.commit()
+
     def close(self) -> None:
         for worker in (self._reader, self._writer):
             worker.shutdown(wait=True, cancel_futures=True)

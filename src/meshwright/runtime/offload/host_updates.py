@@ -75,6 +75,10 @@ class StatePlace(ABC):
         """A step has failed: masters and state are those of the last step that was done, as far as they are known."""
 
     @abstractmethod
+    def take_over(self) -> None:
+        """Masters and state were loaded: what the optimizer has of them now is kept."""
+
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -91,6 +95,9 @@ class InMemory(StatePlace):
         pass
 
     def rest(self) -> None:
+        pass
+
+    def take_over(self) -> None:
         pass
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,15 @@ def masters_of(host: HostOptimizer) -> dict[int, Tensor]:
 def states_of(host: HostOptimizer) -> dict[str, State]:
     """By the parameter's name."""
     return {one.name: _state(one) for one in host.state.holders}
+
+
+def zeros_of(host: HostOptimizer) -> dict[str, Callable[[], Tensor]]:
+    """By the parameter's name: room for a tensor of state, in the shape that its rank has of it."""
+    return {one.name: partial(_zeros, one) for one in host.state.holders}
+
+
+def _zeros(one: Shipped | Kept) -> Tensor:
+    return _like(one.parameter, torch.zeros_like(_master(one)))
 
 
 @torch.no_grad()

@@ -82,6 +82,10 @@ class StreamedProgram(Program):
         for memory in self.streams.memory:
             memory.close()
 
+    def take_over_loaded(self) -> None:
+        self.streams.updates.place.take_over()
+        self._is_torn = False  # the parameters are of one step again
+
     def evaluate(self, batches: Iterable[Batch]) -> float:
         streaming = self.streams.streaming
         with streaming.resident.in_place():

@@ -1,0 +1,75 @@
+"""Files that are on the disk when they are said to be, with their size and checksum known.
+
+Every write, flush and rename of a checkpoint goes through here.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from meshwright.core.codec import Value
+
+PIECE_BYTES = 8 << 20
+"""Written and summed up at a time: others get their turn in between."""
+
+
+class FileFacts(Value, kw_only=True):
+    """What a file must be, to be the one that was written."""
+
+    size_bytes: int
+    checksum: str
+    """CRC-32 of all of it, eight hex digits."""
+
+
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileFacts:
+    """Write a new file and wait until the disk has it."""
+    size, checksum = 0, 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        for part in parts:
+            for piece in _pieces(memoryview(part)):
+                checksum = zlib.crc32(piece, checksum)
+                size += len(piece)
+                _write_all(handle, piece)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return FileFacts(size_bytes=size, checksum=f"{checksum:08x}")
+
+
+def read_facts(path: Path) -> FileFacts:
+    """Of a file as it is now."""
+    size, checksum = 0, 0
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(PIECE_BYTES):
+            checksum = zlib.crc32(piece, checksum)
+            size += len(piece)
+    return FileFacts(size_bytes=size, checksum=f"{checksum:08x}")
+
+
+def rename(source: Path, target: Path) -> None:
+    """The new name is on the disk when this returns."""
+    os.rename(source, target)
+    flush_folder(target.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """The names of its files are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _pieces(part: memoryview) -> Iterable[memoryview]:
+    return (part[start : start + PIECE_BYTES] for start in range(0, len(part), PIECE_BYTES))
+
+
+def _write_all(handle: int, piece: memoryview) -> None:
+    """A disk that is nearly full takes a part, and says so at the next one."""
+    while piece:
+        piece = piece[os.write(handle, piece) :]

@@ -1,0 +1,95 @@
+"""The checkpoints of a run in their folder: `step-00000200`, and what is being written, replaced or set aside.
+
+    .step-00000200.draft     being written; never read
+    step-00000200            whole: its manifest is the last file that is written, the rename comes after
+    .step-00000200.old       gives way to one of the same step; it counts as long as that one is not there
+    step-00000200.damaged    found to be other than it was written; never read again, never removed
+
+The newest is the one of the highest step: clocks play no part.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from meshwright.train import manifest
+from meshwright.train.disk import rename
+from meshwright.train.position import format_of
+
+_NAME = re.compile(r"step-(\d+)")
+_OLD = re.compile(r"\.(step-\d+)\.old")
+_DRAFT = re.compile(r"\.step-\d+\.draft")
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def draft_of(folder: Path, step: int) -> Path:
+    return folder / f".{name_of(step)}.draft"
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint."""
+    found = all_of(folder)
+    return found[-1] if found else None
+
+
+def all_of(folder: Path) -> list[Path]:
+    """Oldest first. Those of format 1 have no manifest: they are found, so that they can be refused by name."""
+    if not folder.is_dir():
+        return []
+    found = {path.name: path for path in folder.iterdir() if _NAME.fullmatch(path.name) and _is_whole(path)}
+    for path in folder.iterdir():
+        aside = _OLD.fullmatch(path.name)
+        if aside and aside[1] not in found and _is_whole(path):
+            found[aside[1]] = path
+    return sorted(found.values(), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.search(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def publish(draft: Path, keep: int) -> None:
+    """The draft becomes the checkpoint; older ones go only after that."""
+    target = draft.with_name(draft.name.removeprefix(".").removesuffix(".draft"))
+    old = target.with_name(f".{target.name}.old")
+    if target.exists():
+        remove(old)
+        rename(target, old)
+    rename(draft, target)
+    remove(old)
+    for path in all_of(target.parent)[:-keep]:
+        remove(path)
+
+
+def clear_drafts(folder: Path) -> None:
+    """What a crash has left."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _DRAFT.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path:
+    """A damaged one, under a name that nothing reads."""
+    number, target = 0, path.with_name(f"{name_of(step_of(path))}.damaged")
+    while target.exists():
+        number += 1
+        target = target.with_name(f"{name_of(step_of(path))}.damaged.{number}")
+    rename(path, target)
+    return target
+
+
+def remove(path: Path) -> None:
+    """First of all it is no checkpoint any more: one that is half removed must not be taken for one."""
+    (path / manifest.FILE).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_whole(path: Path) -> bool:
+    return (path / manifest.FILE).is_file() or format_of(path) == 1

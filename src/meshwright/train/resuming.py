@@ -1,0 +1,56 @@
+"""A run goes on from its newest whole checkpoint, under the plan of now; if asked to, only when a replayed step is the same."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from meshwright.runtime.program import Program
+from meshwright.runtime.ranks import Rank, first_rank_decides
+from meshwright.train import checkpoint
+from meshwright.train.folder import RunFolder
+from meshwright.train.optimizers import learning_rate, set_learning_rate
+from meshwright.train.position import Progress
+from meshwright.train.settings import Settings
+from meshwright.train.stream import Stream
+from meshwright.train.verify import recorded_after, replay
+
+
+def resume(
+    program: Program,
+    graph: str,
+    train: Stream,
+    rank: Rank,
+    folder: RunFolder,
+    settings: Settings,
+    verify: bool,
+    console: Console,
+) -> int:
+    """Every rank calls it; returns the step that comes next."""
+
+    def say(text: str) -> None:
+        if rank.is_first:
+            console.print(text, highlight=False, soft_wrap=True)
+
+    def restore() -> Progress:
+        progress = checkpoint.restore(program, graph, folder.checkpoints, rank, say)
+        train.seek(progress.cursor)
+        return progress
+
+    progress = restore()
+    rate = learning_rate(progress.step, settings.steps, settings.learning_rate)
+    if progress.learning_rate not in (None, rate):
+        say(_other_rate(progress, rate, settings.steps))
+    if verify:
+        recorded = first_rank_decides(lambda: recorded_after(progress, folder.metrics), rank)
+        set_learning_rate(program.optimizer, rate)
+        say(replay(program, train.next(), progress, recorded))
+        program.forget_steps()
+        restore()
+    return progress.step
+
+
+def _other_rate(progress: Progress, rate: float, num_steps: int) -> str:
+    return (
+        f"the learning rate of step {progress.step} is {rate:g}, and would have been {progress.learning_rate:g}: its schedule "
+        f"counts to {num_steps} steps now, and counted to {progress.num_steps}"
+    )

@@ -1,0 +1,182 @@
+"""A Saver writes the checkpoints of a run, beside its steps.
+
+    begin     (all ranks)  plan (the first time), check for room, copy the state to host memory          training waits for this
+              (a thread)   every rank writes its file into the draft, and leaves a note with its checksum
+              (its thread) the first rank waits for the notes, adds contents and manifest, and renames the draft
+    settle    (all ranks)  wait for the threads; every rank learns how it ended                      at the next `begin`, at the end
+
+Threads never talk to other ranks but through the draft's folder, which all ranks see: no collective of a save can meet one of a
+step. One checkpoint is under way at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan
+
+from meshwright.core.errors import CheckpointError
+from meshwright.core.units import format_bytes
+from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.program import Program
+from meshwright.runtime.ranks import Rank
+from meshwright.train.checkpoint_files import ALL, FileWriter, Flat, ValuesPlanner, flatten
+from meshwright.train.contents import SavedTensor
+from meshwright.train.kept import clear_drafts, draft_of, latest, name_of, publish
+from meshwright.train.position import Progress
+from meshwright.train.saved import SavedState
+from meshwright.train.staging import Staging
+from meshwright.train.writing import Writing, words
+
+SEEN_SECONDS = 120.0
+"""For the first rank to see what others have written: file systems of a network take their time."""
+FARE_BYTES = 1 << 20
+"""Beside the tensors, at least: contents, plan, settings."""
+
+
+Form = tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class Known:
+    """How a state was divided among the ranks."""
+
+    form: Form
+    plan: SavePlan
+    tensors: dict[str, SavedTensor]
+
+
+class Saver:
+    def __init__(
+        self,
+        program: Program,
+        folder: Path,
+        rank: Rank,
+        keep: int,
+        asynchronous: bool = True,
+        attached: Mapping[str, str] | None = None,
+    ) -> None:
+        """attached: name → text of files that go along."""
+        self.program, self.folder, self.rank, self.keep = program, folder, rank, keep
+        self.attached = dict(attached or {})
+        self.staging = Staging(rank.device) if asynchronous else None
+        self._writing: Writing | None = None
+        self._known: Known | None = None
+        self._needed = 0
+
+    def save(self, progress: Progress) -> Path:
+        """Write a checkpoint and wait for it."""
+        self.begin(progress)
+        path = self.settle()
+        assert path is not None
+        return path
+
+    def begin(self, progress: Progress) -> None:
+        """The state of now will be written. Where the host has no memory for a copy of it, it is written at once."""
+        assert self._writing is None, "a checkpoint is under way: settle first"
+        self.program.sync_buffers()
+        draft, problem = draft_of(self.folder, progress.step), ""
+        writer = FileWriter(self.rank.number, lambda needed: self._make_room(draft, needed), self.staging)
+        try:
+            state = flatten(SavedState(self.program, self.rank).saved())
+            known = self._known_to_all(state, draft)
+            if known is None:
+                self._plan(writer, state)
+        except (Exception, dcp.CheckpointException) as error:
+            raise self._failed(progress.step, words(error)) from error
+        if known is not None:
+            problem = _attempt(lambda: writer.take_again(known.plan, state))
+            writer.tensors = known.tensors
+        self._writing = Writing(writer, progress, draft, self.rank, self.attached, self._publish, problem)
+        self._writing.start()
+        if not writer.copied:
+            self._writing.wait()
+
+    def settle(self) -> Path | None:
+        """Wait for the checkpoint that is under way; None where none is. A failure is raised on every rank."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        problem = _first(all_ranks("" if self.rank.is_first else writing.wait()))
+        if self.rank.is_first:
+            # all others are done: a full disk may not even have taken the note of one that failed
+            writing.hurry(0.0 if problem else SEEN_SECONDS)
+            own = writing.wait()
+            problem = problem or (f"rank 0: {own}" if own else "")
+        problem = all_ranks(problem)[0]
+        if problem:
+            raise self._failed(writing.progress.step, problem)
+        return self.folder / name_of(writing.progress.step)
+
+    def close(self, grace_seconds: float = 0.0) -> None:
+        """After an error: other ranks may be gone. What is under way may still be finished by those who are there."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.hurry(grace_seconds)
+            writing.wait()
+        if self.staging is not None:
+            self.staging.close()
+
+    def _plan(self, writer: FileWriter, state: Flat) -> None:
+        """All ranks together: who writes what. The answer is kept for the next time."""
+        self._known = None
+        dcp.save({ALL: state}, storage_writer=writer, planner=ValuesPlanner())
+        if writer.copied and writer.plan is not None:
+            self._known = Known(_form(state), writer.plan, writer.tensors)
+
+    def _known_to_all(self, state: Flat, draft: Path) -> Known | None:
+        """The plan of last time, where no rank's state has another form now: ranks exchange a word in place of plans."""
+        known = self._known
+        is_same = known is not None and known.form == _form(state)
+        problem = _attempt(lambda: self._make_room(draft, self._needed)) if is_same and self.rank.is_first else ""
+        answers = all_ranks((is_same, problem))
+        if not all(is_same for is_same, _ in answers):
+            return None
+        if answers[0][1]:
+            raise CheckpointError(f"rank 0: {answers[0][1]}")
+        return known
+
+    def _make_room(self, draft: Path, needed: int) -> None:
+        self._needed = needed
+        clear_drafts(self.folder)
+        draft.mkdir(parents=True)
+        free = shutil.disk_usage(draft).free
+        if needed + FARE_BYTES > free:
+            raise OSError(f"the disk is full: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
+
+    def _publish(self, draft: Path) -> None:
+        publish(draft, self.keep)
+
+    def _failed(self, step: int, problem: str) -> CheckpointError:
+        if self.rank.is_first:
+            clear_drafts(self.folder)
+        previous = latest(self.folder)
+        kept = f"the previous checkpoint, {previous.name}, is whole" if previous else "there is no earlier checkpoint"
+        return CheckpointError(f"checkpoint of step {step} could not be written to {self.folder}: {problem}; {kept}")
+
+
+def _form(state: Flat) -> Form:
+    """What a plan depends on."""
+    return tuple(
+        (name, tuple(item.shape), item.dtype, getattr(item, "placements", ())) if isinstance(item, Tensor) else (name,)
+        for name, item in state.items()
+    )
+
+
+def _attempt(work: Callable[[], None]) -> str:
+    """Empty when it went well, else what went wrong."""
+    try:
+        work()
+    except Exception as error:
+        return words(error)
+    return ""
+
+
+def _first(problems: list[str]) -> str:
+    return next((f"rank {number}: {text}" for number, text in enumerate(problems) if text), "")
