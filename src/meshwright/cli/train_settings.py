@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.cli.options import PlanFlags
-    from meshwright.train.settings import Settings
+    from meshwright.train.settings import FaultSettings, Settings
 
 
 def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Settings:
@@ -27,6 +27,8 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Setting
     plain = ("nproc", "steps", "out", "seed", "timeout", "find_nan")
     changes = {name: value for name in plain if (value := given[name]) is not None}
     changes |= {name: given[name] for name in ("device", "backend") if given[name] != "auto"}
+    if given["restarts"] is not None or given["fewer_ranks"]:
+        changes["faults"] = _with_restarts(settings.faults, given["restarts"], given["fewer_ranks"])
     if given["memory"] is not None:
         changes["memory_bytes"] = parse_bytes(given["memory"])
     if flags.file is not None:
@@ -36,6 +38,13 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Setting
             f"{file} names a whole plan, {settings.plan_file}: leave the plan flags out, or edit that plan"
         )
     return msgspec.structs.replace(settings, plan=settings.plan.updated(flags.request), **changes)
+
+
+def _with_restarts(faults: FaultSettings, restarts: int | None, fewer_ranks: bool | None) -> FaultSettings:
+    import msgspec
+
+    changes: dict[str, Any] = {} if restarts is None else {"restarts": restarts}
+    return msgspec.structs.replace(faults, **changes, **({"ranks": "fewer"} if fewer_ranks else {}))
 
 
 def as_before(settings: Settings) -> Settings:

@@ -36,6 +36,7 @@ from meshwright.runtime.data_parallel import (
 )
 from meshwright.runtime.dropped import Dropped
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
+from meshwright.runtime.gate import Gate
 from meshwright.runtime.mesh import local_device
 from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.offload.optimizer import HostOptimizer
@@ -78,6 +79,8 @@ class Program:
         self.watch = watch or Watch(None)
         self.first_step = 0
         """What messages count steps from: a resumed run goes on counting."""
+        self.gate: Gate | None = None
+        """Asked before every update, where there is one."""
         self._finder = finder
         self._outputs: list[StepOutput] = []
         self.split = split
@@ -220,16 +223,16 @@ class Program:
         total_count, counting = self._sum_counts(sum(counts))
         sums = torch.tensor([0.0, signal, 0.0, 0.0], dtype=torch.float64, device=self.device)
         losses: dict[int, Tensor] = {}
-        norm = None
+        norm, opens = None, True
         factor = self.plan.mesh.dp * (self.loss_scale.scale if self.loss_scale is not None else 1.0)
         scales = Scales(counts, factor, total_count, counting)
         actions = self.schedule.actions[self._coordinate]
         for place, action in enumerate(actions):
             index = action.microbatch
             if action.kind == "update":
-                norm = (
-                    self._apply_gradients() if place == len(actions) - 1 else None
-                )  # all stages of a coordinate in one
+                if place == len(actions) - 1:  # all stages of a coordinate in one
+                    opens = self._gate_opens(sums, total_count)
+                    norm = self._apply_gradients() if opens else None
             elif self.pipeline is not None:
                 loss = self._do(self.pipeline, action, microbatches[index], scales)
                 sums[0] += 0.0 if loss is None else loss.detach() * counts[index]
@@ -245,7 +248,7 @@ class Program:
         if self.plan.mesh.pp > 1:
             dist.all_reduce(sums, group=self._pp)
         work = dist.all_reduce(sums, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
-        return StepOutput(sums, total_count, work, marks, norm)
+        return StepOutput(sums, total_count, work, marks, norm, left_out=not opens)
 
     def _do(self, pipeline: Pipeline, action: Action, microbatch: Batch, scales: Scales) -> Tensor | None:
         """One action of a stage; the loss, where it has one."""
@@ -295,6 +298,13 @@ class Program:
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
         with self.watch.region("backward"):
             reach(loss * scale.to(loss.dtype), self.spread_module).backward()
+
+    def _gate_opens(self, sums: Tensor, count: Tensor) -> bool:
+        """Whether there is to be an update; where not, the gradients are forgotten."""
+        if self.gate is None or self.gate.opens(sums[:1], count, (self._pp, self._dp), self.module.parameters()):
+            return True
+        self._update.leave_out()
+        return False
 
     def _apply_gradients(self) -> Tensor | None:
         """The norm of the gradients, where they were clipped."""
