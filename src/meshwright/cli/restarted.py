@@ -69,7 +69,7 @@ def decision_again(settings: Settings, world: int, folder: RunFolder) -> Decisio
     _, decision = replan(settings, world, folder)
     if decision.plan.world != world:
         raise PlanError(
-            f"no plan of global batch {plan.global_batch} runs on {world} ranks, but one on {decision.plan.world} does: start that many"
+            f"no plan of global batch {plan.global_batch} runs on {world} ranks, but one does on {decision.plan.world}: start those"
         )
     write_plan(folder, Settings.load(folder.settings), decision)
     return decision

@@ -101,10 +101,10 @@ def _error(ranks: tuple[int, ...], name: str, num_more: int, step: int, host: st
     )
     more = f" and {num_more} more" if num_more else ""
     words = (
-        f"after step {step} {listed} of {num_ranks} {verb} in '{name}'{more}, which must be the same bit by bit: memory or a device "
-        f"of host {host} is faulty, or something changes parameters on one rank alone. Test that host, and go on with --resume: every "
-        "checkpoint was compared before it was written. Hosts with other processors may differ in last digits: then set "
-        "faults.check_replicas_every = 0"
+        f"after step {step} {listed} of {num_ranks} {verb} in '{name}'{more}, which must be the same bit by bit: memory or a "
+        f"device of host {host} is faulty, or something changes parameters on one rank alone. Test that host, and go on with "
+        "--resume: every checkpoint was compared before it was written. Hosts with other processors may differ in last digits: "
+        "then set faults.check_replicas_every = 0"
     )
     return CorruptionError(
         words, Fault(kind="corrupt", ranks=ranks, num_ranks=num_ranks, host=host, step=step, words=words)
