@@ -88,7 +88,7 @@ def test_every_kind_of_fault(
         assert f"are in {folder}/hang.txt" in ended.err.replace("\n", "")
         assert "Rank 0 (host" in report
         assert "Rank 1 (it did not answer)" in report
-        assert "faulty.py" in report.partition("Rank 1")[2], "the stack of the rank that was stopped is missing"
+        assert "train/loop.py" in report.partition("Rank 1")[2], "the stack of the rank that was stopped is missing"
 
 
 def test_fewer_ranks_go_on(start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path) -> None:
@@ -120,17 +120,17 @@ def test_restarts_are_used_up_and_errors_that_come_back_are_not_tried_again(
     assert "restart " not in ended.out, "to start again does not help a loss that is not finite"
 
 
-def agent(start: Callable[..., Started], port: int, *arguments: object) -> Started:
-    """torchrun with one rank, as one of one or two hosts."""
+def agent(start: Callable[..., Started], port: int, is_host: int, file: Path) -> Started:
+    """torchrun with one rank, as one of one or two hosts. is_host: whether the ranks meet here."""
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job")
     quick = (
         "--rdzv-conf",
-        "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+        f"is_host={is_host},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
         "--monitor-interval",
         "0.2",
     )
     launcher = ("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5")
-    return start("train", *arguments, launcher=(*launcher, *rendezvous, *quick, "-m", "meshwright"))
+    return start("train", file, launcher=(*launcher, *rendezvous, *quick, "-m", "meshwright"))
 
 
 def test_a_host_is_lost_under_torchrun(
@@ -141,8 +141,8 @@ def test_a_host_is_lost_under_torchrun(
     file.write_text(file.read_text().replace("nproc = 2\n", ""))
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    first = agent(start, port, file)
-    second = agent(start, port, file)
+    first = agent(start, port, 1, file)
+    second = agent(start, port, 0, file)
     past_a_checkpoint(tmp_path / "run", first)
     first_ranks, second_ranks = ranks_of(first.process.pid), ranks_of(second.process.pid)
     assert {*first_ranks, *second_ranks} == {0, 1}

@@ -167,7 +167,6 @@ def flipped(case: Case, odd_rank: int, spread: dict[str, int]) -> tuple[str, tup
         request = PlanRequest(global_batch=8, precision="fp64", **spread)  # type: ignore[arg-type]
         from cases import MODELS
 
-
         plan = with_legal_sharding(plain_plan(request, graph_of(case.model), 4, "tests"), MODELS[case.model])
     torch.manual_seed(rank.number)
     optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
 
     from meshwright.cli.decision import Decision
@@ -52,6 +55,26 @@ def note_launchers(folder: RunFolder, rank: Rank) -> None:
     launchers = all_ranks(launcher())
     if rank.is_first:
         write_whole(folder.launchers, "\n".join(sorted(set(launchers))))
+
+
+@contextmanager
+def placed() -> Iterator[None]:
+    """An error that no launcher of ours will put into words gets its place: rank, host, step and last collective."""
+    from meshwright.core.errors import MeshwrightError, RunError
+    from meshwright.runtime.rank import fault_of
+
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        fault = fault_of(error, str(error))
+        whose = f"rank {fault.ranks[0]} of {fault.num_ranks}"
+        if fault.kind != "lost":
+            error.add_note(f"{whose}: {fault.place}")
+            raise
+        words = f"{whose} lost the connection to another rank: {error}\n  {fault.place}"
+        raise RunError(words, fault) from None
 
 
 def decision_again(settings: Settings, world: int, folder: RunFolder) -> Decision:

@@ -156,7 +156,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
 
     from meshwright.cli.decision import decide, precision_of_run, with_host_link
     from meshwright.cli.graphs import both_castings
-    from meshwright.cli.restarted import continued, decision_again, note_launchers
+    from meshwright.cli.restarted import continued, decision_again, note_launchers, placed
     from meshwright.cli.train_rank import run_rank
     from meshwright.core.errors import InputError
     from meshwright.measure.probe import measure_cluster
@@ -189,7 +189,8 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
         folder, decision = first_rank_decides(plan_it, rank)
         note_launchers(folder_of_run, rank)
         payload = {"folder": folder, "resume": resume, "as_json": as_json, "terminal": console.is_terminal}
-        summary = run_rank(payload, rank)
+        with placed():
+            summary = run_rank(payload, rank)
         if rank.is_first:
             _finish(settings, decision, msgspec.to_builtins(summary), console, as_json)
         wait_for_all()  # no rank leaves before the first has printed: the launcher would end it

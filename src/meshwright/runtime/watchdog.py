@@ -79,7 +79,7 @@ class Watchdog:
 
     @property
     def answer_seconds(self) -> float:
-        return min(ANSWER_SECONDS, self.timeout_seconds) + self.tick_seconds
+        return min(ANSWER_SECONDS, self.timeout_seconds / 2) + self.tick_seconds
 
     def start(self) -> None:
         self._store = open_store(min(STORE_SECONDS, max(1.0, self.timeout_seconds)))
