@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -50,6 +51,9 @@ from meshwright.runtime.step import StepOutput, divided, median_parts, steps_tha
 from meshwright.runtime.update import UnusedError, Update
 from meshwright.runtime.watch import Watch
 
+KEPT_STEPS = 1000
+"""Steps a trace tells of one by one, the last ones: a run of weeks must not fill the memory with those before."""
+
 
 class Program:
     """Made by `apply`. It owns the spread module and its optimizer."""
@@ -82,7 +86,8 @@ class Program:
         self.gate: Gate | None = None
         """Asked before every update, where there is one."""
         self._finder = finder
-        self._outputs: list[StepOutput] = []
+        self._outputs: deque[StepOutput] = deque(maxlen=KEPT_STEPS)
+        self._num_forgotten = 0
         self.split = split
         self._compute = compute_context(plan, self.device, split.splitter if split else None)
         self.pipeline = pipeline
@@ -105,7 +110,7 @@ class Program:
 
     @property
     def num_steps(self) -> int:
-        return len(self._outputs)
+        return self._num_forgotten + len(self._outputs)
 
     def step(self, batch: Batch, signal: float = 0.0) -> StepOutput:
         """Train on one global batch: this rank's share of it, or all of it (then the share is taken here)."""
@@ -116,6 +121,7 @@ class Program:
             output = self._run_step(share, signal)
         if self._finder is not None and not math.isfinite(output.loss):
             raise not_finite(output.loss, self.first_step + self.num_steps, self._finder.earliest())
+        self._num_forgotten += len(self._outputs) == KEPT_STEPS
         self._outputs.append(output)
         return output
 
@@ -123,7 +129,7 @@ class Program:
         if self.num_steps == 0:
             return self._first_step(share, signal)
         if self.watch.wants(self.num_steps):
-            return self.watch.record(self, share, lambda: self._step(share, signal), self._outputs)
+            return self.watch.record(self, share, lambda: self._step(share, signal), list(self._outputs))
         return self._step(share, signal)
 
     def share_of(self, batch: Batch) -> Batch:
@@ -182,7 +188,7 @@ class Program:
     def trace(self) -> Trace:
         """What this rank saw so far."""
         sample = self.watch.sample
-        records = tuple(output.record(index) for index, output in enumerate(self._outputs))
+        records = tuple(output.record(index) for index, output in enumerate(self._outputs, self._num_forgotten))
         counted = steps_that_count(records)
         seconds = statistics.median(record.seconds for record in counted) if counted else 0.0
         tokens = statistics.fmean(record.tokens for record in counted) if counted else 0.0
@@ -201,7 +207,7 @@ class Program:
             part_seconds=sample.part_seconds if sample else (),
             sampled_at=sample.started_at if sample else None,
             memory_over_time=sample.memory_over_time if sample else (),
-            num_steps=len(records),
+            num_steps=self.num_steps,
             steps=records,
             environment=describe_environment(self.device),
         )
