@@ -143,16 +143,13 @@ def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
     lost = {rank for rank, fault in faults.items() if fault.kind == "lost"}
     own = {rank: report for rank, report in reports.items() if rank not in lost and failures[rank].exitcode >= 0}
     rank, report = min((own or reports).items(), key=lambda item: item[1]["seconds"])
-    fault = faults.get(rank)
-    words = f"rank {rank} of {num_ranks} failed: {report['message']}"
-    if fault is None:
-        return RunError(words)
+    fault = faults.get(rank) or _killed((rank,), num_ranks, faults)  # it ended without a word
     if fault.kind == "corrupt":  # every rank says whose fault it is
         return RunError(report["message"], fault)
-    if not own:
+    if fault.kind == "lost":
         words = f"{_list(sorted(lost))} of {num_ranks} lost the connection to another rank: {report['message']}"
-        fault = msgspec.structs.replace(fault, ranks=tuple(sorted(lost)))
-    return _error(fault, words)
+        return _error(msgspec.structs.replace(fault, ranks=tuple(sorted(lost))), words)
+    return _error(fault, f"rank {rank} of {num_ranks} failed: {report['message']}")
 
 
 def _error(fault: Fault, words: str) -> RunError:
