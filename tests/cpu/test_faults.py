@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any
 
 import pytest
 from cases import ASSETS
-from command import Cli, Started, losses, wait_for
+from command import PATIENCE_SECONDS, Cli, Started, losses, wait_for
+from hosts import INTERFACE, Hosts, call, two_hosts
+from hosts import why_not as hosts_missing
 from injection import drafts, inject, ranks_of, shared_memory, why_not
 
 from meshwright.core.fault import Fault
@@ -120,17 +124,14 @@ def test_restarts_are_used_up_and_errors_that_come_back_are_not_tried_again(
     assert "restart " not in ended.out, "to start again does not help a loss that is not finite"
 
 
-def agent(start: Callable[..., Started], port: int, is_host: int, file: Path) -> Started:
-    """torchrun with one rank, as one of one or two hosts. is_host: whether the ranks meet here."""
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job")
-    quick = (
-        "--rdzv-conf",
-        f"is_host={is_host},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
-        "--monitor-interval",
-        "0.2",
-    )
-    launcher = ("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5")
-    return start("train", file, launcher=(*launcher, *rendezvous, *quick, "-m", "meshwright"))
+def torchrun(address: str, port: int, is_host: int, *more: str, hosts: str = "1:2") -> tuple[str, ...]:
+    """The command before `train`: one rank, as one of so many hosts. is_host: whether the ranks meet here."""
+    patience = f"is_host={is_host},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    return (
+        "-m", "torch.distributed.run", "--nnodes", hosts, "--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-id", "job",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--rdzv-conf", patience,
+        "--monitor-interval", "0.2", *more, "-m", "meshwright",
+    )  # fmt: skip
 
 
 def test_a_host_is_lost_under_torchrun(
@@ -141,8 +142,7 @@ def test_a_host_is_lost_under_torchrun(
     file.write_text(file.read_text().replace("nproc = 2\n", ""))
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    first = agent(start, port, 1, file)
-    second = agent(start, port, 0, file)
+    first, second = (start("train", file, launcher=torchrun("localhost", port, is_host)) for is_host in (1, 0))
     past_a_checkpoint(tmp_path / "run", first)
     first_ranks, second_ranks = ranks_of(first.process.pid), ranks_of(second.process.pid)
     assert {*first_ranks, *second_ranks} == {0, 1}
@@ -157,6 +157,42 @@ def test_a_host_is_lost_under_torchrun(
     newest = latest(tmp_path / "run/checkpoints")
     assert newest is not None
     assert newest.name == f"step-{STEPS:08d}"
+
+
+@pytest.mark.skipif(bool(hosts_missing()), reason=hosts_missing())
+def test_a_link_between_hosts_is_cut_and_restored(settings: Callable[..., Path], tmp_path: Path) -> None:
+    """Packets vanish, nothing is closed: both sides notice by the time limit, each for itself, and go on when the link is back."""
+    file = settings(**RUN)
+    file.write_text(file.read_text().replace("nproc = 2\n", ""))
+    with two_hosts() as hosts:
+        for number, host in enumerate(hosts.hosts):
+            address = ("--local-addr", host.address)
+            command = [
+                sys.executable,
+                *torchrun(hosts.hosts[0].address, 29400, int(number == 0), *address, hosts="2"),
+                "train",
+                str(file),
+            ]
+            hosts.start(number, ["sh", "-c", f"exec {shlex.join(command)} > {tmp_path}/host{number}.log 2>&1"])
+        patient(lambda: num_lines(tmp_path / "run") >= 8, hosts)
+        ranks = [process for one in hosts.processes for process in ranks_of(one.pid).values()]
+        assert len(ranks) == 2
+        call("ip", "-n", hosts.hosts[1].name, "link", "set", INTERFACE, "down")
+        patient(lambda: not any(Path(f"/proc/{process}").exists() for process in ranks), hosts)
+        call("ip", "-n", hosts.hosts[1].name, "link", "set", INTERFACE, "up")
+        patient(lambda: all(process.poll() is not None for process in hosts.processes), hosts)
+    logs = [(tmp_path / f"host{number}.log").read_text() for number in range(2)]
+    assert "rank 1 does not answer: it is stopped, in native code that holds Python, or cut off" in logs[0]
+    assert "cannot reach the job's store" in logs[1]
+    assert "started again by the launcher: 2 ranks go on from step" in logs[0]
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(STEPS))
+
+
+def patient(condition: Callable[[], bool], hosts: Hosts) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
 
 
 def test_ranks_end_with_their_launcher(

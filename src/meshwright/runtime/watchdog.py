@@ -30,7 +30,7 @@ from meshwright.core.errors import HangError
 from meshwright.core.fault import Fault
 from meshwright.runtime._torch_distributed import pending_collectives, set_group_timeouts
 from meshwright.runtime.hang_report import compose, culprits_of, silent_ranks, write_report
-from meshwright.runtime.stacks import answer_signals, stacks_of
+from meshwright.runtime.stacks import answer_signals, own_machine, stacks_of
 from meshwright.runtime.standing import (
     Standing,
     current_step,
@@ -47,6 +47,8 @@ LONGEST_TICK_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
 """For every rank to say where it stands; less where the time limit is."""
 STORE_SECONDS = 30.0
+SILENCE_SECONDS = 5.0
+"""Without a word from the store, past two ticks: it cannot be reached."""
 LATER = timedelta(minutes=10)
 """By so much torch's own time limits come after ours."""
 BUFFER_SIZE = "128"
@@ -69,6 +71,9 @@ class Watchdog:
         self.key, self.report = f"{KEY}/{attempt}", report
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshwright-watchdog", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="meshwright-watchdog-listener", daemon=True)
+        self._told = threading.Event()
+        self._heard = time.monotonic()
         self._lengthened: set[str] = set()
         self._spot: tuple[int, int] | None = None
         self._since: float | None = None
@@ -84,24 +89,39 @@ class Watchdog:
     def start(self) -> None:
         self._store = open_store(min(STORE_SECONDS, max(1.0, self.timeout_seconds)))
         stacks = answer_signals()
-        self._store.set(f"{self.key}/process/{self.rank}", f"{socket.gethostname()} {os.getpid()} {stacks or -1}")
+        self._store.set(f"{self.key}/process/{self.rank}", f"{own_machine()} {os.getpid()} {stacks or -1}")
         self._lengthen()
+        self._heard = time.monotonic()
         self._thread.start()
+        self._listener.start()
 
     def stop(self) -> None:
         self._ended.set()
         self._thread.join(timeout=1.0)
 
+    def _listen(self) -> None:
+        """A thread of its own: over a link that is cut the store does not answer, and no time limit of torch's ends the wait."""
+        with suppress(dist.DistError):  # the store is gone: so is the job, or the way to it
+            while not self._ended.wait(self.tick_seconds):
+                if self._store.check([f"{self.key}/struck"]):
+                    self._told.set()
+                    return
+                self._heard = time.monotonic()
+
     def _run(self) -> None:
-        while not self._ended.wait(self.tick_seconds):
-            self._lengthen()
-            has_waited = self._waited_seconds() > self.timeout_seconds
-            try:
-                if self._store.check([f"{self.key}/struck"]) or has_waited:
+        with suppress(dist.DistError):
+            while not self._ended.wait(self.tick_seconds):
+                self._lengthen()
+                has_waited = self._waited_seconds() > self.timeout_seconds
+                silence_seconds = time.monotonic() - self._heard
+                if self._told.is_set() or (has_waited and silence_seconds < 2 * self.tick_seconds):
                     self._strike()
                     return
-            except dist.DistError:  # the store is gone: so is the job, or the way to it
-                if has_waited and not self._ended.is_set():
+                if (
+                    has_waited
+                    and silence_seconds > SILENCE_SECONDS + 2 * self.tick_seconds
+                    and not self._ended.is_set()
+                ):
                     self.bark(self._cut_off())
 
     def _lengthen(self) -> None:
@@ -171,13 +191,13 @@ class Watchdog:
         return found
 
     def _process(self, rank: int) -> tuple[str, int, int] | None:
-        """Its host, process and the descriptor of its stacks, where it is on this host."""
+        """Its host, process and the descriptor of its stacks, where this process can reach it."""
         found = self._note(rank)
-        return (found[0], int(found[1]), int(found[2])) if found and found[0] == socket.gethostname() else None
+        return (found[0], int(found[1]), int(found[2])) if found and found[0] == own_machine() else None
 
     def _host(self, rank: int) -> str:
         found = self._note(rank)
-        return found[0] if found else "unknown"
+        return found[0].partition(",")[0] if found else "unknown"
 
     def _note(self, rank: int) -> list[str] | None:
         key = f"{self.key}/process/{rank}"
