@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from injection import KINDS, children, drafts, inject, ranks_of, shared_memory, why_not
+from injection import KINDS, alive, children, drafts, inject, ranks_of, shared_memory, why_not
 
 from meshwright.core.cluster import Cluster
 from meshwright.train.metrics import read_metrics
@@ -173,14 +173,6 @@ def judge(
 
 def losses(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
-
-
-def alive(process: int) -> bool:
-    """Not one that has ended and waits to be asked how."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait(condition: Callable[[], object], run: subprocess.Popen[str]) -> bool:

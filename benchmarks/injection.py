@@ -44,6 +44,14 @@ def ranks_of(launcher: int) -> dict[int, int]:
     return found
 
 
+def alive(process: int) -> bool:
+    """Not one that has ended and waits to be asked how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def children(parent: int) -> Iterator[int]:
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError):

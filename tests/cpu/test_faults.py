@@ -18,7 +18,7 @@ from cases import ASSETS
 from command import PATIENCE_SECONDS, Cli, Started, losses, wait_for
 from hosts import INTERFACE, Hosts, call, two_hosts
 from hosts import why_not as hosts_missing
-from injection import drafts, inject, ranks_of, shared_memory, why_not
+from injection import alive, drafts, inject, ranks_of, shared_memory, why_not
 
 from meshwright.core.fault import Fault
 from meshwright.core.plan import Plan
@@ -178,7 +178,7 @@ def test_a_link_between_hosts_is_cut_and_restored(settings: Callable[..., Path],
         ranks = [process for one in hosts.processes for process in ranks_of(one.pid).values()]
         assert len(ranks) == 2
         call("ip", "-n", hosts.hosts[1].name, "link", "set", INTERFACE, "down")
-        patient(lambda: not any(Path(f"/proc/{process}").exists() for process in ranks), hosts)
+        patient(lambda: not any(map(alive, ranks)), hosts)
         call("ip", "-n", hosts.hosts[1].name, "link", "set", INTERFACE, "up")
         patient(lambda: all(process.poll() is not None for process in hosts.processes), hosts)
     logs = [(tmp_path / f"host{number}.log").read_text() for number in range(2)]
@@ -207,6 +207,12 @@ def test_ranks_end_with_their_launcher(
     while any(Path(f"/proc/{process}").exists() for process in ranks.values()):
         assert time.monotonic() < deadline, "a rank outlived its launcher"
         time.sleep(0.1)
+
+
+def test_fewer_ranks_without_restarts_is_refused(here: Cli, settings: Callable[..., Path]) -> None:
+    ended = here("train", settings(), "--fewer-ranks")
+    assert ended.code == 2
+    assert "but it has no restarts: add --restarts N" in ended.err
 
 
 # Values.

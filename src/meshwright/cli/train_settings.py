@@ -43,8 +43,13 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any]) -> Setting
 def _with_restarts(faults: FaultSettings, restarts: int | None, fewer_ranks: bool | None) -> FaultSettings:
     import msgspec
 
+    from meshwright.core.errors import InputError
+
     changes: dict[str, Any] = {} if restarts is None else {"restarts": restarts}
-    return msgspec.structs.replace(faults, **changes, **({"ranks": "fewer"} if fewer_ranks else {}))
+    found = msgspec.structs.replace(faults, **changes, **({"ranks": "fewer"} if fewer_ranks else {}))
+    if fewer_ranks and not found.restarts:
+        raise InputError("--fewer-ranks says how a run goes on after a fault, but it has no restarts: add --restarts N")
+    return found
 
 
 def as_before(settings: Settings) -> Settings:
