@@ -35,7 +35,9 @@ TIMEOUT_SECONDS = 4.0
 FAULTS_PER_RUN = 10
 FEWER_EVERY = 5
 """One run in so many goes on with fewer ranks."""
-PATIENCE_SECONDS = 180.0
+MOMENTS = 0.7
+"""Share of an undisturbed run's length: past that most faults would come too late."""
+PATIENCE_SECONDS = 600.0
 LOOK_SECONDS = 0.02
 
 
@@ -106,13 +108,13 @@ def start(settings: Path, out: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 def undisturbed(settings: Path, out: Path) -> tuple[list[tuple[int, float]], float]:
-    """Losses of a run that is left alone, and how long its ranks live."""
+    """Losses of a run that is left alone, and in how many seconds of its ranks' life a fault may come."""
     run = start(settings, out)
     wait(lambda: ranks_of(run.pid), run)
     begun = time.monotonic()
     if run.wait(PATIENCE_SECONDS):
         raise SystemExit(f"the run that was left alone failed:\n{out.with_suffix('.log').read_text()}")
-    return losses(out), time.monotonic() - begun
+    return losses(out), MOMENTS * (time.monotonic() - begun)
 
 
 def one_run(

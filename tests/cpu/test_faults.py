@@ -126,7 +126,7 @@ def test_restarts_are_used_up_and_errors_that_come_back_are_not_tried_again(
 
 def torchrun(address: str, port: int, is_host: int, *more: str, hosts: str = "1:2") -> tuple[str, ...]:
     """The command before `train`: one rank, as one of so many hosts. is_host: whether the ranks meet here."""
-    patience = f"is_host={is_host},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    patience = f"is_host={is_host},last_call_timeout=3"
     return (
         "-m", "torch.distributed.run", "--nnodes", hosts, "--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-id", "job",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--rdzv-conf", patience,

@@ -49,6 +49,8 @@ ANSWER_SECONDS = 5.0
 STORE_SECONDS = 30.0
 SILENCE_SECONDS = 5.0
 """Without a word from the store, past two ticks: it cannot be reached."""
+SPEAK_SECONDS = 10.0
+"""To ask whether another rank has spoken: one that is cut off speaks after that."""
 LATER = timedelta(minutes=10)
 """By so much torch's own time limits come after ours."""
 BUFFER_SIZE = "128"
@@ -226,7 +228,7 @@ def is_first_to_say() -> bool:
     """Whether no other rank of the job has said yet why it ends. Ranks that cannot ask each other speak."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return bool(open_store().add(f"{KEY}/said/{attempt}", 1) == 1)
+        return bool(open_store(SPEAK_SECONDS).add(f"{KEY}/said/{attempt}", 1) == 1)
     except (KeyError, RuntimeError):
         return True
 
