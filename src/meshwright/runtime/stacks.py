@@ -17,7 +17,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-ANSWER_SECONDS = 2.0
+ANSWER_SECONDS = 5.0
 """For a stack to be written once it is asked for."""
 FILE_NAME = "meshwright-stacks"
 

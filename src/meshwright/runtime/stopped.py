@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-LATER_SECONDS = 12.0
+LATER_SECONDS = 20.0
 """After the time limit: the watchdog's tick, answers and report come before."""
 LOOK_SECONDS = 0.5
 
@@ -32,7 +32,7 @@ class StoppedRanks:
 
     @property
     def patience_seconds(self) -> float:
-        return self.timeout_seconds + min(LATER_SECONDS, 2 * self.timeout_seconds)
+        return self.timeout_seconds + min(LATER_SECONDS, 3 * self.timeout_seconds)
 
     def __enter__(self) -> Self:
         if self.timeout_seconds and Path("/proc/self/stat").exists():
