@@ -45,6 +45,12 @@ def train(
     seed: Annotated[int | None, typer.Option("--seed")] = None,
     memory: MemoryOption = None,
     timeout: TimeoutOption = None,
+    restarts: Annotated[
+        int | None, typer.Option("--restarts", min=0, help="Go on from the last checkpoint after a fault, so often.")
+    ] = None,
+    fewer_ranks: Annotated[
+        bool, typer.Option("--fewer-ranks", help="After a fault, go on without the rank that was lost.")
+    ] = False,
     find_nan: Annotated[
         bool, typer.Option("--find-nan", help="Check every block: name the first that gave NaN or infinity. Slow.")
     ] = False,
@@ -69,6 +75,8 @@ def train(
         "seed": seed,
         "memory": memory,
         "timeout": timeout,
+        "restarts": restarts,
+        "fewer_ranks": fewer_ranks or None,
         "find_nan": find_nan or None,
         "device": device,
         "backend": backend,
@@ -92,9 +100,11 @@ def run_ranks(
     settings: Settings, resume: bool, console: Console, as_json: bool, quiet: bool = False, verify: bool = False
 ) -> tuple[dict[str, Any] | None, Decision]:
     """Plan here, then start the ranks and wait for them. No summary where a resumed run had nothing left to do."""
+    from meshwright.cli.restarting import Restarting
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import OutOfMemoryError
-    from meshwright.runtime.launch import Interrupted, launch
+    from meshwright.runtime.launch import Interrupted
+    from meshwright.runtime.restarts import Attempt, launch_with_restarts
     from meshwright.train.folder import RunFolder
 
     if resume and (done := _already_done(settings, console, as_json)):
@@ -104,17 +114,25 @@ def run_ranks(
         "folder": str(folder), "resume": resume, "as_json": as_json, "terminal": console.is_terminal, "quiet": quiet,
         "verify": verify,
     }  # fmt: skip
+    restarting = Restarting(settings, decision, console)
+    first = Attempt(payload, decision.plan.world)
     try:
-        summary = launch("meshwright.cli.train_rank:train_rank", payload, decision.plan.world)
+        summary = launch_with_restarts(
+            "meshwright.cli.train_rank:train_rank",
+            first,
+            settings.faults.restarts,
+            restarting.next_attempt,
+            settings.timeout,
+        )
     except OutOfMemoryError as error:
         from meshwright.cli.out_of_memory import with_ways_out
 
-        raise with_ways_out(error, settings, decision, Cluster.load(RunFolder(folder).cluster)) from None
+        raise with_ways_out(error, settings, restarting.decision, Cluster.load(RunFolder(folder).cluster)) from None
     except Interrupted as stop:
         if stop.result is None:
             raise
-        return {**stop.result, "interrupted": True}, decision
-    return {**summary, "interrupted": False}, decision
+        return {**stop.result, "interrupted": True, "restarts": restarting.num_restarts}, restarting.decision
+    return {**summary, "interrupted": False, "restarts": restarting.num_restarts}, restarting.decision
 
 
 def lay_out(settings: Settings, resume: bool, console: Console) -> tuple[Any, Decision]:
@@ -152,6 +170,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
 
     from meshwright.cli.decision import decide, precision_of_run, with_host_link
     from meshwright.cli.graphs import both_castings
+    from meshwright.cli.restarted import continued, decision_again, note_launchers, placed
     from meshwright.cli.train_rank import run_rank
     from meshwright.cli.train_settings import with_plan_of_before
     from meshwright.core.errors import InputError
@@ -159,6 +178,7 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
     from meshwright.runtime.gather import wait_for_all
     from meshwright.runtime.rank import leave
     from meshwright.runtime.ranks import first_rank_decides, joined
+    from meshwright.train.folder import RunFolder
 
     world = int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -166,16 +186,20 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
         raise InputError(
             f"nproc is {settings.nproc}, but the launcher started {local} ranks on this host: leave nproc out under torchrun"
         )
-    with joined(settings.device, settings.backend, settings.timeout) as rank:
+    folder_of_run = RunFolder(settings.folder)
+    with joined(settings.device, settings.backend, settings.timeout, folder_of_run.hang) as rank:
+        settings, resume, goes_on = continued(settings, resume, rank, console)
         if resume and first_rank_decides(lambda: _already_done(settings, console, as_json) is not None, rank):
             leave(0)
-        cluster = measure_cluster(rank) if settings.cluster == "local" else None
+        cluster = measure_cluster(rank) if settings.cluster == "local" and not goes_on else None
 
         def plan_it() -> tuple[str, Decision]:
             from meshwright.cli.wiring import find_cluster
             from meshwright.models.source import resolve
             from meshwright.train.pretrained import check_weights
 
+            if goes_on:
+                return str(folder_of_run.path), decision_again(settings, world, folder_of_run)
             if not resume:
                 check_weights(settings, resolve(settings.model))
             found = with_host_link(cluster or find_cluster(console, settings.cluster, settings.hosts), settings)
@@ -184,10 +208,13 @@ def _under_launcher(settings: Settings, resume: bool, console: Console, as_json:
             return str(_prepare(settings, decision, found, resume, console)), decision
 
         folder, decision = first_rank_decides(plan_it, rank)
+        note_launchers(folder_of_run, rank)
         payload = {
-            "folder": folder, "resume": resume, "as_json": as_json, "terminal": console.is_terminal, "verify": verify,
+            "folder": folder, "resume": resume, "as_json": as_json, "terminal": console.is_terminal,
+            "verify": verify and not goes_on,
         }  # fmt: skip
-        summary = run_rank(payload, rank)
+        with placed():
+            summary = run_rank(payload, rank)
         if rank.is_first:
             _finish(settings, decision, msgspec.to_builtins(summary), console, as_json)
         wait_for_all()  # no rank leaves before the first has printed: the launcher would end it
@@ -293,6 +320,7 @@ def _finish(settings: Settings, decision: Decision, summary: dict[str, Any], con
                 "validation_loss": summary["validation_loss"],
                 "num_steps": summary["num_steps"],
                 "stopped": summary["stopped"],
+                "restarts": summary.get("restarts", 0),
                 "checkpoint": summary["checkpoint"],
                 "run_folder": str(folder.path),
             }

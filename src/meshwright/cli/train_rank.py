@@ -15,8 +15,9 @@ def train_rank(payload: dict[str, Any]) -> dict[str, Any]:
     from meshwright.train.folder import RunFolder
     from meshwright.train.settings import Settings
 
-    settings = Settings.load(RunFolder(payload["folder"]).settings)
-    with joined(settings.device, settings.backend, settings.timeout) as rank:
+    folder = RunFolder(payload["folder"])
+    settings = Settings.load(folder.settings)
+    with joined(settings.device, settings.backend, settings.timeout, folder.hang) as rank:
         return run_rank(payload, rank)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.cli.options import PlanFlags
-    from meshwright.train.settings import Settings
+    from meshwright.train.settings import FaultSettings, Settings
 
 
 DECIDING = (
@@ -52,6 +52,8 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any], resume: bo
     plain = ("nproc", "steps", "out", "seed", "timeout", "find_nan")
     changes = {name: value for name in plain if (value := given[name]) is not None}
     changes |= {name: given[name] for name in ("device", "backend") if given[name] != "auto"}
+    if given["restarts"] is not None or given["fewer_ranks"]:
+        changes["faults"] = _with_restarts(settings.faults, given["restarts"], given["fewer_ranks"])
     if given["memory"] is not None:
         changes["memory_bytes"] = parse_bytes(given["memory"])
     if flags.file is not None:
@@ -94,6 +96,18 @@ def with_plan_of_before(settings: Settings, world: int) -> Settings:
     asked = before.plan.updated(PlanRequest(global_batch=plan.global_batch))
     same = all(getattr(settings, name) == getattr(before, name) for name in DECIDING) and settings.plan == asked
     return msgspec.structs.replace(settings, plan_file=str(folder.plan)) if same and plan.world == world else settings
+
+
+def _with_restarts(faults: FaultSettings, restarts: int | None, fewer_ranks: bool | None) -> FaultSettings:
+    import msgspec
+
+    from meshwright.core.errors import InputError
+
+    changes: dict[str, Any] = {} if restarts is None else {"restarts": restarts}
+    found = msgspec.structs.replace(faults, **changes, **({"ranks": "fewer"} if fewer_ranks else {}))
+    if fewer_ranks and not found.restarts:
+        raise InputError("--fewer-ranks says how a run goes on after a fault, but it has no restarts: add --restarts N")
+    return found
 
 
 def as_before(settings: Settings) -> Settings:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from meshwright.core.fault import Fault
     from meshwright.core.infeasible import Infeasible
 
 
@@ -58,6 +59,11 @@ class InfeasibleError(MeshwrightError):
 class RunError(MeshwrightError):
     """A run that ended before its time: the message names the rank and its error."""
 
+    def __init__(self, message: str, fault: Fault | None = None) -> None:
+        super().__init__(message)
+        self.fault = fault
+        """What happened to which rank, where that is known."""
+
 
 class HangError(RunError):
     """Some rank hangs. The message, the same on all ranks, says which, where, and what the others wait in."""
@@ -65,6 +71,10 @@ class HangError(RunError):
 
 class OutOfMemoryError(RunError):
     """A rank that got no more memory. The message says what was in use by category, and what would need less."""
+
+
+class CorruptionError(RunError):
+    """Ranks that must hold the same parameters do not. The message names the odd rank and the parameter."""
 
 
 class CheckpointError(MeshwrightError):

@@ -19,11 +19,15 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 __all__ = ["_distributed_c10d", "_set_pg_timeout", "_world"]
 
 
-def pending_collectives() -> list[dict[str, Any]]:
-    """Collectives that were called and are not done. Empty where the recorder has no buffer (TORCH_FR_BUFFER_SIZE)."""
+def known_collectives() -> list[dict[str, Any]]:
+    """Collectives that were called of late. Empty where the recorder has no buffer (TORCH_FR_BUFFER_SIZE)."""
     dumps = (getattr(_distributed_c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
-    entries = [entry for dump in dumps if dump for entry in json.loads(dump() or "{}").get("entries", ())]
-    return [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    return [entry for dump in dumps if dump for entry in json.loads(dump() or "{}").get("entries", ())]
+
+
+def pending_collectives() -> list[dict[str, Any]]:
+    """Those that are not done."""
+    return [entry for entry in known_collectives() if not entry["retired"] and entry["state"] != "completed"]
 
 
 def set_group_timeouts(timeout: timedelta, done: set[str]) -> None:

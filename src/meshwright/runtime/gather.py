@@ -25,6 +25,19 @@ def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values  # type: ignore[return-value]
 
 
+def is_so_anywhere(answer: bool) -> bool:
+    """Whether some rank says yes; the same on all ranks."""
+    flag = torch.tensor(float(answer), device=_device_of_messages())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def _device_of_messages() -> torch.device:
+    """Small messages go over the host where the group can: a device need not be waited for."""
+    backends = dist.get_backend_config()
+    return torch.device("cpu" if "cpu:" in backends else "cuda")
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor put together, on every rank; others as they are."""
     if not isinstance(tensor, DTensor):

@@ -11,16 +11,22 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from meshwright.core.codec import decode
 from meshwright.core.errors import HangError, InputError, OutOfMemoryError, RunError
+from meshwright.core.fault import Fault
 from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
 from meshwright.runtime.rendezvous import BACKEND, LOOPBACK, local_only, register
+from meshwright.runtime.stopped import StoppedRanks
 
 RANKS_PER_CORE = 16
 """More ranks than this on one core are taken for a slip of the hand."""
@@ -50,10 +56,13 @@ class Interrupted(KeyboardInterrupt):
         self.result = result
 
 
-def launch(function: str, payload: dict[str, Any], num_ranks: int) -> Any:
-    """Run `package.module:function` with the payload on every rank; returns what rank 0 returned."""
+def launch(function: str, payload: dict[str, Any], num_ranks: int, timeout_seconds: float = 0.0) -> Any:
+    """Run `package.module:function` with the payload on every rank; returns what rank 0 returned.
+
+    timeout_seconds: a rank that is stopped for longer is ended; 0: it is waited for.
+    """
     check_num_ranks(num_ranks)
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+    with StoppedRanks(timeout_seconds), tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         payload_file, result_file = Path(folder, "payload.json"), Path(folder, "result.json")
         payload_file.write_text(json.dumps(payload))
         interrupted = _run_ranks([function, str(payload_file), str(result_file)], num_ranks, Path(folder, "logs"))
@@ -118,9 +127,10 @@ def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
     A hang comes before all: every rank was told of it, and one that did not answer was killed for it.
     """
     reports = {rank: _report_of(failure) for rank, failure in failures.items()}
-    for report in reports.values():
+    faults = {rank: fault for rank, report in reports.items() if (fault := _fault_in(report)) is not None}
+    for rank, report in reports.items():
         if report.get("hang"):
-            return HangError(report["message"])
+            return HangError(report["message"], faults.get(rank))
     for rank, report in sorted(reports.items()):
         if report.get("out_of_memory"):
             return OutOfMemoryError(f"rank {rank} of {num_ranks}: {report['message']}")
@@ -131,11 +141,42 @@ def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
     }
     if killed:
         rank, failure = min(killed.items())
-        return RunError(
-            f"rank {rank} of {num_ranks} {_killed_by(-failure.exitcode, failure.pid)}. All ranks were stopped."
-        )
-    rank, report = min(reports.items(), key=lambda item: item[1]["seconds"])
-    return RunError(f"rank {rank} of {num_ranks} failed: {report['message']}")
+        words = f"{_killed_by(-failure.exitcode, failure.pid)}. All ranks were stopped."
+        return _error(_killed(tuple(sorted(killed)), num_ranks, faults), f"rank {rank} of {num_ranks} {words}")
+    lost = {rank for rank, fault in faults.items() if fault.kind == "lost"}
+    own = {rank: report for rank, report in reports.items() if rank not in lost and failures[rank].exitcode >= 0}
+    rank, report = min((own or reports).items(), key=lambda item: item[1]["seconds"])
+    fault = faults.get(rank) or _killed((rank,), num_ranks, faults)  # it ended without a word
+    if fault.kind == "corrupt":  # every rank says whose fault it is
+        return RunError(report["message"], fault)
+    if fault.kind == "lost":
+        words = f"{_list(sorted(lost))} of {num_ranks} lost the connection to another rank: {report['message']}"
+        return _error(msgspec.structs.replace(fault, ranks=tuple(sorted(lost))), words)
+    return _error(fault, f"rank {rank} of {num_ranks} failed: {report['message']}")
+
+
+def _error(fault: Fault, words: str) -> RunError:
+    """What Meshwright refuses on purpose speaks for itself; all else needs the place."""
+    said = words if fault.kind == "refused" else f"{words}\n  {fault.place}"
+    return RunError(said, msgspec.structs.replace(fault, words=said))
+
+
+def _killed(ranks: tuple[int, ...], num_ranks: int, others: dict[int, Fault]) -> Fault:
+    """A rank that was killed says nothing: step and collective are those in which the others lost it."""
+    steps = [fault.step for fault in others.values() if fault.step is not None]
+    calls = [fault.collective for fault in others.values() if fault.collective is not None]
+    return Fault(
+        kind="killed", ranks=ranks, num_ranks=num_ranks, host=socket.gethostname(), step=max(steps, default=None),
+        collective=next(iter(calls), None), words="",
+    )  # fmt: skip
+
+
+def _list(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _fault_in(report: dict[str, Any]) -> Fault | None:
+    return decode(report["fault"], Fault, "the rank's report") if "fault" in report else None
 
 
 def _killed_by(number: int, pid: int) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,7 @@ from meshwright.runtime.data_parallel import (
 )
 from meshwright.runtime.dropped import Dropped
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
+from meshwright.runtime.gate import Gate
 from meshwright.runtime.mesh import local_device
 from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.offload.optimizer import HostOptimizer
@@ -48,6 +50,9 @@ from meshwright.runtime.split.model import SplitModel
 from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
 from meshwright.runtime.update import UnusedError, Update
 from meshwright.runtime.watch import Watch
+
+KEPT_STEPS = 1000
+"""Steps a trace tells of one by one, the last ones: a run of weeks must not fill the memory with those before."""
 
 
 class Program:
@@ -78,8 +83,11 @@ class Program:
         self.watch = watch or Watch(None)
         self.first_step = 0
         """What messages count steps from: a resumed run goes on counting."""
+        self.gate: Gate | None = None
+        """Asked before every update, where there is one."""
         self._finder = finder
-        self._outputs: list[StepOutput] = []
+        self._outputs: deque[StepOutput] = deque(maxlen=KEPT_STEPS)
+        self._num_forgotten = 0
         self.split = split
         self._compute = compute_context(plan, self.device, split.splitter if split else None)
         self.pipeline = pipeline
@@ -102,7 +110,7 @@ class Program:
 
     @property
     def num_steps(self) -> int:
-        return len(self._outputs)
+        return self._num_forgotten + len(self._outputs)
 
     def step(self, batch: Batch, signal: float = 0.0) -> StepOutput:
         """Train on one global batch: this rank's share of it, or all of it (then the share is taken here)."""
@@ -113,6 +121,7 @@ class Program:
             output = self._run_step(share, signal)
         if self._finder is not None and not math.isfinite(output.loss):
             raise not_finite(output.loss, self.first_step + self.num_steps, self._finder.earliest())
+        self._num_forgotten += len(self._outputs) == KEPT_STEPS
         self._outputs.append(output)
         return output
 
@@ -120,7 +129,7 @@ class Program:
         if self.num_steps == 0:
             return self._first_step(share, signal)
         if self.watch.wants(self.num_steps):
-            return self.watch.record(self, share, lambda: self._step(share, signal), self._outputs)
+            return self.watch.record(self, share, lambda: self._step(share, signal), list(self._outputs))
         return self._step(share, signal)
 
     def share_of(self, batch: Batch) -> Batch:
@@ -179,6 +188,7 @@ class Program:
     def forget_steps(self) -> None:
         """Those so far were a trial: no trace counts them."""
         self._outputs.clear()
+        self._num_forgotten = 0
 
     def take_over_loaded(self) -> None:
         """Parameters and optimizer state were loaded into the module and the optimizer."""
@@ -186,7 +196,7 @@ class Program:
     def trace(self) -> Trace:
         """What this rank saw so far."""
         sample = self.watch.sample
-        records = tuple(output.record(index) for index, output in enumerate(self._outputs))
+        records = tuple(output.record(index) for index, output in enumerate(self._outputs, self._num_forgotten))
         counted = steps_that_count(records)
         seconds = statistics.median(record.seconds for record in counted) if counted else 0.0
         tokens = statistics.fmean(record.tokens for record in counted) if counted else 0.0
@@ -205,7 +215,7 @@ class Program:
             part_seconds=sample.part_seconds if sample else (),
             sampled_at=sample.started_at if sample else None,
             memory_over_time=sample.memory_over_time if sample else (),
-            num_steps=len(records),
+            num_steps=self.num_steps,
             steps=records,
             environment=describe_environment(self.device),
         )
@@ -227,16 +237,16 @@ class Program:
         total_count, counting = self._sum_counts(sum(counts))
         sums = torch.tensor([0.0, signal, 0.0, 0.0], dtype=torch.float64, device=self.device)
         losses: dict[int, Tensor] = {}
-        norm = None
+        norm, opens = None, True
         factor = self.plan.mesh.dp * (self.loss_scale.scale if self.loss_scale is not None else 1.0)
         scales = Scales(counts, factor, total_count, counting)
         actions = self.schedule.actions[self._coordinate]
         for place, action in enumerate(actions):
             index = action.microbatch
             if action.kind == "update":
-                norm = (
-                    self._apply_gradients() if place == len(actions) - 1 else None
-                )  # all stages of a coordinate in one
+                if place == len(actions) - 1:  # all stages of a coordinate in one
+                    opens = self._gate_opens(sums, total_count)
+                    norm = self._apply_gradients() if opens else None
             elif self.pipeline is not None:
                 loss = self._do(self.pipeline, action, microbatches[index], scales)
                 sums[0] += 0.0 if loss is None else loss.detach() * counts[index]
@@ -252,7 +262,7 @@ class Program:
         if self.plan.mesh.pp > 1:
             dist.all_reduce(sums, group=self._pp)
         work = dist.all_reduce(sums, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
-        return StepOutput(sums, total_count, work, marks, norm)
+        return StepOutput(sums, total_count, work, marks, norm, left_out=not opens)
 
     def _do(self, pipeline: Pipeline, action: Action, microbatch: Batch, scales: Scales) -> Tensor | None:
         """One action of a stage; the loss, where it has one."""
@@ -302,6 +312,13 @@ class Program:
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
         with self.watch.region("backward"):
             reach(loss * scale.to(loss.dtype), self.spread_module).backward()
+
+    def _gate_opens(self, sums: Tensor, count: Tensor) -> bool:
+        """Whether there is to be an update; where not, the gradients are forgotten."""
+        if self.gate is None or self.gate.opens(sums[:1], count, (self._pp, self._dp), self.module.parameters()):
+            return True
+        self._update.leave_out()
+        return False
 
     def _apply_gradients(self) -> Tensor | None:
         """The norm of the gradients, where they were clipped."""

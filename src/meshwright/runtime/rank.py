@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
+import signal
+import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from meshwright.core.errors import HangError, MeshwrightError, OutOfMemoryError
+import msgspec
+
+from meshwright.core.errors import CorruptionError, HangError, MeshwrightError, OutOfMemoryError, RunError
+from meshwright.core.fault import Fault, FaultKind
 from meshwright.runtime.affinity import pin
+
+SET_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux."""
+BROKEN = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "connection refused")
+"""What gloo says in plain RuntimeErrors when a peer, or the way to it, is gone."""
 
 
 def main() -> None:
     function, payload_file, result_file = sys.argv[1:]
+    end_with_launcher()
     threads = pin(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     import torch
 
@@ -42,6 +54,12 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def end_with_launcher() -> None:
+    """A launcher that is killed takes its ranks with it: they are told to stop, in good order. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
+
+
 def _resolve(name: str):  # type: ignore[no-untyped-def]
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
@@ -55,9 +73,43 @@ def report(error: BaseException) -> None:
     now = time.time()
     details = {"message": message, "seconds": now, "timestamp": str(int(now)), "hang": isinstance(error, HangError)}
     details["out_of_memory"] = isinstance(error, OutOfMemoryError)
+    details["fault"] = msgspec.to_builtins(fault_of(error, message))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+
+
+def fault_of(error: BaseException, message: str) -> Fault:
+    """The error as a fault of this rank; a hang knows better whose it is."""
+    if isinstance(error, RunError) and error.fault is not None:
+        return error.fault
+    from meshwright.runtime.standing import current_step, last_collective
+
+    return Fault(
+        kind=_kind(error),
+        ranks=(int(os.environ.get("RANK", "0")),),
+        num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        host=socket.gethostname(),
+        step=current_step(),
+        collective=last_collective(),
+        words=message,
+    )
+
+
+def _kind(error: BaseException) -> FaultKind:
+    if isinstance(error, CorruptionError):
+        return "corrupt"
+    if isinstance(error, MeshwrightError):
+        return "refused"
+    return "lost" if _is_broken_link(error) else "raised"
+
+
+def _is_broken_link(error: BaseException) -> bool:
+    from torch.distributed import DistError
+
+    if isinstance(error, (DistError, ConnectionError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in BROKEN)
 
 
 def _lines(error: BaseException) -> str:

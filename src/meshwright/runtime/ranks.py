@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
@@ -24,6 +26,8 @@ BackendChoice = Literal["auto", "gloo", "nccl"]
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+LEAST_JOIN_SECONDS = 20.0
+"""For all ranks to come: however short others may wait for a rank later, it starts in its own time."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,24 @@ def choose_device(choice: DeviceChoice, local_number: int, num_local: int, backe
 
 @contextmanager
 def joined(
-    device: DeviceChoice = "auto", backend: BackendChoice = "auto", timeout_seconds: float = TIMEOUT_SECONDS
+    device: DeviceChoice = "auto",
+    backend: BackendChoice = "auto",
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    hang_report: Path | None = None,
 ) -> Iterator[Rank]:
     """Join the job's process group, and leave it in the end. After an error it is left as it is: a group with a broken
     peer may hang while it is taken down, and the process is about to end.
 
     timeout_seconds: after so long a wait for another rank the process ends, with words that name that rank; 0: never.
+    hang_report: a file for the stacks of all ranks, should it come to that.
     """
     if timeout_seconds and started_by_launcher():
         remember_collectives()
-    rank = join(device, backend)
+    rank = join(device, backend, timeout_seconds)
     watchdog = None
     if timeout_seconds and rank.num_ranks > 1:
-        watchdog = Watchdog(rank.number, rank.num_ranks, timeout_seconds, end_with)
+        attempt = first_rank_decides(lambda: uuid.uuid4().hex, rank)
+        watchdog = Watchdog(rank.number, rank.num_ranks, timeout_seconds, end_with, attempt, hang_report)
         watchdog.start()
     try:
         yield rank
@@ -99,8 +108,11 @@ def is_own_rank() -> bool:
     return specification is not None and specification.name == "meshwright.runtime.rank"
 
 
-def join(device: DeviceChoice = "auto", backend: BackendChoice = "auto") -> Rank:
-    """Join the process group torchrun described in the environment; alone where it described none."""
+def join(device: DeviceChoice = "auto", backend: BackendChoice = "auto", timeout_seconds: float = 0.0) -> Rank:
+    """Join the process group torchrun described in the environment; alone where it described none.
+
+    timeout_seconds: how long to wait for the others to come; 0: as long as torch's own collectives may take.
+    """
     if not started_by_launcher():
         return _alone(device, backend)
     number, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -110,7 +122,10 @@ def join(device: DeviceChoice = "auto", backend: BackendChoice = "auto") -> Rank
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if not dist.is_initialized():
-        dist.init_process_group(backend_name(chosen, backend), timeout=COLLECTIVE_TIMEOUT)
+        patience = (
+            timedelta(seconds=max(timeout_seconds, LEAST_JOIN_SECONDS)) if timeout_seconds else COLLECTIVE_TIMEOUT
+        )
+        dist.init_process_group(backend_name(chosen, backend), timeout=patience)
     return Rank(number, num_ranks, local_number, chosen)
 
 

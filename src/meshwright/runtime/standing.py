@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import socket
 import sys
 import sysconfig
 import threading
@@ -20,12 +21,15 @@ import torch
 
 from meshwright.core.codec import Value
 from meshwright.core.units import format_bytes
-from meshwright.runtime._torch_distributed import pending_collectives
+from meshwright.runtime._torch_distributed import known_collectives, pending_collectives
+from meshwright.runtime.stacks import own_stacks
 
 TORCH = str(Path(torch.__file__).parent)
 STDLIB = sysconfig.get_paths()["stdlib"]
 WORLD_AXIS: dict[str, str] = {}
 """Like the group of all ranks itself, one for the process; noted on the group it would be lost, it takes no notes."""
+STEP: dict[str, int] = {}
+"""The step this process is in, under "now"; empty before the first."""
 OURS = str(Path(__file__).parent)
 WIDTHS = {
     "Double": 8,
@@ -41,6 +45,18 @@ WIDTHS = {
 }
 
 
+class Call(Value, kw_only=True):
+    """One collective that a rank called."""
+
+    group: str
+    """What torch calls it; ranks call the same one the same."""
+    number: int
+    """In the order of the group's collectives."""
+    kind: str
+    over: str
+    words: str
+
+
 class Standing(Value, kw_only=True):
     """What one rank says about itself."""
 
@@ -48,13 +64,56 @@ class Standing(Value, kw_only=True):
     """FILE:LINE in FUNCTION: TEXT"""
     waits_in: str | None
     """The collective, in words; None where the rank waits in none."""
+    host: str = ""
+    step: int | None = None
+    calls: tuple[Call, ...] = ()
+    """The collectives it called of late."""
+    stacks: str = ""
+    """Of all its threads."""
 
 
 def standing() -> Standing:
     frame = main_frame()
     pending = min(pending_collectives(), key=lambda entry: int(entry["time_created_ns"]), default=None)
     waits_in = describe(pending) if pending else _call_on_stack(frame) if is_wait(frame) else None
-    return Standing(line=line_of(frame), waits_in=waits_in)
+    return Standing(
+        line=line_of(frame),
+        waits_in=waits_in,
+        host=socket.gethostname(),
+        step=current_step(),
+        calls=calls_of_late(),
+        stacks=own_stacks(),
+    )
+
+
+def note_step(step: int) -> None:
+    """For messages: the step that begins now."""
+    STEP["now"] = step
+
+
+def current_step() -> int | None:
+    return STEP.get("now")
+
+
+def last_collective() -> str | None:
+    """The newest one this rank called, in words."""
+    newest = max(known_collectives(), key=lambda entry: int(entry["time_created_ns"]), default=None)
+    return describe(newest) if newest else None
+
+
+def calls_of_late() -> tuple[Call, ...]:
+    """Messages between two ranks are counted pair by pair, and left out."""
+    return tuple(
+        Call(
+            group="/".join(map(str, entry["process_group"])),
+            number=int(entry["collective_seq_id"]),
+            kind=_kind(entry),
+            over=_over(entry),
+            words=describe(entry),
+        )
+        for entry in known_collectives()
+        if not entry["is_p2p"]
+    )
 
 
 def main_frame() -> FrameType:
@@ -88,14 +147,20 @@ def _is_a_persons(file: str) -> bool:
 
 def describe(entry: dict[str, Any]) -> str:
     """A collective in words, such as `all_reduce over dp, 4 KiB`."""
-    kind = str(entry["profiling_name"]).rpartition(":")[2]
-    axis = str(entry["process_group"][-1]).removeprefix("mesh_")
-    over = WORLD_AXIS.get("default_pg", "all ranks") if axis in ("default_pg", "") else axis
     num_bytes = sum(
         math.prod(size) * WIDTHS.get(dtype, 4)
         for size, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
     )
-    return f"{kind} over {over}, {format_bytes(num_bytes)}"
+    return f"{_kind(entry)} over {_over(entry)}, {format_bytes(num_bytes)}"
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    return str(entry["profiling_name"]).rpartition(":")[2]
+
+
+def _over(entry: dict[str, Any]) -> str:
+    axis = str(entry["process_group"][-1]).removeprefix("mesh_")
+    return WORLD_AXIS.get("default_pg", "all ranks") if axis in ("default_pg", "") else axis
 
 
 def name_world(axis: str) -> None:

@@ -38,6 +38,8 @@ class StepOutput:
     """A mark after each action, with the action's name; the first is the start."""
     _norm: Tensor | None = None
     sampled: bool = False
+    left_out: bool = False
+    """Whether a gate kept the update back."""
     _resolved: tuple[float, ...] | None = field(default=None, repr=False)
 
     def wait(self) -> None:

@@ -72,6 +72,14 @@ class Update:
         self._forget_gradients()
         return norm
 
+    def leave_out(self) -> None:
+        """Nothing is learned from this step; what ranks owe each other of it is settled all the same."""
+        if self.pipeline is not None:
+            self.pipeline.finish_gradients()
+        if self.split is not None:
+            self.split.settle_gradients(self.module)
+        self._forget_gradients()
+
     def _clip(self, max_norm: float) -> Tensor:
         copies = self.pipeline.tied.second_copies() if self.pipeline is not None else ()
         return clip(axes_of_parameters(self.module, self.plan), max_norm, self._dividing_groups(), copies)

@@ -5,8 +5,9 @@
     then            each rank ends with these words
 
 The ranks that wait in no collective are the ones that hang. Where all wait, they wait in different ones, and the message shows
-which. A rank that does not answer is stopped, or holds the interpreter in native code. torch's own time limits are set longer,
-so that they do not end the run first with less to say.
+which. A rank that does not answer is stopped, cut off, or holds the interpreter in native code. A rank that cannot reach the
+store is the one that is cut off, and ends by itself. torch's own time limits are set longer, so that they do not end the run
+first with less to say.
 """
 
 from __future__ import annotations
@@ -19,20 +20,37 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from meshwright.core.errors import HangError
+from meshwright.core.fault import Fault
 from meshwright.runtime._torch_distributed import pending_collectives, set_group_timeouts
-from meshwright.runtime.standing import Standing, is_wait, main_frame, seconds_pending, standing
+from meshwright.runtime.hang_report import compose, culprits_of, silent_ranks, write_report
+from meshwright.runtime.stacks import answer_signals, own_machine, stacks_of
+from meshwright.runtime.standing import (
+    Standing,
+    current_step,
+    is_wait,
+    last_collective,
+    main_frame,
+    seconds_pending,
+    standing,
+)
 
 TIMEOUT_SECONDS = 600.0
 """Where nobody says."""
 LONGEST_TICK_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
-"""For every rank to say where it stands."""
+"""For every rank to say where it stands; less where the time limit is."""
+STORE_SECONDS = 30.0
+SILENCE_SECONDS = 5.0
+"""Without a word from the store, past two ticks: it cannot be reached."""
+SPEAK_SECONDS = 10.0
+"""To ask whether another rank has spoken: one that is cut off speaks after that."""
 LATER = timedelta(minutes=10)
 """By so much torch's own time limits come after ours."""
 BUFFER_SIZE = "128"
@@ -41,12 +59,23 @@ KEY = "meshwright/watchdog"
 
 
 class Watchdog:
-    """Watches this process from `start` to `stop`. `bark` is called with the error, from the watchdog's thread."""
+    """Watches this process from `start` to `stop`. `bark` is called with the error, from the watchdog's thread.
 
-    def __init__(self, rank: int, num_ranks: int, timeout_seconds: float, bark: Callable[[HangError], Any]) -> None:
+    attempt: a name that ranks of this start of the job share, and no other: the store may outlive them.
+    report: where the stacks of all ranks go, if anywhere.
+    """
+
+    def __init__(
+        self, rank: int, num_ranks: int, timeout_seconds: float, bark: Callable[[HangError], Any], attempt: str,
+        report: Path | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.num_ranks, self.timeout_seconds, self.bark = rank, num_ranks, timeout_seconds, bark
+        self.key, self.report = f"{KEY}/{attempt}", report
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshwright-watchdog", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="meshwright-watchdog-listener", daemon=True)
+        self._told = threading.Event()
+        self._heard = time.monotonic()
         self._lengthened: set[str] = set()
         self._spot: tuple[int, int] | None = None
         self._since: float | None = None
@@ -55,23 +84,47 @@ class Watchdog:
     def tick_seconds(self) -> float:
         return min(LONGEST_TICK_SECONDS, self.timeout_seconds / 5)
 
+    @property
+    def answer_seconds(self) -> float:
+        return min(ANSWER_SECONDS, self.timeout_seconds / 2) + self.tick_seconds
+
     def start(self) -> None:
-        self._store = open_store()
-        self._store.set(f"{KEY}/process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._store = open_store(min(STORE_SECONDS, max(1.0, self.timeout_seconds)))
+        stacks = answer_signals()
+        self._store.set(f"{self.key}/process/{self.rank}", f"{own_machine()} {os.getpid()} {stacks or -1}")
         self._lengthen()
+        self._heard = time.monotonic()
         self._thread.start()
+        self._listener.start()
 
     def stop(self) -> None:
         self._ended.set()
         self._thread.join(timeout=1.0)
 
+    def _listen(self) -> None:
+        """A thread of its own: over a link that is cut the store does not answer, and no time limit of torch's ends the wait."""
+        with suppress(dist.DistError):  # the store is gone: so is the job, or the way to it
+            while not self._ended.wait(self.tick_seconds):
+                if self._store.check([f"{self.key}/struck"]):
+                    self._told.set()
+                    return
+                self._heard = time.monotonic()
+
     def _run(self) -> None:
-        with suppress(dist.DistError):  # the store is gone: so is the job
+        with suppress(dist.DistError):
             while not self._ended.wait(self.tick_seconds):
                 self._lengthen()
-                if self._store.check([f"{KEY}/struck"]) or self._waited_seconds() > self.timeout_seconds:
+                has_waited = self._waited_seconds() > self.timeout_seconds
+                silence_seconds = time.monotonic() - self._heard
+                if self._told.is_set() or (has_waited and silence_seconds < 2 * self.tick_seconds):
                     self._strike()
                     return
+                if (
+                    has_waited
+                    and silence_seconds > SILENCE_SECONDS + 2 * self.tick_seconds
+                    and not self._ended.is_set()
+                ):
+                    self.bark(self._cut_off())
 
     def _lengthen(self) -> None:
         set_group_timeouts(timedelta(seconds=self.timeout_seconds) + LATER, self._lengthened)
@@ -86,76 +139,96 @@ class Watchdog:
         return max((seconds_pending(entry) for entry in pending_collectives()), default=on_stack)
 
     def _strike(self) -> None:
-        self._store.set(f"{KEY}/rank/{self.rank}", standing().to_json())
-        if self._store.add(f"{KEY}/struck", 1) == 1:
-            answers = self._answers()
-            self._store.set(f"{KEY}/words", compose(answers, self.num_ranks, self.timeout_seconds))
-            self._end_silent(set(range(self.num_ranks)) - set(answers))
-        self._store.wait([f"{KEY}/words"], timedelta(seconds=ANSWER_SECONDS + self.tick_seconds + 10))
-        said = self._store.get(f"{KEY}/words").decode()
+        self._store.set(f"{self.key}/rank/{self.rank}", standing().to_json())
+        if self._store.add(f"{self.key}/struck", 1) == 1:
+            self._store.set(f"{self.key}/fault", self._find_fault().to_json())
+        self._store.wait([f"{self.key}/fault"], timedelta(seconds=self.answer_seconds + 30))
+        fault = Fault.from_json(self._store.get(f"{self.key}/fault"))
         if not self._ended.is_set():
-            self.bark(HangError(said))
+            self.bark(HangError(fault.words, fault))
+
+    def _find_fault(self) -> Fault:
+        """Put together what the ranks say, and leave it in the report. Ranks that said nothing are ended."""
+        answers = self._answers()
+        words = compose(answers, self.num_ranks, self.timeout_seconds)
+        processes = {rank: self._process(rank) for rank in silent_ranks(answers, self.num_ranks)}
+        if self.report is not None:
+            stacks = {rank: stacks_of(*found[1:]) if found else "" for rank, found in processes.items()}
+            words = self._reported(self.report, words, answers, stacks)
+        for found in processes.values():
+            if found is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(
+                        found[1], signal.SIGKILL
+                    )  # it cannot end itself; the launcher would wait for it for minutes
+        culprits = culprits_of(answers, self.num_ranks)
+        fault = Fault(
+            kind="hung",
+            ranks=tuple(culprits),
+            num_ranks=self.num_ranks,
+            host=answers[culprits[0]].host if culprits[0] in answers else self._host(culprits[0]),
+            step=max((answer.step for answer in answers.values() if answer.step is not None), default=None),
+            collective=next((answer.waits_in for answer in answers.values() if answer.waits_in is not None), None),
+            words=words,
+        )
+        return msgspec.structs.replace(fault, words=f"{words}\n  {fault.place}")
+
+    def _reported(self, file: Path, words: str, answers: dict[int, Standing], stacks: dict[int, str]) -> str:
+        """The words, with where there is more."""
+        try:
+            write_report(file, words, answers, stacks)
+        except OSError as error:
+            return f"{words}\n  the stacks of all ranks could not be written to {file}: {error.strerror}"
+        return f"{words}\n  the stacks of all ranks, and the collective that differs, are in {file}"
 
     def _answers(self) -> dict[int, Standing]:
         """Where the ranks stand, as far as they say so in time."""
         found: dict[int, Standing] = {}
-        deadline = time.monotonic() + ANSWER_SECONDS + self.tick_seconds
+        deadline = time.monotonic() + self.answer_seconds
         while len(found) < self.num_ranks and time.monotonic() < deadline:
             for rank in set(range(self.num_ranks)) - set(found):
-                if self._store.check([f"{KEY}/rank/{rank}"]):
-                    found[rank] = Standing.from_json(self._store.get(f"{KEY}/rank/{rank}"))
+                if self._store.check([f"{self.key}/rank/{rank}"]):
+                    found[rank] = Standing.from_json(self._store.get(f"{self.key}/rank/{rank}"))
             time.sleep(0.05)
         return found
 
-    def _end_silent(self, ranks: set[int]) -> None:
-        """A rank that cannot answer cannot end itself either; the launcher would wait for it for minutes."""
-        for rank in ranks:
-            if self._store.check([f"{KEY}/process/{rank}"]):
-                host, process = self._store.get(f"{KEY}/process/{rank}").decode().rsplit(maxsplit=1)
-                if host == socket.gethostname():
-                    with suppress(ProcessLookupError):
-                        os.kill(int(process), signal.SIGKILL)
+    def _process(self, rank: int) -> tuple[str, int, int] | None:
+        """Its host, process and the descriptor of its stacks, where this process can reach it."""
+        found = self._note(rank)
+        return (found[0], int(found[1]), int(found[2])) if found and found[0] == own_machine() else None
+
+    def _host(self, rank: int) -> str:
+        found = self._note(rank)
+        return found[0].partition(",")[0] if found else "unknown"
+
+    def _note(self, rank: int) -> list[str] | None:
+        key = f"{self.key}/process/{rank}"
+        return self._store.get(key).decode().rsplit(maxsplit=2) if self._store.check([key]) else None
+
+    def _cut_off(self) -> HangError:
+        collective = last_collective()
+        words = (
+            f"rank {self.rank} of {self.num_ranks} has waited for {self.timeout_seconds:g} s in {collective or 'no collective'} "
+            f"and cannot reach the job's store at {os.environ['MASTER_ADDR']}: its link is cut, or that host is gone"
+        )
+        fault = Fault(
+            kind="lost", ranks=(self.rank,), num_ranks=self.num_ranks, host=socket.gethostname(), step=current_step(),
+            collective=collective, words=words,
+        )  # fmt: skip
+        return HangError(words, fault)
 
 
-def compose(answers: dict[int, Standing], num_ranks: int, timeout_seconds: float) -> str:
-    """Who hangs and where, who waits for it and in what."""
-    silent = [rank for rank in range(num_ranks) if rank not in answers]
-    hanging = {rank: answer for rank, answer in answers.items() if answer.waits_in is None}
-    waiting = {rank: answer for rank, answer in answers.items() if answer.waits_in is not None}
-    culprits = sorted([*silent, *hanging])
-    verb = "hangs" if len(culprits) == 1 else "hang"
-    head = (
-        f"{_ranks(culprits)} of {num_ranks} {verb}: others have waited for {timeout_seconds:g} s"
-        if culprits
-        else f"all {num_ranks} ranks have waited for {timeout_seconds:g} s, in different collectives: their paths parted"
-    )
-    lines = [head]
-    lines += [f"  rank {rank} does not answer: it is stopped, or in native code that holds Python" for rank in silent]
-    lines += [f"  rank {rank} stands at {answer.line}" for rank, answer in hanging.items()]
-    together = sorted(waiting.items(), key=lambda item: (item[1].waits_in, item[1].line, item[0]))
-    for (waits_in, line), group in groupby(together, key=lambda item: (item[1].waits_in, item[1].line)):
-        members = [rank for rank, _ in group]
-        lines.append(f"  {_ranks(members)} {'waits' if len(members) == 1 else 'wait'} in {waits_in}, at {line}")
-    return "\n".join(
-        [*lines, "  give more time with --timeout SECONDS (0: no limit) if the work there takes that long"]
-    )
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
-
-
-def open_store() -> Any:
+def open_store(timeout_seconds: float = STORE_SECONDS) -> Any:
     """A connection of one's own to the job's store: the process group's is busy while a rank waits on it."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
 
 
 def is_first_to_say() -> bool:
     """Whether no other rank of the job has said yet why it ends. Ranks that cannot ask each other speak."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return bool(open_store().add(f"{KEY}/said/{attempt}", 1) == 1)
+        return bool(open_store(SPEAK_SECONDS).add(f"{KEY}/said/{attempt}", 1) == 1)
     except (KeyError, RuntimeError):
         return True
 

@@ -2,7 +2,9 @@
 
 Beside them, for the report: cluster.json, forecast.json (the predicted step, moment by moment), search.json (where the plan was
 searched) and traces/ (of every rank; trace.json is that of the rank with the highest peak).
-live/ holds what each rank last said about itself, launch/ the settings and job files of `meshwright launch`.
+live/ holds what each rank last said about itself, launch/ the settings and job files of `meshwright launch`. Where something went
+wrong: faults.jsonl, hang.txt (stacks of all ranks). launchers.txt names the processes that started the ranks: what they start
+again belongs to the same run.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ class RunFolder:
         self.live = self.path / "live"
         self.launch = self.path / "launch"
         self.metrics = self.path / "metrics.jsonl"
+        self.faults = self.path / "faults.jsonl"
+        self.hang = self.path / "hang.txt"
+        self.launchers = self.path / "launchers.txt"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
 

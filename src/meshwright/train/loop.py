@@ -1,17 +1,18 @@
 """The training loop, as every rank runs it.
 
 A step's loss is read one step later, so that the device is never kept waiting for it. Ranks stop together: each adds its
-wish to stop (Ctrl-C, time is up) to the step's sums, and all act on the same total.
+wish to stop (Ctrl-C, time is up) to the step's sums, and all act on the same total. A loss that is not good ends the run, is
+left out, or sends the run back to its last checkpoint (`guard.py`).
 """
 
 from __future__ import annotations
 
-import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,21 @@ from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
 from meshwright.runtime.environment import device_bytes
-from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.gather import all_ranks, is_so_anywhere
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
+from meshwright.runtime.replicas import Replicas
+from meshwright.runtime.standing import note_step
 from meshwright.runtime.step import StepOutput
 from meshwright.runtime.undrawn import undrawn
 from meshwright.runtime.watch import Recorder
+from meshwright.train import checkpoint
 from meshwright.train.boards import open_boards
 from meshwright.train.data import open_streams
 from meshwright.train.folder import RunFolder
+from meshwright.train.guard import Guard, Trouble, make_gate
 from meshwright.train.live import LiveFile
-from meshwright.train.metrics import Metrics
+from meshwright.train.metrics import Metrics, last_loss
 from meshwright.train.optimizers import learning_rate, make_optimizer, set_learning_rate
 from meshwright.train.position import Progress
 from meshwright.train.pretrained import fill, match
@@ -48,6 +53,7 @@ from meshwright.train.resuming import resume
 from meshwright.train.saving import Saving
 from meshwright.train.settings import Settings
 from meshwright.train.stream import Slice, Stream
+from meshwright.train.traces import save_traces, worst_trace
 from meshwright.train.verify import next_loss
 from meshwright.train.weights_folder import WeightsFolder
 
@@ -113,6 +119,14 @@ def build_program(job: Job, module: nn.Module, source: ModelSource, rank: Rank, 
     )
 
 
+class _Going(IntEnum):
+    """How a run goes on after a step; the larger counts."""
+
+    ON = 0
+    STOP = 1
+    BACK = 2
+
+
 class _Loop:
     """One run on one rank, from its first step to its outcome."""
 
@@ -131,15 +145,15 @@ class _Loop:
         self.settings = job.settings
         self.train, self.validation = train, validation
         self.first_step = program.first_step = first_step
-        self.metrics = (
-            Metrics(job.folder, first_step, open_boards(self.settings, job.folder, first_step))
-            if rank.is_first
-            else None
-        )
+        self.metrics = self._open_metrics(first_step) if rank.is_first else None
         self.view = ProgressView(console if rank.is_first else Console(quiet=True), self.settings.steps, first_step)
         self.live = LiveFile(job.folder, rank.number)
+        self.guard = Guard(self.settings.faults)
+        program.gate = make_gate(self.guard, job.plan, program)
+        compared = self.settings.faults.check_replicas_every and program.host is None
+        self.replicas = Replicas(program.module, program.mesh) if compared else None
         self.started = time.monotonic()
-        self.loss = float("nan")
+        self.loss = last_loss(job.folder) if first_step else float("nan")
         self.validation_loss: float | None = None
         self.interrupted = False
         attached = {"plan.json": job.plan.to_json(), "settings.toml": job.settings.to_toml()}
@@ -147,10 +161,14 @@ class _Loop:
             program, job.folder.checkpoints, rank, self.settings.checkpoint, attached, warn=self.view.say
         )
 
+    def _open_metrics(self, first_step: int) -> Metrics:
+        return Metrics(self.job.folder, first_step, open_boards(self.settings, self.job.folder, first_step))
+
     def run(self) -> Outcome:
         try:
             with self.view, self._heed_signals():
                 next_step, stopped = self._steps()
+                self._check_replicas(next_step - 1)
                 saved = self._save_last(next_step)
             traces = all_ranks(self.program.trace())
         finally:
@@ -166,39 +184,87 @@ class _Loop:
     def _steps(self) -> tuple[int, str | None]:
         """Train to the last step, or until the ranks agree to stop; returns the next step and why it stopped."""
         previous: tuple[int, StepOutput] | None = None
-        for step in range(self.first_step, self.settings.steps):
+        step = self.first_step
+        while step < self.settings.steps:
+            note_step(step)
             set_learning_rate(self.program.optimizer, self._rate(step))
             output = self.program.step(self.train.next(), signal=float(self._wants_stop()))
-            stop = previous is not None and self._finish(*previous)
+            going = self._finish(*previous) if previous is not None else _Going.ON
             previous = (step, output)
-            if stop or self._is_pause(step):  # nothing is saved before its loss is known to be a number
-                stop = self._finish(*previous) or stop
+            if going is _Going.STOP or (going is _Going.ON and self._is_pause(step)):
+                going = max(going, self._finish(*previous))  # nothing is saved before its loss is known to be good
                 previous = None
-            if stop:
+            if going is _Going.STOP:
                 return step + 1, "interrupted" if self.interrupted else "its time is up (max_seconds)"
+            if going is _Going.BACK:
+                output.wait()
+                step, previous = self._roll_back(), None
+                continue
             self._between(step)
-        if previous is not None:
-            self._finish(*previous)
+            step += 1
         return max(self.settings.steps, self.first_step), None
 
     def _is_pause(self, step: int) -> bool:
         """Whether a validation or a checkpoint follows this step."""
-        return any(
-            every and (step + 1) % every == 0 for every in (self._validation_every, self.settings.checkpoint.every)
-        )
+        done = step + 1
+        spans = (self._validation_every, self.settings.checkpoint.every)
+        return done == self.settings.steps or any(every and done % every == 0 for every in spans)
 
     @property
     def _validation_every(self) -> int:
         return self.settings.data.validation_every if self.validation is not None else 0
 
-    def _finish(self, step: int, output: StepOutput) -> bool:
-        """Read a step's figures, write them down; returns whether the ranks want to stop."""
-        self.loss = output.loss
-        if not math.isfinite(self.loss):
+    def _finish(self, step: int, output: StepOutput) -> _Going:
+        """Read a step's figures, write them down; returns how the run goes on."""
+        trouble = self._trouble(output)
+        if output.left_out:
+            self._skipped(step, output.loss, trouble)
+        elif trouble is not None and trouble.answer == "rollback":
+            self.view.say(f"step {step}: {trouble.words}")
+            return _Going.BACK
+        elif trouble is not None:
             raise RunError(
-                f"the loss is {self.loss} at step {step}: lower learning_rate.peak or check the data, and rerun with --find-nan "
+                f"{trouble.words} at step {step}: lower learning_rate.peak or check the data, and rerun with --find-nan "
                 f"to learn which block made it first; checkpoints up to the last good one are in {self.job.folder.checkpoints}"
             )
+        else:
+            self.loss = output.loss
+            self.guard.accept(output.loss)
+        self._write(step, output)
+        return _Going.STOP if output.signal > 0 else _Going.ON
+
+    def _trouble(self, output: StepOutput) -> Trouble | None:
+        """What is wrong with a step's loss; the same answer on all ranks."""
+        found = self.guard.trouble(output.loss)
+        if self.guard.ranks_must_agree and is_so_anywhere(found is not None) and found is None:
+            return Trouble(self.settings.faults.on_spike, "another rank sees a spike of the loss")  # type: ignore[arg-type]
+        return found
+
+    def _skipped(self, step: int, loss: float, trouble: Trouble | None) -> None:
+        words = trouble.words if trouble is not None else "gradients are not finite"
+        self.view.say(f"step {step}: {words}; its update is left out")
+        self.guard.note_skip(step, words)
+
+    def _roll_back(self) -> int:
+        """To the last checkpoint, but on with the data that comes next; returns the step to go on with."""
+        self.saving.settle()
+        if checkpoint.latest(self.job.folder.checkpoints) is None:
+            raise RunError(
+                "there is no checkpoint to roll back to: set checkpoint.every, or stop in place of rolling back"
+            )
+        progress = checkpoint.restore(self.program, self.graph, self.job.folder.checkpoints, self.rank)
+        self.guard.note_rollback(progress.step, "the loss is not good")
+        self.program.first_step = progress.step - self.program.num_steps
+        if self.metrics is not None:
+            self.metrics.close()
+            self.metrics = self._open_metrics(progress.step)
+        self.view.say(
+            f"rolled back to the checkpoint of step {progress.step}; samples {progress.cursor} to {self.train.cursor - 1} of the "
+            "stream, all since then, are left out"
+        )
+        return progress.step
+
+    def _write(self, step: int, output: StepOutput) -> None:
         seconds = output.seconds
         speed = output.tokens / seconds if seconds else 0.0
         memory = device_bytes(self.program.device)
@@ -206,7 +272,8 @@ class _Loop:
             self.metrics.write(
                 step,
                 {
-                    "loss": self.loss,
+                    "loss": None if output.left_out else output.loss,
+                    "left_out": True if output.left_out else None,
                     "learning_rate": self._rate(step),
                     "gradient_norm": output.gradient_norm,
                     "seconds": seconds,
@@ -219,17 +286,25 @@ class _Loop:
             if output.sampled and self.program.watch.sample is not None:
                 self.metrics.show_sample(step, self.program.watch.sample)
         self.live.write(step, seconds, memory, self.program.watch.sample)
-        self.view.show(step, self.loss, speed, memory)
-        return output.signal > 0
+        self.view.show(step, output.loss, speed, memory)
 
     def _between(self, step: int) -> None:
         """What happens every so many steps, after step number `step`."""
         done = step + 1
         every = self.settings.checkpoint.every
+        saves = bool(every and done % every == 0 and done < self.settings.steps)
+        compares = self.settings.faults.check_replicas_every
+        if compares and (saves or done % compares == 0):
+            self._check_replicas(step)
         if self._validation_every and done % self._validation_every == 0:
             self._validate(step)
-        if every and done % every == 0 and done < self.settings.steps:
+        if saves:
             self.saving.on_the_way(self._progress(done))
+
+    def _check_replicas(self, step: int) -> None:
+        """Before every checkpoint too: none is written of parameters that are not those of all ranks."""
+        if self.replicas is not None:
+            self.replicas.check(step)
 
     def _validate(self, step: int) -> None:
         assert self.validation is not None
@@ -279,17 +354,3 @@ class _Loop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def worst_trace(traces: Sequence[Trace]) -> Trace:
-    """The trace of the rank with the highest peak; the same on all ranks."""
-    return max(traces, key=lambda trace: (trace.peak_bytes or 0, -trace.rank))
-
-
-def save_traces(traces: Sequence[Trace], folder: RunFolder) -> None:
-    """One file a rank; those of an earlier run on more ranks go."""
-    folder.traces.mkdir(exist_ok=True)
-    for old in folder.traces.glob("rank-*.json"):
-        old.unlink()
-    for trace in traces:
-        trace.save(folder.trace_of(trace.rank))

@@ -70,6 +70,11 @@ def values_at(path: Path, step: int) -> dict[str, Any]:
     return {name: value for line in lines if _step(line) == step for name, value in json.loads(line).items()}
 
 
+def last_loss(folder: RunFolder) -> float:
+    """Of the steps before: a run that resumes at its very end has no other."""
+    return float(last_values(folder.metrics).get("loss", "nan")) if folder.metrics.exists() else float("nan")
+
+
 def dropped_tokens(path: Path) -> tuple[int, int]:
     """Choices of experts that were dropped in all steps, and all choices; both 0 where the model routes nothing."""
     lines = read_metrics(path) if path.exists() else []

@@ -31,24 +31,24 @@ class Saving:
 
     def on_the_way(self, progress: Progress) -> None:
         """It may fail and the run goes on: what is in memory is worth more."""
-        self._settle()
+        self.settle()
         try:
             self.saver.begin(progress)
         except CheckpointError as error:
             self._warn(error)
         if not self.settings.asynchronous:
-            self._settle()
+            self.settle()
 
     def last(self, progress: Progress) -> Path:
         """This one must not fail."""
-        self._settle()
+        self.settle()
         return self.saver.save(progress)
 
     def close(self) -> None:
         """Also after an error, when other ranks may be gone."""
         self.saver.close(GRACE_SECONDS)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """The one that is under way is whole, or was not to be."""
         try:
             self.saver.settle()

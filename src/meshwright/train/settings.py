@@ -54,6 +54,24 @@ class CheckpointSettings(Value, kw_only=True):
     """Steps go on while a copy of the state in host memory is written; else they wait for the disk."""
 
 
+class FaultSettings(Value, kw_only=True):
+    """What a run does when something goes wrong."""
+
+    restarts: CountOrZero = 0
+    """How often in all a run goes on from its last checkpoint after a rank was killed, hung, failed or lost its link."""
+    ranks: Literal["same", "fewer"] = "same"
+    """After a rank was killed, hung or lost: as many ranks again, or without it, under a new plan where the old needs it."""
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    """A loss that is not finite: end the run; leave the update out; or go back to the last checkpoint and on behind the data that
+    led to it."""
+    on_spike: Literal["ignore", "stop", "skip", "rollback"] = "ignore"
+    """The same for a loss far above those before it."""
+    spike: Annotated[float, Meta(gt=1)] = 3.0
+    """A loss is a spike when it is more than so many times the median of the last 50."""
+    check_replicas_every: CountOrZero = 100
+    """Steps between two comparisons of parameters that data-parallel ranks hold alike; 0 for none."""
+
+
 class CompareSettings(Value, kw_only=True):
     """What `meshwright compare` runs; training does not look at it."""
 
@@ -103,6 +121,7 @@ class Settings(Value, kw_only=True):
     optimizer: OptimizerSettings = OptimizerSettings()
     learning_rate: LearningRateSettings = LearningRateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    faults: FaultSettings = FaultSettings()
     compare: CompareSettings | None = None
 
     @property

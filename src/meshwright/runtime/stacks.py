@@ -1,0 +1,69 @@
+"""Python stacks of a process: its own, and those of one that cannot answer, asked for by a signal.
+
+A rank that is stopped, or whose native code holds the interpreter, runs no Python. `faulthandler` answers a signal from C: it
+writes to a file in memory that others on the same host read through /proc. Nothing is left behind when the process is killed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+ANSWER_SECONDS = 5.0
+"""For a stack to be written once it is asked for."""
+FILE_NAME = "meshwright-stacks"
+
+
+def own_stacks() -> str:
+    """Of all threads, the main one first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    return "\n".join(
+        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for number, frame in frames
+    )
+
+
+def own_machine() -> str:
+    """Of processes that can reach each other by number: containers and network namespaces may share a host's name."""
+    kinds = [Path("/proc/self/ns", kind) for kind in ("pid", "net")]
+    return ",".join([socket.gethostname(), *(os.readlink(kind) for kind in kinds if kind.exists())])
+
+
+def answer_signals() -> int | None:
+    """From now on a signal has this process write its stacks. Returns the descriptor to read; None where that cannot be done."""
+    if not hasattr(os, "memfd_create") or threading.current_thread() is not threading.main_thread():
+        return None
+    number = os.memfd_create(FILE_NAME)
+    faulthandler.register(_signal(), file=number, all_threads=True)
+    return number
+
+
+def _signal() -> int:
+    """The last real-time signal: nobody else is known to use it."""
+    return int(signal.SIGRTMAX)
+
+
+def stacks_of(process: int, number: int) -> str:
+    """Of another process on this host that called `answer_signals`, also one that is stopped: it is let go on for it. Empty
+    where nothing came."""
+    path = Path("/proc", str(process), "fd", str(number))
+    with suppress(OSError):
+        if FILE_NAME not in os.readlink(path):
+            return ""
+        os.kill(process, _signal())
+        os.kill(process, signal.SIGCONT)
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not path.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return path.read_text().rstrip()
+    return ""

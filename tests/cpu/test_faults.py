@@ -1,0 +1,244 @@
+"""Ranks that are killed, stopped, fail or lose their link: the run says what happened, goes on, and ends as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import ASSETS
+from command import PATIENCE_SECONDS, Cli, Started, losses, wait_for
+from hosts import INTERFACE, Hosts, call, two_hosts
+from hosts import why_not as hosts_missing
+from injection import alive, drafts, inject, ranks_of, shared_memory, why_not
+
+from meshwright.core.fault import Fault
+from meshwright.core.plan import Plan
+from meshwright.runtime.hang_report import differences
+from meshwright.runtime.standing import Call, Standing
+from meshwright.train.checkpoint import latest
+
+STEPS = 70
+RUN: dict[str, Any] = {
+    "model": f"{ASSETS}/faulty.py:told", "steps": STEPS, "timeout": 5.0, "checkpoint": {"every": 5},
+}  # fmt: skip
+SAID = {
+    "kill": "was killed from outside (SIGKILL",
+    "stop": "rank 1 of 2 hangs: others have waited for 5 s",
+    "raise": "rank 1 of 2 failed: ArithmeticError: the gears slipped",
+    "cut": "lost the connection to another rank",
+}
+KINDS = {"kill": "killed", "stop": "hung", "raise": "raised", "cut": "lost"}
+
+
+def num_lines(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def past_a_checkpoint(folder: Path, run: Started, steps: int = 7) -> None:
+    """Until the ranks of this moment have trained a while."""
+    before = num_lines(folder)
+    wait_for(lambda: num_lines(folder) >= before + steps and len(ranks_of(run.process.pid)) > 0, run)
+
+
+def put_upon(kind: str, run: Started) -> None:
+    """One fault on rank 1; returns when its ranks are gone."""
+    ranks = ranks_of(run.process.pid)
+    assert inject(kind, 1, ranks)
+    wait_for(lambda: not any(Path(f"/proc/{process}").exists() for process in ranks.values()), run)
+
+
+def faults_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
+
+
+def test_every_kind_of_fault(
+    start: Callable[..., Started], cli: Cli, settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One after another upon one run; its losses are those of a run that nothing happened to."""
+    kinds = [kind for kind in SAID if not why_not(kind)]
+    file = settings(**RUN)
+    assert cli("train", file, "--out", "whole").code == 0
+    memory, folder = shared_memory(), tmp_path / "run"
+    run = start("train", file, "--restarts", len(kinds) + 2, "--json")
+    for kind in kinds:
+        past_a_checkpoint(folder, run)
+        put_upon(kind, run)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert losses(folder) == losses(tmp_path / "whole")
+    found = faults_of(folder)
+    assert [fault["kind"] for fault in found] == [KINDS[kind] for kind in kinds]
+    assert ended.json["restarts"] == len(kinds)
+    for kind, fault in zip(kinds, found, strict=True):
+        assert SAID[kind] in fault["words"]
+        assert fault["host"] == socket.gethostname()
+        assert fault["resumed_step"] <= fault["step"] <= STEPS
+        assert " over dp, " in fault["collective"]
+        assert f"host {fault['host']}, step {fault['step']}, last collective: {fault['collective']}" in fault["words"]
+    assert f"restart 1 of {len(kinds) + 2}: 2 ranks go on from step" in ended.err
+    assert (drafts(folder / "checkpoints"), shared_memory() - memory) == ([], set())
+    if "stop" in kinds:
+        report = (folder / "hang.txt").read_text()
+        assert f"are in {folder}/hang.txt" in ended.err.replace("\n", "")
+        assert "Rank 0 (host" in report
+        assert "Rank 1 (it did not answer)" in report
+        assert "train/loop.py" in report.partition("Rank 1")[2], "the stack of the rank that was stopped is missing"
+
+
+def test_fewer_ranks_go_on(start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path) -> None:
+    """The plan said dp 2; for the one rank that is left there is another, of the same global batch."""
+    file = settings(**RUN, plan={"global_batch": 8, "dp": 2})
+    run = start("train", file, "--restarts", 2, "--fewer-ranks")
+    past_a_checkpoint(tmp_path / "run", run)
+    put_upon("kill", run)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    (fault,) = faults_of(tmp_path / "run")
+    assert (fault["num_ranks"], fault["resumed_ranks"]) == (2, 1)
+    assert "1 rank goes on from step" in ended.out
+    plan = Plan.load(tmp_path / "run/plan.json")
+    assert (plan.world, plan.global_batch) == (1, 8)
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(STEPS))
+
+
+def test_restarts_are_used_up_and_errors_that_come_back_are_not_tried_again(
+    start: Callable[..., Started], cli: Cli, settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    ended = cli("train", settings(model=f"{ASSETS}/models.py:fails_late"), "--restarts", 5)
+    assert ended.code == 1
+    assert ended.out.count("restart ") == 1, ended.out
+    assert "the same error came back after a restart: it is not restarted again" in ended.err
+    wrong = settings(steps=20, optimizer={"kind": "SGD"}, learning_rate={"peak": 1e30, "warmup_steps": 0})
+    ended = cli("train", wrong, "--restarts", 5)
+    assert ended.code == 1
+    assert "restart " not in ended.out, "to start again does not help a loss that is not finite"
+
+
+def torchrun(address: str, port: int, is_host: int, *more: str, hosts: str = "1:2") -> tuple[str, ...]:
+    """The command before `train`: one rank, as one of so many hosts. is_host: whether the ranks meet here."""
+    patience = f"is_host={is_host},last_call_timeout=3"
+    return (
+        "-m", "torch.distributed.run", "--nnodes", hosts, "--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-id", "job",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--rdzv-conf", patience,
+        "--monitor-interval", "0.2", *more, "-m", "meshwright",
+    )  # fmt: skip
+
+
+def test_a_host_is_lost_under_torchrun(
+    start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One agent per rank; one agent and its rank are killed outright. The other is started again alone and goes on."""
+    file = settings(**RUN)
+    file.write_text(file.read_text().replace("nproc = 2\n", ""))
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    first, second = (start("train", file, launcher=torchrun("localhost", port, is_host)) for is_host in (1, 0))
+    past_a_checkpoint(tmp_path / "run", first)
+    first_ranks, second_ranks = ranks_of(first.process.pid), ranks_of(second.process.pid)
+    assert {*first_ranks, *second_ranks} == {0, 1}
+    os.kill(second.process.pid, signal.SIGKILL)
+    os.kill(next(iter(second_ranks.values())), signal.SIGKILL)
+    second.process.communicate()
+    ended = first.end()
+    assert ended.code == 0, ended.err
+    assert "started again by the launcher: 1 ranks go on from step" in ended.out
+    assert Plan.load(tmp_path / "run/plan.json").world == 1
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(STEPS))
+    newest = latest(tmp_path / "run/checkpoints")
+    assert newest is not None
+    assert newest.name == f"step-{STEPS:08d}"
+
+
+@pytest.mark.skipif(bool(hosts_missing()), reason=hosts_missing())
+def test_a_link_between_hosts_is_cut_and_restored(settings: Callable[..., Path], tmp_path: Path) -> None:
+    """Packets vanish, nothing is closed: both sides notice by the time limit, each for itself, and go on when the link is back."""
+    file = settings(**RUN)
+    file.write_text(file.read_text().replace("nproc = 2\n", ""))
+    with two_hosts() as hosts:
+        for number, host in enumerate(hosts.hosts):
+            address = ("--local-addr", host.address)
+            command = [
+                sys.executable,
+                *torchrun(hosts.hosts[0].address, 29400, int(number == 0), *address, hosts="2"),
+                "train",
+                str(file),
+            ]
+            hosts.start(number, ["sh", "-c", f"exec {shlex.join(command)} > {tmp_path}/host{number}.log 2>&1"])
+        patient(lambda: num_lines(tmp_path / "run") >= 8, hosts)
+        ranks = [process for one in hosts.processes for process in ranks_of(one.pid).values()]
+        assert len(ranks) == 2
+        call("ip", "-n", hosts.hosts[1].name, "link", "set", INTERFACE, "down")
+        patient(lambda: not any(map(alive, ranks)), hosts)
+        call("ip", "-n", hosts.hosts[1].name, "link", "set", INTERFACE, "up")
+        patient(lambda: all(process.poll() is not None for process in hosts.processes), hosts)
+    logs = [(tmp_path / f"host{number}.log").read_text() for number in range(2)]
+    assert "rank 1 does not answer: it is stopped, in native code that holds Python, or cut off" in logs[0]
+    assert "cannot reach the job's store" in logs[1]
+    assert "started again by the launcher: 2 ranks go on from step" in logs[0]
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(STEPS))
+
+
+def patient(condition: Callable[[], bool], hosts: Hosts) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def test_ranks_end_with_their_launcher(
+    start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = start("train", settings(**{**RUN, "steps": 5000}))
+    past_a_checkpoint(tmp_path / "run", run)
+    ranks = ranks_of(run.process.pid)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.communicate()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{process}").exists() for process in ranks.values()):
+        assert time.monotonic() < deadline, "a rank outlived its launcher"
+        time.sleep(0.1)
+
+
+def test_fewer_ranks_without_restarts_is_refused(here: Cli, settings: Callable[..., Path]) -> None:
+    ended = here("train", settings(), "--fewer-ranks")
+    assert ended.code == 2
+    assert "but it has no restarts: add --restarts N" in ended.err
+
+
+# Values.
+
+
+def test_the_collective_that_differs() -> None:
+    """Numbers that one rank has forgotten are not compared; sizes count where every rank gives as much."""
+
+    def call(number: int, kind: str = "all_reduce", words: str = "all_reduce over dp, 4 B") -> Call:
+        return Call(group="0/dp", number=number, kind=kind, over="dp", words=words)
+
+    def standing(*calls: Call) -> Standing:
+        return Standing(line="", waits_in=None, calls=calls)
+
+    assert differences({0: standing(call(1), call(2)), 1: standing(call(2))}) == []
+    lacks = differences({0: standing(call(1), call(2)), 1: standing(call(1))})
+    assert lacks == ["collective number 2 over dp:", "  rank 0: all_reduce over dp, 4 B", "  rank 1: has not called it"]
+    sizes = differences({0: standing(call(1)), 1: standing(call(1, words="all_reduce over dp, 8 B"))})
+    assert sizes[2] == "  rank 1: all_reduce over dp, 8 B"
+    uneven = call(1, "all_to_all", "all_to_all over ep, 4 B"), call(1, "all_to_all", "all_to_all over ep, 8 B")
+    assert differences({0: standing(uneven[0]), 1: standing(uneven[1])}) == []
+
+
+@pytest.mark.parametrize(("kind", "may_pass"), [("killed", True), ("lost", True), ("raised", True), ("refused", False)])
+def test_what_may_pass(kind: Any, may_pass: bool) -> None:
+    fault = Fault(kind=kind, ranks=(1,), num_ranks=2, host="h", step=3, words="boom\nline 7")
+    assert fault.may_pass is may_pass
+    assert fault.is_again(fault) is (kind == "raised")
+    assert fault.place == "host h, step 3, no collective yet"
