@@ -34,6 +34,7 @@ from meshwright.runtime._torch import (
     FakeTensorMode,
     tree_leaves,
 )
+from meshwright.runtime.split.alike import alike_once
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Cut, lay
 from meshwright.runtime.split.splitter import Indivisible, NotSplit, Splitter
@@ -84,7 +85,7 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan) -> None:
                 _cut_parameters(parameters, sharded_tensors(module, plan), splitter)
             given = _faked_batch(batch)
             splitter.read(given)
-            with splitter:
+            with splitter, alike_once(module, plan.blocks):
                 call(_Called(module, parameters), given)
     except UNKNOWN:
         pass  # what comes behind is tried when it runs
@@ -121,7 +122,8 @@ class _Trial:
         self.module, self.degree = module, plan.mesh.tp
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         firsts = [expand_names(rule.for_blocks)[0] for rule in plan.sharding if rule.for_blocks]
-        self.calls = self._follow(firsts, batch)
+        with alike_once(module, plan.blocks):
+            self.calls = self._follow(firsts, batch)
 
     def _follow(self, blocks: Iterable[str], batch: Batch) -> dict[str, Call]:
         """How the model calls each of these blocks."""
