@@ -32,7 +32,7 @@ def test_a_hang_in_native_code(cli: Cli, settings: Callable[..., Path]) -> None:
     ended = cli("train", settings(model=f"{ASSETS}/models.py:hangs_in_native"), "--timeout", 4)
     assert ended.code == 1
     assert "error: rank 1 of 2 hangs: others have waited for 4 s" in ended.err
-    assert "rank 1 does not answer: it is stopped, or in native code that holds Python" in ended.err
+    assert "rank 1 does not answer: it is stopped, in native code that holds Python, or cut off" in ended.err
     assert "rank 0 waits in all_reduce over dp" in ended.err
 
 

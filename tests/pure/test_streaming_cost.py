@@ -68,7 +68,7 @@ def test_the_window_and_the_lanes() -> None:
 
 
 def test_the_host_holds_parameters_moments_and_a_few_gradients() -> None:
-    expected = LAYERS * block_elements() * (4 + 8) + 3 * 4 * block_elements()
+    expected = LAYERS * block_elements() * (4 + 8) + 5 * 4 * block_elements()
     assert cost().host_bytes == expected
 
 
@@ -90,7 +90,7 @@ def test_a_step_waits_until_its_state_is_on_the_disk() -> None:
 
 def test_on_disk_the_host_holds_the_state_of_three_blocks() -> None:
     found = cost(where="disk", folder="/somewhere").host_bytes
-    assert found == LAYERS * block_elements() * 4 + 3 * (1 + 2) * 4 * block_elements() + 3 * 4 * block_elements()
+    assert found == LAYERS * block_elements() * 4 + 3 * (1 + 2) * 4 * block_elements() + 5 * 4 * block_elements()
 
 
 def test_a_block_crosses_twice_a_step_however_many_microbatches() -> None:
