@@ -193,8 +193,9 @@ class Footprints:
             return 0.0
         one = division.kind.passes[number]
         forward = one if one.phase == "forward" else division.kind.passes[_forward_of(division.kind, number)]
-        ops = (op for op in forward.op_range if op in fused.added_ops)
-        size = sum(division.kind.ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in ops)
+        ops = division.kind.ops
+        added = _in_pass(forward, fused.added_ops)
+        size = sum(ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in added)
         if fused.keeps_input:
             size += forward.output_bytes.at(self.samples) * division.result_share("@input")
         return size if one.phase == "forward" else -size

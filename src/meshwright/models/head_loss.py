@@ -175,10 +175,12 @@ class _Sums:
     def add(self, rows: slice, labels: Tensor, ignored: int, num_counted: Tensor, slopes_of: Slopes) -> None:
         hidden = self.sources[0][rows].detach().to(self.lower)
         logits = F.linear(hidden, self.weight, self.bias)
+        if self.of_hidden is None and self.of_weight is None and self.of_bias is None:
+            self.loss += F.cross_entropy(logits.to(self.wide), labels, ignore_index=ignored, reduction="sum")
+            return
         loss, slopes = slopes_of(logits, labels, labels != ignored, num_counted, self.wide)
         self.loss += loss
-        if self.of_hidden is not None or self.of_weight is not None or self.of_bias is not None:
-            self._add_gradients(rows, hidden, slopes)
+        self._add_gradients(rows, hidden, slopes)
 
     def _add_gradients(self, rows: slice, hidden: Tensor, slopes: Tensor) -> None:
         if self.of_hidden is not None:
