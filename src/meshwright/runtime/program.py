@@ -47,7 +47,7 @@ from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.reach import reach
 from meshwright.runtime.scaling import LossScale, Scales
 from meshwright.runtime.split.model import SplitModel
-from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
+from meshwright.runtime.step import StepOutput, begin_sums, divided, median_parts, steps_that_count
 from meshwright.runtime.update import UnusedError, Update
 from meshwright.runtime.watch import Watch
 
@@ -235,7 +235,7 @@ class Program:
         microbatches = self._microbatches(batch)
         counts = [self.objective.count(microbatch) for microbatch in microbatches]
         total_count, counting = self._sum_counts(sum(counts))
-        sums = torch.tensor([0.0, signal, 0.0, 0.0], dtype=torch.float64, device=self.device)
+        sums = begin_sums(signal, self.device)
         losses: dict[int, Tensor] = {}
         norm, opens = None, True
         factor = self.plan.mesh.dp * (self.loss_scale.scale if self.loss_scale is not None else 1.0)
@@ -286,7 +286,7 @@ class Program:
         return [slice_batch(batch, size * index, size * (index + 1)) for index in range(self.plan.num_microbatches)]
 
     def _sum_counts(self, count: int) -> tuple[Tensor, Any]:
-        total = torch.tensor(float(count), dtype=torch.float64, device=self.device)
+        total = torch.full((), count, dtype=torch.float64, device=self.device)
         work = dist.all_reduce(total, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
         return total, work
 

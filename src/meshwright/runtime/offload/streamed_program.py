@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +29,7 @@ from meshwright.runtime.offload.streaming import Holdings, Streaming
 from meshwright.runtime.precision import LOWER
 from meshwright.runtime.program import Program
 from meshwright.runtime.scaling import Scales
-from meshwright.runtime.step import StepOutput
+from meshwright.runtime.step import StepOutput, begin_sums
 from meshwright.runtime.watch import Watch
 
 
@@ -111,7 +110,7 @@ class StreamedProgram(Program):
         microbatches = self._microbatches(batch)
         counts = [self.objective.count(microbatch) for microbatch in microbatches]
         total_count, counting = self._sum_counts(sum(counts))
-        sums = torch.tensor([0.0, signal, 0.0, 0.0], dtype=torch.float64, device=self.device)
+        sums = begin_sums(signal, self.device)
         scales = Scales(counts, self.plan.mesh.dp, total_count, counting)
         parts = [partial(self._forward_part, one, index, scales, sums) for index, one in enumerate(microbatches)]
         streaming, streams = self.streams.streaming, self.streams
