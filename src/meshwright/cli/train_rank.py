@@ -27,7 +27,8 @@ def run_rank(payload: dict[str, Any], rank: Rank) -> dict[str, Any]:
     from meshwright.core.plan import Plan
     from meshwright.measure.record import StepRecorder
     from meshwright.train.folder import RunFolder
-    from meshwright.train.loop import Job, run
+    from meshwright.train.job import Job
+    from meshwright.train.run import run
     from meshwright.train.settings import Settings
 
     folder = RunFolder(payload["folder"])
