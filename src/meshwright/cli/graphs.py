@@ -20,6 +20,7 @@ from meshwright.core.graph import CAPTURE_VERSION
 
 if TYPE_CHECKING:
     from meshwright.core.graph import Casting, Graph, Precision
+    from meshwright.core.plan import Plan
 
 
 def graph_of(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
@@ -39,6 +40,11 @@ def both_castings(model: str, precision: Precision) -> tuple[Graph, Graph | None
     if _may_fork(model) and not any(_read(model, precision, casting) for casting in ("autocast", "parameters")):
         return _capture_both(model, precision)
     return graph_of(model, precision), graph_of(model, precision, "parameters")
+
+
+def graph_run_by(plan: Plan, graph: Graph, other_casting: Graph | None) -> Graph:
+    """Of both castings, the one that a plan runs."""
+    return other_casting if other_casting is not None and other_casting.casting == plan.casting else graph
 
 
 def _may_fork(model: str) -> bool:
