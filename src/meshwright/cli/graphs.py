@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import __version__
+from meshwright.core.cache import cache_folder
 from meshwright.core.errors import GuessWarning
 from meshwright.core.graph import CAPTURE_VERSION
 
@@ -97,8 +98,7 @@ def graph_file(model: str, precision: Precision, casting: Casting = "autocast") 
     facts = [model, precision, casting, __version__, CAPTURE_VERSION, _version("torch")]
     if model.startswith("hf:"):
         facts += [_content(model.removeprefix("hf:")), _version("transformers")]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "meshwright" / "graphs" / f"{stable_hash(facts)}.json"
+    return cache_folder() / "graphs" / f"{stable_hash(facts)}.json"
 
 
 def _read(model: str, precision: Precision, casting: Casting) -> Graph | None:
