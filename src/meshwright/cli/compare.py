@@ -188,7 +188,7 @@ def _run_one(settings: Settings, one: Contender, folder: Path) -> Run:
 def _train(settings: Settings) -> None:
     from rich.console import Console
 
-    from meshwright.cli.train import run_ranks
+    from meshwright.cli.train_local import run_ranks
 
     summary, _ = run_ranks(settings, resume=False, console=Console(quiet=True), as_json=False, quiet=True)
     if summary is None or summary["interrupted"]:
@@ -199,7 +199,7 @@ def _train_peer(settings: Settings, peer: str) -> None:
     """In a folder of the plan of ours that does the same: its estimate stands beside what the peer takes."""
     from rich.console import Console
 
-    from meshwright.cli.train import lay_out
+    from meshwright.cli.train_folder import lay_out
     from meshwright.runtime.launch import launch
 
     folder, decision = lay_out(settings, resume=False, console=Console(quiet=True))

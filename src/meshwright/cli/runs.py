@@ -67,12 +67,12 @@ def read_run(path: str, name: str = "", *, is_live: bool = False) -> Run:
 
 def planned_run(result: SearchResult, cluster: Cluster, searching: Searching) -> Run:
     """A search that nothing has run of yet."""
+    from meshwright.cli.graphs import graph_run_by
     from meshwright.cost.forecast import forecast
     from meshwright.report.run import Run
 
     plan = result.plan
-    other = searching.other_casting
-    graph = other if other is not None and other.casting == plan.casting else searching.graph
+    graph = graph_run_by(plan, searching.graph, searching.other_casting)
     return Run(
         name=f"{plan.model or 'a model'}, planned",
         plan=plan,

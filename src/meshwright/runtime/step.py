@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from meshwright.core.estimate import TimeParts
@@ -24,14 +23,6 @@ PARTS = {
 then for the message itself, which cannot be told apart here."""
 WARMUP_STEPS = 3
 """Steps left out of the timings where there are more."""
-
-
-def begin_sums(signal: float, device: torch.device) -> Tensor:
-    """What a step adds up (`StepOutput._sums`). Filled where it is: a copy from the host would wait for the step before."""
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
-    if signal:
-        sums[1] = signal
-    return sums
 
 
 @dataclass
