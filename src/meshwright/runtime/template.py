@@ -4,7 +4,7 @@
        ▲                                                                            │
        └── becomes its parent: the launcher takes in the children of those who end ─┘
 
-The template is forked right after its modules are loaded, when no thread of theirs runs and no accelerator was touched, and
+The template is forked right after its modules are loaded, when no thread of theirs runs, and
 only waits for the launcher's word. A rank begins as a new process would: with a session of its own, the environment, folder,
 arguments and signals it is given, and random numbers of its own. It is a child of the launcher, which waits for it as for any.
 """
@@ -34,6 +34,8 @@ SET_CHILD_SUBREAPER, SET_NAME = 36, 15
 """PR_SET_CHILD_SUBREAPER and PR_SET_NAME of Linux."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Meant for launcher and ranks, but often sent to all processes of a job; the template ends with its launcher."""
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Where there is a GPU. Its driver does not survive a fork, and many an import asks it something."""
 WAIT_SECONDS = 0.001
 LOG_LEVEL, RANK_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL", "ERROR"
 """Of what torch's own libraries print: a recorded step would have them warn of every tensor that is older than the step."""
@@ -127,10 +129,9 @@ def _load(modules: Iterable[str]) -> None:
 
 
 def may_fork() -> bool:
-    """Whether a process may go on from here: on Linux, where nothing runs beside this thread and no accelerator is in use."""
-    torch = sys.modules.get("torch")
-    is_untouched = torch is None or not torch.cuda.is_initialized()
-    return sys.platform == "linux" and threading.active_count() == 1 and is_untouched
+    """Whether a process may go on from here: on Linux, where nothing runs beside this thread and the machine has no GPU."""
+    has_gpu = any(os.path.exists(file) for file in DRIVERS)
+    return sys.platform == "linux" and threading.active_count() == 1 and not has_gpu
 
 
 def _fork_template() -> Template:
