@@ -156,6 +156,8 @@ def cluster_table(cluster: Cluster) -> Table:
             speed = link.bytes_per_second
             words = f"{speed / 1e9:,.1f} GB/s" if speed >= 1e9 else f"{speed / 1e6:,.1f} MB/s"
             table.add_row(place, f"{words} ({link.origin})")
+    if cluster.others_share:
+        table.add_row("cores taken by others meanwhile", f"{cluster.others_share:.0%}")
     return table
 
 
