@@ -67,7 +67,12 @@ def _nothing(problem: Problem, drafts: Drafts) -> PlanError:
     if (problem.world is not None and problem.world % needed) or (None not in degrees.values() and not worlds(problem)):
         return PlanError(f"{asked} needs {needed} ranks, but there are {problem.world}: make them equal")
     world = needed if problem.request.dp is not None else worlds(problem)[0]
-    wish = msgspec.structs.replace(problem.request, global_batch=problem.global_batch)
+    sharded = 1 if problem.request.hybrid is not None else None
+    wish = msgspec.structs.replace(
+        problem.request,
+        global_batch=problem.global_batch,
+        zero=sharded if problem.request.zero is None else problem.request.zero,
+    )
     try:
         plan = plain_plan(wish, problem.graph, world, problem.cluster_hash)
         check_divides(problem.graph_of(plan), plan)
