@@ -170,7 +170,7 @@ class Estimator:
 
     # ------------------------------------------------------------ memory
 
-    @property
+    @cached_property
     def streamed(self) -> StreamedCost | None:
         """Where the plan streams its parameters: blocks run in another order, and other things are held."""
         if not is_streamed(self.plan):
@@ -191,7 +191,9 @@ class Estimator:
     def needed_bytes(self) -> list[int]:
         """What a device of each coordinate must have."""
         found = []
-        for moment in self.memory.peaks(self.memory_order, self.cluster.device):
+        streamed = self.streamed
+        moments = self.memory.peaks(self.memory_order, self.cluster.device) if streamed is None else [streamed.worst()]
+        for moment in moments:
             reserved, context = self.beside(moment.memory.total)
             found.append(max(moment.memory.total, reserved) + context)
         return found

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph
+from meshwright.core.limits import not_yet
 from meshwright.core.names import compact_names, expand_names, is_list_item
 from meshwright.core.plan import Plan
 from meshwright.cost.links import Group, axis_group
@@ -146,7 +147,14 @@ def offload_words(plan: Plan) -> str:
     place = "the hosts' memory" if offload.where == "host" else "the hosts' disks"
     narrow = ", moments in bf16" if offload.moments == "bf16" else ""
     late = ", updated one step late" if offload.delayed else ""
-    return f"{share}{what} in {place}{narrow}{late}"
+    return f"{share}{what} in {place}{narrow}{late}{_streaming_words(plan)}"
+
+
+def _streaming_words(plan: Plan) -> str:
+    if plan.offload.what != "parameters" or not_yet(plan):
+        return ""
+    waits = "the device" if plan.offload.stash == "device" else "the host"
+    return f", streamed through a window of {_blocks(plan.offload.window)}; block inputs wait on {waits}"
 
 
 def _numbers(plan: Plan) -> str:

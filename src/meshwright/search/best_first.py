@@ -18,6 +18,7 @@ from meshwright.search.fitting import fitted
 from meshwright.search.problem import Problem
 from meshwright.search.room import cut_fits
 from meshwright.search.space import Point, Shape, families, meshes, states, turns, worlds
+from meshwright.search.streamed import fitted_streamed
 from meshwright.search.units import Cut
 
 MOST_COSTED = 160
@@ -153,15 +154,17 @@ class BestFirst:
     def _points(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> Opened:
         for zero, hybrid, offload in states(self.problem, shape):
             point = Point(shape, schedule, virtual, zero, hybrid, offload)
-            bounds = self.drafts.bounds(shape, sharded=point.casts_ahead)
-            if bounds is not None and self.drafts.runs(point):
+            if (bound := self.drafts.bound(point)) is not None:
                 self.drafts.points.add(point)
-                yield bounds.of_point(point, self.drafts.room(point)), lambda point=point: self._cuts(point)  # type: ignore[misc]
+                yield bound, lambda point=point: self._cuts(point)  # type: ignore[misc]
 
     def _cuts(self, point: Point) -> Opened:
         bounds = self.drafts.bounds(point.shape, sharded=point.casts_ahead)
         assert bounds is not None
         room, units = self.drafts.room(point), bounds.table.num_units
+        if point.offload == "parameters":  # in one stage; its room was looked at
+            yield 0.0, lambda: self.cost(point, (units,))
+            return
         found: Iterable[tuple[Cut, float]]
         if num_cuts(units, point.num_stages) <= FEW_CUTS:
             found = ((cut, 0.0) for cut in every_cut(units, point.num_stages))
@@ -202,8 +205,11 @@ class BestFirst:
         known = self.drafts.fitted
         if key not in known or (known[key] is None and not self._must_fit):
             microbatch = self.drafts.microbatch(plan)
-            found = fitted(self.problem, point, cut, plan, table, microbatch, must_fit=self._must_fit)
-            known[key] = found if found is not None and self.problem.hosts_hold(found[1]) else None
+            if point.offload == "parameters":
+                found = fitted_streamed(self.problem, plan, microbatch, must_fit=self._must_fit)
+            else:
+                found = fitted(self.problem, point, cut, plan, table, microbatch, must_fit=self._must_fit)
+            known[key] = found if found is not None and self.problem.hosts_hold(found[1].host_bytes) else None
         return known[key]
 
 

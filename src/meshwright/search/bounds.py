@@ -90,14 +90,14 @@ class Bounds:
 
     def of_once(self, point: Point) -> float:
         """Seconds that the state adds at least once a step, whatever the schedule and the number of microbatches."""
-        each, once = self._exposed(point)
-        return SLACK * (each + once + self._after(point))
+        each, once = self.exposed(point)
+        return SLACK * (each + once + self.after(point))
 
     def needs(self, point: Point, again: float) -> Needs:
         """again: seconds of recompute that a microbatch needs, over all stages."""
-        exposed, once = self._exposed(point, again)
+        exposed, once = self.exposed(point, again)
         shape = point.shape
-        each, once = exposed + again / shape.pp, once + self._after(point)
+        each, once = exposed + again / shape.pp, once + self.after(point)
         total = (self.forward_seconds + self.backward_seconds) / shape.pp + each
         seconds = SLACK * (shape.num_microbatches * max(total, max(self.unit_seconds)) + once)
         return Needs(each, once, seconds)
@@ -138,7 +138,7 @@ class Bounds:
             seconds = max(seconds, total + max(rests))
         if point.schedule in ("1f1b", "gpipe") and largest:
             seconds = max(seconds, total + largest)
-        return max(least, SLACK * (seconds + self._after(point)))
+        return max(least, SLACK * (seconds + self.after(point)))
 
     # ------------------------------------------------------------ the schedule
 
@@ -188,7 +188,7 @@ class Bounds:
 
     # ------------------------------------------------------------ the state
 
-    def _exposed(self, point: Point, again: float = 0.0) -> tuple[float, float]:
+    def exposed(self, point: Point, again: float = 0.0) -> tuple[float, float]:
         """Seconds that gathers and reductions add, in each microbatch and once a step, on an average coordinate; what is done
         again hides them too."""
         shape, zero = point.shape, point.zero
@@ -255,7 +255,7 @@ class Bounds:
     def _gathered_bytes(self) -> int:
         return self.problem.recipe.gather_item_bytes or 2
 
-    def _after(self, point: Point) -> float:
+    def after(self, point: Point) -> float:
         """The update, and what a step takes beside its work."""
         constants = self.problem.cluster.device.constants
         return self._update(point) + (constants.step_overhead_seconds if constants else 0.0)

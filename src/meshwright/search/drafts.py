@@ -9,23 +9,25 @@ from math import inf
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
-from meshwright.core.legal import Key as LegalKey
 from meshwright.core.limits import not_yet
-from meshwright.core.names import compact_names
 from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Stage
 from meshwright.core.stages import cut_stages
 from meshwright.cost.compute import KernelCosts
-from meshwright.cost.division import Division, check_degrees, check_divides, divide
+from meshwright.cost.division import Division, check_degrees, divide
 from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of, work_key
 from meshwright.cost.state import Items, items_of
+from meshwright.cost.streaming import StreamedCost
 from meshwright.search.bounds import Bounds, Needs
 from meshwright.search.problem import Problem
-from meshwright.search.room import Room, recompute_seconds, room_of
-from meshwright.search.sharding import best_sharding
+from meshwright.search.room import Room, least_bytes, recompute_seconds, room_of
+from meshwright.search.shardings import Shardings
 from meshwright.search.space import Point, Shape, divisors
+from meshwright.search.streamed import Streamed, streamed_plans
 from meshwright.search.units import Cut, even_cut, sizes_of, units_of
 from meshwright.search.work import Divided, UnitTable, divide_units, make_table
 
+ROUNDING = 1e-6
+"""Of bytes, as shares of them, that may decide no plan's fate before it is costed."""
 LARGE_MICROBATCH = 16
 """Kernels of so many samples run as well as they ever will."""
 
@@ -41,9 +43,7 @@ class Drafts:
         """Candidates that were looked at, by all parts of the search."""
         self.refusals: list[str] = []
         """Why degrees were left out."""
-        self._answers = {answer.key: answer for answer in problem.legal}
-        self._shardings: dict[LegalKey, tuple[BlockSharding, ...] | None] = {}
-        self._proposals: dict[tuple[int, int, bool], tuple[BlockSharding, ...]] = {}
+        self._shardings = Shardings(problem, self._kernels, self.refusals)
         self._divided: dict[tuple[object, ...], Divided] = {}
         self._divisions: dict[tuple[object, ...], dict[str, Division]] = {}
         self._tables: dict[Key, UnitTable | None] = {}
@@ -57,6 +57,7 @@ class Drafts:
         self._rooms: dict[Point, Room] = {}
         self._needs: dict[Point, Needs | None] = {}
         self._once: dict[Point, float] = {}
+        self._streamed: dict[Point, Streamed | None] = {}
         self.family_bounds: dict[tuple[object, ...], float] = {}
         self.shape_bounds: dict[tuple[object, ...], float] = {}
         self._runs: dict[tuple[object, ...], bool] = {}
@@ -170,64 +171,9 @@ class Drafts:
             compile=shape.compile,
         )
 
-    # ------------------------------------------------------------ shardings
-
     def sharding(self, shape: Shape) -> tuple[BlockSharding, ...] | None:
-        """The tensors split over tp, as the runtime answered or as proposed; None where the degrees are refused."""
-        key = (shape.tp, shape.cp, shape.sequence_parallel, shape.context)
-        if key not in self._shardings:
-            self._shardings[key] = self._find_sharding(shape)
-        return self._shardings[key]
-
-    def _find_sharding(self, shape: Shape) -> tuple[BlockSharding, ...] | None:
-        answer = self._answers.get((shape.tp, shape.cp, shape.sequence_parallel, shape.context))
-        if answer is not None and answer.refusal:
-            self.refusals.append(answer.refusal)
-            return None
-        try:
-            check_degrees(self.problem.graph, self._whole_plan(shape, ()))
-            found = answer.sharding if answer is not None else self._proposal(shape)
-            check_divides(self.problem.graph, self._whole_plan(shape, found))
-        except PlanError as error:
-            self.refusals.append(str(error))
-            return None
-        return found
-
-    def _whole_plan(self, shape: Shape, sharding: tuple[BlockSharding, ...]) -> Plan:
-        """One stage of all blocks: what is asked about degrees needs no more."""
-        mesh = Mesh(dp=shape.ep, cp=shape.cp, tp=shape.tp, ep=shape.ep)
-        return Plan(
-            mesh=mesh,
-            stages=self._whole_stage,
-            sharding=sharding,
-            sequence_parallel=shape.sequence_parallel,
-            microbatch=1,
-            num_microbatches=1,
-            global_batch=shape.ep,
-        )
-
-    @cached_property
-    def _whole_stage(self) -> tuple[Stage, ...]:
-        return (Stage(coordinate=0, blocks=compact_names(name for unit in self.units for name in unit)),)
-
-    def _proposal(self, shape: Shape) -> tuple[BlockSharding, ...]:
-        """What the integer program picks for one sample: more of them change no tensor's place, only what all takes; nor does
-        the way tokens meet along cp."""
-        if shape.tp == 1:
-            return ()
-        key = (shape.tp, shape.cp, shape.sequence_parallel)
-        if key not in self._proposals:
-            self._proposals[key] = best_sharding(
-                self.problem.graph,
-                self.problem.cluster,
-                tp=shape.tp,
-                cp=shape.cp,
-                sequence_parallel=shape.sequence_parallel,
-                microbatch=1,
-                recipe=self.problem.recipe,
-                kernels=self._kernels(self.problem.graph),
-            )
-        return self._proposals[key]
+        """None where the degrees are refused."""
+        return self._shardings.of(shape)
 
     # ------------------------------------------------------------ plans
 
@@ -263,6 +209,8 @@ class Drafts:
     def runs(self, point: Point) -> bool:
         """Whether the runtime can run what the point combines; the blocks and numbers do not matter for that."""
         shape = point.shape
+        if point.offload == "parameters":
+            return self.streamed(point) is not None
         key = (shape.compile, shape.tp * shape.cp > 1, shape.pp > 1, point.schedule, point.zero, point.offload)
         if key not in self._runs:
             cut = even_cut(len(self.units), point.num_stages)
@@ -270,6 +218,23 @@ class Drafts:
             plan = self.plan(replace(point, offload="none") if asked else point, cut)
             self._runs[key] = plan is not None and not not_yet(plan)
         return self._runs[key]
+
+    def streamed(self, point: Point) -> Streamed | None:
+        """Of a point that offloads parameters; None where no such plan runs."""
+        if point not in self._streamed:
+            self._streamed[point] = self._find_streamed(point)
+        return self._streamed[point]
+
+    def _find_streamed(self, point: Point) -> Streamed | None:
+        plan, bounds = self.plan(point, (len(self.units),)), self.bounds(point.shape, sharded=point.casts_ahead)
+        plans = [] if plan is None or bounds is None else list(streamed_plans(self.problem, plan))
+        if bounds is None or not plans:
+            return None
+        costs = [
+            StreamedCost(self.problem.graph_of(one), one, self.problem.recipe, self.microbatch(one).divisions)
+            for one in (plans[0], plans[-1])
+        ]
+        return Streamed(bounds, point, *costs)
 
     def room(self, point: Point) -> Room:
         """Whatever the turns."""
@@ -281,14 +246,42 @@ class Drafts:
 
     def needs(self, point: Point) -> Needs | None:
         """Whatever the turns; None where the degrees are refused, or nothing makes it fit."""
+        if point not in self._needs and point.offload == "parameters":
+            streamed = self.streamed(point)
+            self._needs[point] = streamed.needs if streamed is not None and self._has_room(streamed) else None
         if point not in self._needs:
             bounds = self.bounds(point.shape, sharded=point.casts_ahead)
             again = inf if bounds is None else recompute_seconds(bounds.table, point, self.room(point))
             self._needs[point] = None if bounds is None or again == inf else bounds.needs(point, again)
         return self._needs[point]
 
+    def _has_room(self, streamed: Streamed) -> bool:
+        room = self.room(streamed.point).budget_bytes * (1 + ROUNDING)
+        return streamed.least_bytes <= room and self.problem.hosts_hold(streamed.least_host_bytes)
+
+    def least_bytes(self, point: Point) -> float | None:
+        """What a device needs at least; None where the degrees are refused, or the runtime cannot run it."""
+        bounds = self.bounds(point.shape, sharded=point.casts_ahead)
+        if bounds is None or not self.runs(point):
+            return None
+        streamed = self.streamed(point) if point.offload == "parameters" else None
+        return least_bytes(bounds.table, point, self.room(point)) if streamed is None else streamed.least_bytes
+
+    def bound(self, point: Point) -> float | None:
+        """Seconds of a step at least, infinite where it cannot fit; None as above."""
+        bounds = self.bounds(point.shape, sharded=point.casts_ahead)
+        if bounds is None or not self.runs(point):
+            return None
+        if point.offload != "parameters":
+            return bounds.of_point(point, self.room(point))
+        needs = self.needs(point)
+        return inf if needs is None else bounds.with_turns(point.shape, needs, point.schedule, point.virtual)
+
     def once(self, point: Point) -> float:
         """Seconds that its state adds at least once a step, whatever it recomputes."""
+        if point not in self._once and point.offload == "parameters":
+            streamed = self.streamed(point)
+            self._once[point] = inf if streamed is None else streamed.once
         if point not in self._once:
             bounds = self.bounds(point.shape, sharded=point.casts_ahead)
             self._once[point] = inf if bounds is None else bounds.of_once(point)

@@ -9,7 +9,8 @@ A plan is a point, a cut and the rules of recompute. A point is one of          
                   divisor of dp from 2 to less than all                                                   -> _shardings
     × microbatch  all divisors of a dp rank's samples
     × schedule    1f1b where pp = 1; else gpipe, 1f1b, zb, zbv, and interleaved for all v with n ≥ v · pp -> _schedules
-    × offload     none; and optimizer and parameters, where the hosts' memory and the link to it are known and hold them
+    × offload     none; and optimizer and parameters, where the hosts' memory and the link to it are known and hold them;
+                  parameters in windows of WINDOWS blocks, whose inputs wait on the device or on the host -> offloadings
     × compile     no; and yes, on a GPU
 
 n repeated blocks are cut into s = pp · v stages in all C(n-1, s-1) ways of giving each stage at least one -> cuts
@@ -30,23 +31,29 @@ from functools import lru_cache
 from itertools import combinations, pairwise, product
 from math import comb
 
+import msgspec
+
 from meshwright.core.errors import PlanError, ScheduleError
 from meshwright.core.estimate import Estimate
 from meshwright.core.limits import check_runs, not_yet
 from meshwright.core.names import compact_names
-from meshwright.core.plan import Mesh, Plan, Recompute, ScheduleKind, ZeroStage
+from meshwright.core.plan import Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
 from meshwright.core.request import PlanRequest, plain_plan, recompute_rules
 from meshwright.cost.division import check_divides
 from meshwright.cost.redone import core_ops
 from meshwright.search.builder import Builder
 from meshwright.search.builder import Point as Point
-from meshwright.search.problem import Outcome, Problem
+from meshwright.search.problem import OffloadKind, Outcome, Problem
 from meshwright.search.space import context_ways, divisors
 
 MOST_PLANS = 20_000
 """A few minutes for a model of a few blocks."""
 SMALL_MODEL_BLOCKS = 6
 """Up to so many repeated blocks, every stage may recompute a number of its own."""
+
+WINDOWS = (2, 3)
+"""Blocks of streamed parameters on the device: the fewest, and more."""
+STASHES = ("device", "host")
 
 Counts = tuple[int, ...]
 Rules = tuple[Recompute, ...]
@@ -60,7 +67,7 @@ def exhaustive(problem: Problem, most_plans: int = MOST_PLANS) -> Outcome:
             found = problem.cost(plan)
         except (PlanError, ScheduleError):
             continue  # the model cannot be cut there, or the schedule needs more microbatches
-        if problem.hosts_hold(found):
+        if problem.hosts_hold(found.host_bytes):
             costed.append((plan, found))
     if not costed:
         raise no_plan(problem)
@@ -76,8 +83,8 @@ def plans(problem: Problem) -> Iterator[Plan]:
     builder = Builder(problem)
     for point in points(problem):
         for counts in cuts(len(builder.repeated), point.num_stages):
-            for rules in recomputes(problem, counts):
-                plan = builder.plan(point, counts, rules)
+            for rules, offload in product(recomputes(problem, counts), offloadings(problem, point.offload)):
+                plan = builder.plan(point, counts, rules, offload)
                 if not not_yet(plan):
                     yield plan
 
@@ -164,6 +171,15 @@ def _compiles(problem: Problem) -> list[bool]:
     return [False, True] if problem.cluster.device.kind == "cuda" else [False]
 
 
+def offloadings(problem: Problem, kind: OffloadKind) -> list[Offload]:
+    """Every way to offload what the point says."""
+    plain = problem.request.offloading(kind)
+    if kind != "parameters":
+        return [plain]
+    ways = product(WINDOWS, STASHES)
+    return [msgspec.structs.replace(plain, window=window, stash=stash) for window, stash in ways]
+
+
 # ---------------------------------------------------------------- cuts and recompute
 
 
@@ -218,8 +234,9 @@ def count_plans(problem: Problem, most: int | None = None) -> int:
     total = 0
     num_repeated = len(problem.graph.repeated_blocks)
     choices = lru_cache(maxsize=None)(lambda num_stages: _num_choices(problem, num_repeated, num_stages))
+    ways = lru_cache(maxsize=None)(lambda kind: len(offloadings(problem, kind)))
     for point in points(problem):
-        total += choices(point.num_stages)
+        total += choices(point.num_stages) * ways(point.offload)
         if most is not None and total > most:
             break
     return total

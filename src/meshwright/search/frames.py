@@ -182,7 +182,7 @@ def _frame(problem: Problem, builder: Builder, mesh: Mesh) -> Frame | None:
             sizes[0],
             sequence_parallel,
             schedule=schedule,
-            offload=request.offload or "none",
+            offload=problem.offloads[0],
             compile=bool(request.compile),
             context=context,
         )
@@ -211,6 +211,8 @@ def _rungs(problem: Problem, mesh: Mesh) -> Iterator[Rung]:
             zero = zero or 1
         if request.recompute is not None:
             words = request.recompute
+        elif request.offload == "parameters" and blocks:  # streamed blocks are recomputed in full
+            words = "full"
         elif (words == "selective" and not has_attention(problem)) or not blocks:
             words = "none"
         if (zero, words) not in seen:

@@ -16,7 +16,6 @@ from meshwright.cost.division import check_divides
 from meshwright.search.best_first import BestFirst
 from meshwright.search.drafts import Drafts
 from meshwright.search.problem import Problem
-from meshwright.search.room import least_bytes
 from meshwright.search.space import Point, Shape, families, meshes, states, worlds
 from meshwright.search.units import even_cut
 
@@ -48,9 +47,7 @@ def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) ->
     for shape in shapes:
         for zero, hybrid, offload in states(problem, shape):
             point = Point(shape, "1f1b", 1, zero, hybrid, offload)
-            bounds = drafts.bounds(shape, sharded=point.casts_ahead)
-            if bounds is not None and drafts.runs(point):
-                needed = least_bytes(bounds.table, point, drafts.room(point))
+            if (needed := drafts.least_bytes(point)) is not None:
                 found.append((needed, number + len(found), point))
     return found
 
@@ -67,12 +64,11 @@ def _nothing(problem: Problem, drafts: Drafts) -> PlanError:
     if (problem.world is not None and problem.world % needed) or (None not in degrees.values() and not worlds(problem)):
         return PlanError(f"{asked} needs {needed} ranks, but there are {problem.world}: make them equal")
     world = needed if problem.request.dp is not None else worlds(problem)[0]
-    sharded = 1 if problem.request.hybrid is not None else None
-    wish = msgspec.structs.replace(
-        problem.request,
-        global_batch=problem.global_batch,
-        zero=sharded if problem.request.zero is None else problem.request.zero,
-    )
+    wish = msgspec.structs.replace(problem.request, global_batch=problem.global_batch)
+    if wish.hybrid is not None and wish.zero is None:
+        wish = msgspec.structs.replace(wish, zero=1)  # the least that has sharding groups
+    if wish.offload == "parameters" and problem.graph.repeated_blocks:
+        wish = msgspec.structs.replace(wish, recompute=wish.recompute or "full")  # as every streamed plan has it
     try:
         plan = plain_plan(wish, problem.graph, world, problem.cluster_hash)
         check_divides(problem.graph_of(plan), plan)

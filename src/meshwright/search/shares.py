@@ -35,7 +35,7 @@ def _least(pair: Costed, problem: Problem) -> Costed | None:
         number = (fits + misses) // 2
         plan = _with_share(pair[0], number / STEPS)
         found = problem.cost(plan)
-        if found.fits and problem.hosts_hold(found):
+        if found.fits and problem.hosts_hold(found.host_bytes):
             best, fits = (plan, found), number
         else:
             misses = number

@@ -9,7 +9,7 @@
     sharding       ZeRO 0 to 3 where dp · cp > 1, in groups of any divisor of a small dp, or of 1, 2, 4 … hosts' ranks
     context        cp > 1: heads exchanged, or keys and values in a ring
     compile        on a GPU, where no rule of tp or cp is in its way
-    offload        what the runtime can run
+    offload        what the runtime can run: the optimizer's state anywhere, parameters on one device or over dp with ZeRO 3
 
 A *Shape* is the part that a microbatch's work follows from (mesh, sequence parallel, microbatch, compile); a *Point* is a shape
 with schedule and state. What a request fixes stays fixed.
@@ -171,7 +171,14 @@ def states(problem: Problem, shape: Shape) -> Iterator[tuple[ZeroStage, int | No
             if hybrid is not None and (zero == 0 or shape.dp % hybrid):
                 continue
             for offload in offloads:
-                yield zero, hybrid, offload
+                if offload != "parameters" or _streams(shape, zero, hybrid):
+                    yield zero, hybrid, offload
+
+
+def _streams(shape: Shape, zero: ZeroStage, hybrid: int | None) -> bool:
+    """Whether parameters can be streamed: on one device, or cut over all data-parallel ranks (core/limits.py)."""
+    sharded = zero == 3 and hybrid is None
+    return shape.pp == shape.cp == shape.tp == shape.ep == 1 and (shape.dp == 1 or sharded)
 
 
 def _groups(problem: Problem, shape: Shape) -> list[int]:
