@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import islice
 from math import prod
 
 import msgspec
@@ -16,7 +17,7 @@ from meshwright.cost.division import check_divides
 from meshwright.search.best_first import BestFirst
 from meshwright.search.drafts import Drafts
 from meshwright.search.problem import Problem
-from meshwright.search.space import Point, Shape, families, meshes, states, worlds
+from meshwright.search.space import Point, Shape, families, meshes, states, turns, worlds
 from meshwright.search.units import even_cut
 
 MOST_NEAREST = 8
@@ -42,13 +43,14 @@ def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
 
 
 def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) -> list[tuple[float, int, Point]]:
-    """The smallest microbatch of a family under every state, each with the bytes it needs at least."""
+    """The smallest microbatch of a family under every state and the first turns, each with the bytes it needs at least."""
     found: list[tuple[float, int, Point]] = []
     for shape in shapes:
-        for zero, hybrid, offload in states(problem, shape):
-            point = Point(shape, "1f1b", 1, zero, hybrid, offload)
-            if (needed := drafts.least_bytes(point)) is not None:
-                found.append((needed, number + len(found), point))
+        for schedule, virtual in islice(turns(problem, shape), 1):
+            for zero, hybrid, offload in states(problem, shape):
+                point = Point(shape, schedule, virtual, zero, hybrid, offload)
+                if (needed := drafts.least_bytes(point)) is not None:
+                    found.append((needed, number + len(found), point))
     return found
 
 
