@@ -150,6 +150,8 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
     most = min(MOST_VIRTUAL, num_blocks // shape.pp)
     deep = num_blocks > FEW_UNITS
     for schedule in _open(request.schedule, [kind for kind in SCHEDULES if not (deep and kind == "gpipe")]):
+        if schedule == "dualpipev" and shape.num_microbatches < 2 * shape.pp:
+            continue  # it fills both ways through the V
         several = schedule in MULTI_STAGE_SCHEDULES
         numbers = [2] if schedule in ("zbv", "dualpipev") else list(range(2, most + 1)) if several else [1]
         if num_blocks > FEW_UNITS and len(numbers) > 1:  # stages of unlike size only where every one counts
