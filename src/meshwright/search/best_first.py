@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from math import inf
 
@@ -17,9 +18,11 @@ from meshwright.search.drafts import LARGE_MICROBATCH, Drafts
 from meshwright.search.fitting import fitted
 from meshwright.search.problem import Problem
 from meshwright.search.room import cut_fits
+from meshwright.search.shares import with_best_share
 from meshwright.search.space import Point, Shape, families, meshes, states, turns, worlds
 from meshwright.search.streamed import fitted_streamed
 from meshwright.search.units import Cut
+from meshwright.search.work import UnitTable
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
@@ -204,13 +207,19 @@ class BestFirst:
         key = (*identity(plan), self.problem.request.recompute)
         known = self.drafts.fitted
         if key not in known or (known[key] is None and not self._must_fit):
-            microbatch = self.drafts.microbatch(plan)
-            if point.offload == "parameters":
-                found = fitted_streamed(self.problem, plan, microbatch, must_fit=self._must_fit)
-            else:
-                found = fitted(self.problem, point, cut, plan, table, microbatch, must_fit=self._must_fit)
+            found = self._fit(point, cut, plan, table)
             known[key] = found if found is not None and self.problem.hosts_hold(found[1].host_bytes) else None
         return known[key]
+
+    def _fit(self, point: Point, cut: Cut, plan: Plan, table: UnitTable) -> tuple[Plan, Estimate] | None:
+        """With the recompute it needs, and as much away as is best."""
+        problem, microbatch, must_fit = self.problem, self.drafts.microbatch(plan), self._must_fit
+        if point.offload == "parameters":
+            return fitted_streamed(problem, plan, microbatch, must_fit=must_fit)
+        fit = partial(fitted, problem, point, cut, table=table, microbatch=microbatch, must_fit=must_fit)
+        if point.offload == "optimizer":
+            return with_best_share(problem, plan, fit, self.best_seconds)
+        return fit(plan)
 
 
 def identity(plan: Plan) -> tuple[object, ...]:

@@ -28,6 +28,7 @@ from meshwright.search.builder import Builder, Point
 from meshwright.search.exhaustive import has_attention, meshes, no_plan
 from meshwright.search.loads import Loads, loads_of
 from meshwright.search.problem import Outcome, Problem
+from meshwright.search.shares import with_least_shares
 from meshwright.search.space import context_ways
 
 LARGEST_MICROBATCH = 32
@@ -130,7 +131,7 @@ def shortlist(builder: Builder, found: list[Layout]) -> Outcome:
         fits = fits or estimate.fits
     if not costed:
         raise no_plan(builder.problem)
-    return Outcome(tuple(costed), len(found))
+    return with_least_shares(Outcome(tuple(costed), len(found)), builder.problem)
 
 
 def frames(problem: Problem, builder: Builder) -> list[Frame]:

@@ -28,7 +28,6 @@ from meshwright.search.policy import policy
 from meshwright.search.problem import Method, Outcome, Problem
 from meshwright.search.profile import profile
 from meshwright.search.reasons import reason_lost
-from meshwright.search.shares import with_least_shares
 from meshwright.search.ways_out import infeasible
 
 METHODS: dict[str, Method] = {
@@ -73,8 +72,7 @@ def search(
         legal,
         prefer_fastest,
     )
-    outcome = with_least_shares(_outcome(METHODS[method], problem), problem)
-    result = _result(outcome, problem, method)
+    result = _result(_outcome(METHODS[method], problem), problem, method)
     return msgspec.structs.replace(result, search_seconds=time.perf_counter() - started)
 
 
