@@ -132,12 +132,13 @@ def _search(
     files: tuple[str | None, str | None],
     as_json: bool,
 ) -> None:
-    from meshwright.cli.plan_cluster import asked_cluster
+    from meshwright.cli.plan_cluster import asked_cluster, check_budget
     from meshwright.cli.searching import prepare, say_infeasible
     from meshwright.cli.wiring import plain_precision
     from meshwright.core.errors import InfeasibleError
 
     found = asked_cluster(console, cluster, hosts, nproc)
+    check_budget(settings["memory"], found)
     searching = prepare(model, flags.request.precision or plain_precision(found), **settings)
     try:
         result = searching.on(found, flags.request)

@@ -26,3 +26,17 @@ def asked_cluster(console: Console, name: str, hosts: int | None, nproc: int | N
         raise InputError(f"--nproc counts ranks of this machine, but the cluster is '{name}': use --devices {nproc}")
     found = find_cluster(console, name, hosts or 1, nproc)
     return found if hosts in (None, found.num_hosts) else msgspec.structs.replace(found, num_hosts=hosts)
+
+
+def check_budget(memory: str | None, cluster: Cluster) -> None:
+    """A budget that no device has would let a plan fit that cannot run."""
+    from meshwright.cli.wiring import budget_of
+    from meshwright.core.errors import InputError
+    from meshwright.core.units import format_bytes
+
+    budget, has = budget_of(memory), cluster.device.memory_bytes
+    if budget is not None and budget > has:
+        raise InputError(
+            f"--memory {memory} is more than the {format_bytes(has)} that a device of '{cluster.name}' has: leave it out, or "
+            "describe the device in a cluster file"
+        )

@@ -31,7 +31,7 @@ def improve_on(
     import msgspec
 
     from meshwright.cli.output import print_json
-    from meshwright.cli.plan_cluster import asked_cluster
+    from meshwright.cli.plan_cluster import asked_cluster, check_budget
     from meshwright.cli.plan_file import save_plan
     from meshwright.cli.searching import prepare, say_infeasible
     from meshwright.cli.shardings import with_legal_sharding
@@ -41,6 +41,7 @@ def improve_on(
     from meshwright.cost.estimate import estimate
 
     found = asked_cluster(console, cluster, foreign.num_hosts if hosts is None else hosts, nproc)
+    check_budget(settings["memory"], found)
     precision = filled(foreign, flags).precision or plain_precision(found)
     _check_ranks(foreign, found)
     searching = prepare(model, precision, recipe=foreign.recipe, **settings)

@@ -56,7 +56,7 @@ def sweep(
     from pathlib import Path
 
     from meshwright.cli.output import make_console, print_json
-    from meshwright.cli.plan_cluster import asked_cluster
+    from meshwright.cli.plan_cluster import asked_cluster, check_budget
     from meshwright.cli.searching import prepare
     from meshwright.cli.wiring import plain_precision
     from meshwright.core.errors import InputError
@@ -74,6 +74,7 @@ def sweep(
     first = asked_cluster(console, cluster, sizes[0])
     if cluster == "local" and sizes not in ([None], [1]):
         raise InputError("'local' is this machine alone: sweep --global-batch, or name a cluster for --hosts")
+    check_budget(memory, first)
     precision = flags.request.precision or plain_precision(first)
     searching = prepare(model, precision, memory=memory, method=search, prefer_fastest=prefer_fastest)
     points = [

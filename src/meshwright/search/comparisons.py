@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
@@ -18,7 +18,7 @@ def comparisons(found: BestFirst, costed: list[tuple[Plan, Estimate]]) -> list[t
     assert found.fastest is not None
     known = {plan for plan, _ in costed}
     more: list[tuple[Plan, Estimate]] = []
-    for otherwise in _otherwise(found.fastest[0]):
+    for otherwise in _otherwise(found.fastest[0], found.problem.offloads):
         if len(known) > FEWEST:
             break
         narrow = narrowed(found.problem, otherwise)
@@ -31,7 +31,7 @@ def comparisons(found: BestFirst, costed: list[tuple[Plan, Estimate]]) -> list[t
     return more
 
 
-def _otherwise(plan: Plan) -> Iterator[dict[str, object]]:
+def _otherwise(plan: Plan, offloads: Sequence[str]) -> Iterator[dict[str, object]]:
     """One thing at a time, what changes a plan most first. What the model or the cluster does not allow finds nothing."""
     mesh = plan.mesh
     for axis in ("tp", "pp", "cp"):
@@ -46,4 +46,6 @@ def _otherwise(plan: Plan) -> Iterator[dict[str, object]]:
         yield {"microbatch": smaller}
         yield {"microbatch": 1}
     yield {"compile": not plan.compile}
-    yield {"offload": "optimizer" if plan.offload.what == "none" else "none"}
+    for what in offloads:
+        if what != plan.offload.what:
+            yield {"offload": what}

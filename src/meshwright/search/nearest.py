@@ -8,12 +8,14 @@ from math import prod
 
 import msgspec
 
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import PlanError, ScheduleError
 from meshwright.core.estimate import Estimate
 from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.request import plain_plan
+from meshwright.core.schedules import make_order
 from meshwright.cost.division import check_divides
+from meshwright.cost.estimate import check_costable
 from meshwright.search.best_first import BestFirst
 from meshwright.search.drafts import Drafts
 from meshwright.search.problem import Problem
@@ -73,9 +75,11 @@ def _nothing(problem: Problem, drafts: Drafts) -> PlanError:
         wish = msgspec.structs.replace(wish, recompute=wish.recompute or "full")  # as every streamed plan has it
     try:
         plan = plain_plan(wish, problem.graph, world, problem.cluster_hash)
+        check_costable(problem.graph_of(plan), plan, problem.cluster)
         check_divides(problem.graph_of(plan), plan)
         check_runs(plan)
-    except PlanError as error:
-        return error
+        make_order(plan.schedule, plan.mesh.pp, problem.global_batch // plan.mesh.dp, plan.virtual)
+    except (PlanError, ScheduleError) as error:
+        return PlanError(str(error))
     refused = drafts.refusals[-1] if drafts.refusals else "leave a degree open"
     return PlanError(f"no plan for {world} ranks agrees with what was asked for: {refused}")

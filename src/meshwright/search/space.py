@@ -102,7 +102,18 @@ def worlds(problem: Problem) -> list[int]:
     if len(found) <= MANY_HOSTS:
         return [*found, *parts]
     smaller = (world for world in found[1:] if next(meshes(problem, world), None) is not None)
-    return [found[0], *islice(smaller, FEW_WORLDS)]
+    near = [found[0], *islice(smaller, FEW_WORLDS)]
+    return near if _can_fill(problem, near[-1]) else [*near, *_halves(near[-1])]
+
+
+def _can_fill(problem: Problem, world: int) -> bool:
+    """Whether a sample on each dp rank, a block on each stage and tp inside hosts make so many ranks."""
+    most_stages = max(1, len(problem.graph.repeated_blocks))
+    return problem.global_batch * most_stages * problem.cluster.devices_per_host >= world
+
+
+def _halves(world: int) -> list[int]:
+    return [world >> times for times in range(1, world.bit_length())]
 
 
 def meshes(problem: Problem, world: int) -> Iterator[Mesh]:
