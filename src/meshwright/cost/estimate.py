@@ -277,6 +277,8 @@ def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:
             f"the plan needs {plan.world} devices, but '{cluster.name}' has {cluster.num_hosts} × {cluster.devices_per_host} = "
             f"{cluster.num_devices}: lower a degree, or add hosts with --hosts"
         )
+    if plan.mesh.ep > 1 and not any(parameter.expert for parameter in graph.parameters):
+        raise PlanError(f"ep={plan.mesh.ep}, but the model has no experts in stacked parameters: set ep to 1")
     check_blocks(graph, plan)
 
 

@@ -162,7 +162,7 @@ class BestFirst:
             bounds = self.drafts.tables.bounds(shape, sharded=sharded)
             if needs.seconds >= best or bounds is None:
                 break  # no turns are quicker than none
-            best = min(best, *(bounds.with_turns(shape, needs, *way) for way in ways))
+            best = min([best, *(bounds.with_turns(shape, needs, *way) for way in ways)])
         return best
 
     def _fitting_states(self, shape: Shape) -> Iterator[tuple[Needs, bool]]:

@@ -81,7 +81,9 @@ class Drafts:
             cut = even_cut(len(self.units), point.num_stages)
             asked = self.problem.request.offload is not None  # who asks for it may see what it would cost
             plan = self.plan(replace(point, offload="none") if asked else point, cut)
-            self._runs[key] = plan is not None and not not_yet(plan)
+            if plan is None:
+                return False  # for its own numbers: others of its kind may run
+            self._runs[key] = not not_yet(plan)
         return self._runs[key]
 
     def streamed(self, point: Point) -> Streamed | None:

@@ -56,6 +56,7 @@ class Shardings:
             stages=self._stages,
             sharding=sharding,
             sequence_parallel=shape.sequence_parallel,
+            context=shape.context,
             microbatch=1,
             num_microbatches=1,
             global_batch=shape.ep,

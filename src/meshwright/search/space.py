@@ -102,7 +102,18 @@ def worlds(problem: Problem) -> list[int]:
     if len(found) <= MANY_HOSTS:
         return [*found, *parts]
     smaller = (world for world in found[1:] if next(meshes(problem, world), None) is not None)
-    return [found[0], *islice(smaller, FEW_WORLDS)]
+    near = [found[0], *islice(smaller, FEW_WORLDS)]
+    return near if _can_fill(problem, near[-1]) else [*near, *_halves(near[-1])]
+
+
+def _can_fill(problem: Problem, world: int) -> bool:
+    """Whether a sample on each dp rank, a block on each stage and tp inside hosts make so many ranks."""
+    most_stages = max(1, len(problem.graph.repeated_blocks))
+    return problem.global_batch * most_stages * problem.cluster.devices_per_host >= world
+
+
+def _halves(world: int) -> list[int]:
+    return [world >> times for times in range(1, world.bit_length())]
 
 
 @dataclass(frozen=True)
@@ -176,6 +187,8 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
     most = min(MOST_VIRTUAL, num_blocks // shape.pp)
     deep = num_blocks > FEW_UNITS
     for schedule in _open(request.schedule, [kind for kind in SCHEDULES if not (deep and kind == "gpipe")]):
+        if schedule == "dualpipev" and shape.num_microbatches < 2 * shape.pp:
+            continue  # it fills both ways through the V
         several = schedule in MULTI_STAGE_SCHEDULES
         numbers = [2] if schedule in ("zbv", "dualpipev") else list(range(2, most + 1)) if several else [1]
         if num_blocks > FEW_UNITS and len(numbers) > 1:  # stages of unlike size only where every one counts
