@@ -17,17 +17,53 @@ if TYPE_CHECKING:
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
-    """All that the folders know; names are the shortest that tell them apart."""
+    """All that the folders know; names are the shortest that tell them apart. A folder of a comparison stands for its runs."""
     from pathlib import Path
 
     from meshwright.core.errors import InputError
 
-    repeated = next((folder for place, folder in enumerate(folders) if folder in folders[:place]), None)
+    given = [Path(folder) for folder in folders]
+    whole = [path.resolve() for path in given]
+    repeated = next((path for place, path in enumerate(whole) if path in whole[:place]), None)
     if repeated is not None:
-        raise InputError(f"{repeated} is given twice: name each run folder once")
-    last = [Path(folder).name for folder in folders]
-    names = last if len(set(last)) == len(last) else [str(folder) for folder in folders]
-    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+        raise InputError(f"{given[whole.index(repeated)]} is given twice: name each run folder once")
+    if len(given) == 1 and (compared := _compared(given[0])):
+        return compared
+    return [read_run(str(path), name) for path, name in zip(given, telling_names(whole), strict=True)]
+
+
+def telling_names(paths: Sequence[Path]) -> list[str]:
+    """What is left of paths without the parts that all of them begin with, and those that all of them end with."""
+    if len(paths) == 1:
+        return [paths[0].name]
+    parts = [path.parts for path in paths]
+    while all(one and one[0] == parts[0][0] for one in parts):
+        parts = [one[1:] for one in parts]
+    while all(len(one) > 1 and one[-1] == parts[0][-1] for one in parts):
+        parts = [one[:-1] for one in parts]
+    return ["/".join(one) or path.name for one, path in zip(parts, paths, strict=True)]
+
+
+def _compared(folder: Path) -> list[Run]:
+    """The runs that a comparison has left, one for each plan with its repeats, as far as it came; none of another folder."""
+    if (folder / "settings.toml").exists():
+        return []
+    plans: dict[Path, list[Path]] = {}
+    for trace in sorted(folder.glob("*/*/trace.json")):
+        if trace.parent.name.isdecimal():
+            plans.setdefault(trace.parent.parent, []).append(trace.parent)
+    found = [
+        together([read_run(str(one), plan.name.replace("-on-", " on ")) for one in repeats])
+        for plan, repeats in plans.items()
+    ]
+    return sorted(found, key=lambda run: (run.plan.world, run.name))
+
+
+def together(runs: Sequence[Run]) -> Run:
+    """Repeats as one: all their steps count, the last one's trace is shown."""
+    from dataclasses import replace
+
+    return replace(runs[-1], repeats=tuple(run.own_seconds for run in runs[:-1]))
 
 
 def read_run(path: str, name: str = "", *, is_live: bool = False) -> Run:
@@ -96,19 +132,20 @@ def check_comparable(runs: Sequence[Run]) -> None:
             )
 
 
-def write_page(runs: Sequence[Run], file: str, said: Sequence[str] = ()) -> Path:
-    """One file. said: sentences about all runs together."""
+def write_page(runs: Sequence[Run], file: str) -> Path:
+    """One file; of several runs with what they say together."""
     from pathlib import Path
 
     from meshwright.core.codec import write_whole
     from meshwright.core.errors import InputError
+    from meshwright.report.contest import said_about
     from meshwright.report.page import page
 
     if not file.endswith((".html", ".htm")):
         raise InputError(f"{file}: a report is an .html file")
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs of {runs[0].plan.model or 'one model'}"
     try:
-        return write_whole(Path(file), page(runs, title, said=said))
+        return write_whole(Path(file), page(runs, title, said=said_about(runs) if len(runs) > 1 else ()))
     except OSError as error:
         raise InputError(f"{file} cannot be written: {error.strerror}") from error
 
@@ -163,5 +200,7 @@ def _remark(folder: RunFolder, traces: tuple[Trace, ...]) -> str:
 
 def _nested_hint(path: Path) -> str:
     """The folder above several runs is the usual slip."""
+    if not path.exists():
+        return ", and does not exist"
     inside = sorted(one.parent.name for one in path.glob("*/settings.toml")) if path.is_dir() else []
     return f"; did you mean one of its folders: {', '.join(inside[:5])}?" if inside else ""

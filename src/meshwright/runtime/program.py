@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
-from meshwright.core.trace import Trace
+from meshwright.core.trace import Trace, steps_that_count
 from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.data_parallel import (
@@ -47,7 +47,7 @@ from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.reach import reach
 from meshwright.runtime.scaling import LossScale, Scales
 from meshwright.runtime.split.model import SplitModel
-from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
+from meshwright.runtime.step import StepOutput, divided, median_parts
 from meshwright.runtime.update import UnusedError, Update
 from meshwright.runtime.watch import Watch
 
@@ -274,7 +274,7 @@ class Program:
             with self.watch.region("backward"):
                 pipeline.backward(action, scales.of(action.microbatch))
         elif action.kind == "backward_weights":
-            with self.watch.region("backward"):
+            with self.watch.region("backward"), self.watch.region("weights"):
                 pipeline.backward_weights(action)
         else:
             with self.watch.region("waiting" if action.kind.startswith("receive") else "transfer"):
