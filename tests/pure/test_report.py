@@ -232,6 +232,8 @@ def spoil(folder: Path, how: str) -> None:
         trace.save(folder / "traces" / "rank-00000.json")
     elif how == "broken line":
         (folder / "metrics.jsonl").write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    elif how == "odd line":
+        (folder / "metrics.jsonl").write_text('{"step": 0}\nnull\n')
 
 
 @pytest.mark.parametrize(
@@ -242,6 +244,9 @@ def spoil(folder: Path, how: str) -> None:
         ("truncated", "rank-00001.json: not valid JSON"),
         ("other version", "this version reads format 1; the file is from another version"),
         ("other plan", "the folder mixes two runs"),
+        ("truncated", "restore the file"),
+        ("other version", "read it with the version that wrote it, or train again"),
+        ("odd line", "metrics.jsonl, line 2: not what a step leaves"),
         ("broken line", "metrics.jsonl, line 2: not valid JSON"),
     ],
 )

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+    from typing import TypeVar
 
     from meshwright.cli.searching import Searching
     from meshwright.core.cluster import Cluster
+    from meshwright.core.codec import Value
     from meshwright.core.result import SearchResult
     from meshwright.core.trace import Trace
     from meshwright.report.run import Run
     from meshwright.train.folder import RunFolder
+
+    V = TypeVar("V", bound=Value)
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
@@ -79,21 +83,24 @@ def read_run(path: str, name: str = "", *, is_live: bool = False) -> Run:
 
     folder = RunFolder(path)
     if not folder.settings.exists():
-        raise InputError(f"{folder.path} is not a run folder: it has no settings.toml{_nested_hint(folder.path)}")
+        raise InputError(
+            f"{folder.path} is not a run folder: it has no settings.toml{_nested_hint(folder.path)}; give a folder that "
+            "`meshwright train` or `compare` has written, such as runs/demo"
+        )
     if not is_live and not folder.trace.exists():
         raise InputError(
             f"{folder.path} has no trace.json: the run has not finished, or it failed; `meshwright watch {folder.path}` shows "
             "a run that goes on, `meshwright train … --resume` ends one that stopped"
         )
-    plan = Plan.load(folder.plan)
+    plan = _read(Plan, folder.plan)
     traces = _traces(folder, plan.hash)
     return Run(
         name=name or folder.path.name,
         plan=plan,
-        estimate=Estimate.load(folder.estimate),
-        cluster=Cluster.load(folder.cluster) if folder.cluster.exists() else None,
-        forecast=Forecast.load(folder.forecast) if folder.forecast.exists() else None,
-        result=SearchResult.load(folder.search) if folder.search.exists() else None,
+        estimate=_read(Estimate, folder.estimate),
+        cluster=_read(Cluster, folder.cluster) if folder.cluster.exists() else None,
+        forecast=_read(Forecast, folder.forecast) if folder.forecast.exists() else None,
+        result=_read(SearchResult, folder.search) if folder.search.exists() else None,
         traces=traces,
         metrics=tuple(_metrics(folder.metrics)),
         settings=folder.settings.read_text(encoding="utf-8"),
@@ -158,7 +165,7 @@ def _traces(folder: RunFolder, plan: str) -> tuple[Trace, ...]:
     if not folder.trace.exists():
         return ()
     files = sorted(folder.traces.glob("rank-*.json")) or [folder.trace]
-    traces = tuple(Trace.load(file) for file in files)
+    traces = tuple(_read(Trace, file) for file in files)
     for file, trace in zip(files, traces, strict=True):
         if trace.plan != plan:
             raise InputError(
@@ -166,6 +173,17 @@ def _traces(folder: RunFolder, plan: str) -> tuple[Trace, ...]:
                 "into a fresh folder with --out"
             )
     return traces
+
+
+def _read(kind: type[V], path: Path) -> V:
+    from meshwright.core.errors import InputError
+
+    try:
+        return kind.load(path)
+    except InputError as error:
+        raise InputError(
+            f"{error}; restore the file, read it with the version that wrote it, or train again with --out FOLDER"
+        ) from error
 
 
 def _metrics(path: Path) -> list[dict[str, Any]]:
@@ -180,10 +198,14 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(dict(json.loads(line)))
+            entry = json.loads(line)
         except ValueError:
             if number < len(lines):
                 raise InputError(f"{path}, line {number}: not valid JSON: remove the line, or train again") from None
+            continue
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+            raise InputError(f"{path}, line {number}: not what a step leaves: remove the line, or train again")
+        found.append(entry)
     return found
 
 

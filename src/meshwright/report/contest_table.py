@@ -55,7 +55,7 @@ def memory_table(runs: Sequence[Run]) -> Table:
 
 
 def _table(title: str, heads: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("plan")
     for name in heads:
         table.add_column(name, justify="left" if name == "histogram" else "right", no_wrap=name == "histogram")
@@ -85,7 +85,7 @@ def _memory_cells(run: Run, factor: int) -> tuple[str, str, str]:
     trace, predicted = run.worst, run.estimate.peak_bytes
     promised = f"{predicted / factor:,.2f}"
     if trace is None or trace.peak_bytes is None:
-        return "not sampled", promised, ""
+        return "", promised, ""
     return f"{trace.peak_bytes / factor:,.2f}", promised, f"{predicted / trace.peak_bytes - 1:+.1%}"
 
 
