@@ -52,13 +52,13 @@ def estimate_table(plan: Plan, estimate: Estimate) -> Table:
     return table
 
 
-def comparison_table(estimate: Estimate, trace: Trace) -> Table:
-    """Predicted against measured: step time and its parts, memory by category, collectives."""
+def comparison_table(estimate: Estimate, trace: Trace, unit: str = "tokens") -> Table:
+    """Predicted against measured: step time and its parts, memory by category, collectives. unit: what the speed counts."""
     table = Table(title="predicted against measured", title_justify="left")
     table.add_column("")
     for name in ("predicted", "measured", "error"):
         table.add_column(name, justify="right")
-    for section in comparison_sections(estimate, trace):
+    for section in comparison_sections(estimate, trace, unit):
         for row in section:
             table.add_row(*row.cells, style="bold" if row.is_total else None)
         table.add_section()
