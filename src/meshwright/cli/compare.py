@@ -48,6 +48,7 @@ def compare(
     from pathlib import Path
 
     from meshwright.cli.output import make_console
+    from meshwright.cli.ready import OF_TRAINING, ready_ranks
     from meshwright.core.errors import RunError
     from meshwright.core.short_plans import contenders
 
@@ -56,10 +57,11 @@ def compare(
     chosen += _peers(settings, peers, wanted.nproc)
     console = make_console(as_json)
     folder = Path(out or f"runs/{settings.name}-compare")
-    epoch_steps = _check(settings, chosen, folder)
-    for words in left_out:
-        console.print(f"left out: {words}", highlight=False)
-    runs, failed = _run_all(settings, chosen, wanted.repeat, folder, console)
+    with ready_ranks(OF_TRAINING, settings.model):
+        epoch_steps = _check(settings, chosen, folder)
+        for words in left_out:
+            console.print(f"left out: {words}", highlight=False)
+        runs, failed = _run_all(settings, chosen, wanted.repeat, folder, console)
     if not runs:
         raise RunError(f"no plan ran: {'; '.join(f'{name}: {reason}' for name, reason in failed.items())}")
     _show(runs, failed, epoch_steps, console)

@@ -58,11 +58,12 @@ def train(
     or `train --resume RUN` with the settings that the run folder holds.
     """
     from meshwright.cli.output import make_console
+    from meshwright.cli.ready import OF_TRAINING, ready_ranks
     from meshwright.cli.train_launched import join_launched
     from meshwright.cli.train_local import run_ranks
     from meshwright.cli.train_settings import as_before, check_verify, read_settings
     from meshwright.cli.train_summary import show_summary
-    from meshwright.runtime.ranks import started_by_launcher
+    from meshwright.runtime.rank import started_by_launcher
 
     given = {
         "nproc": nproc,
@@ -85,7 +86,8 @@ def train(
     if started_by_launcher():
         join_launched(settings, resume, console, as_json, verify)
     else:
-        summary, decision = run_ranks(settings, resume, console, as_json, verify=verify)
+        with ready_ranks(OF_TRAINING, settings.model):
+            summary, decision = run_ranks(settings, resume, console, as_json, verify=verify)
         if summary is not None:
             show_summary(settings, decision, summary, console, as_json)
         if summary is not None and summary["interrupted"]:

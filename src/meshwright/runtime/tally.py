@@ -3,7 +3,8 @@
     loss = Σ_ranks Σ_microbatches mean_i · count_i / Σ count                                              -> add_loss, output
     each backward runs on  mean_i · count_i · dp · S / Σ count       S: of the loss, under fp16           -> scale
 
-(the factor dp, because data parallelism averages over ranks). Σ count is summed while the first forward runs.
+(the factor dp, because data parallelism averages over ranks). Σ count is summed while the first forward runs. Numbers are filled
+in where they are: a copy from the host would wait for all that the device was given before.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class Tally:
     def __init__(self, counts: list[int], factor: float, signal: float, others: Others, device: torch.device) -> None:
         """counts: label tokens of each microbatch. factor: dp · S."""
         self.counts, self.factor, self.others = counts, factor, others
-        self.total_count = torch.tensor(float(sum(counts)), dtype=torch.float64, device=device)
+        self.total_count = torch.full((), sum(counts), dtype=torch.float64, device=device)
         self._counting = (
             None if others.dp is None else dist.all_reduce(self.total_count, group=others.dp, async_op=True)
         )
-        self.sums = torch.tensor([0.0, signal, 0.0, 0.0], dtype=torch.float64, device=device)
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        if signal:
+            self.sums[1] = signal
 
     def add_loss(self, microbatch: int, loss: Tensor) -> None:
         self.sums[0] += loss.detach() * self.counts[microbatch]

@@ -71,7 +71,7 @@ class StreamedProgram(Program):
     def holdings(self) -> Holdings:
         """Bytes on the device and the host."""
         streams = self.streams
-        host = sum(memory.num_bytes for memory in streams.memory)
+        host = sum(memory.num_bytes for memory in streams.memory) + streams.updates.state_bytes
         return streams.streaming.holdings(streams.departures, streams.stash, host)
 
     def close(self) -> None:
