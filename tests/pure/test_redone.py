@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from machines import named_machine, plan_for
 from transformer import Sizes, transformer_graph
 
 from meshwright.core.graph import Graph
+from meshwright.core.plan import Offload, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.compute import ComputeCost
 from meshwright.cost.division import divide
@@ -27,6 +29,24 @@ def test_full_does_all_of_forward_again() -> None:
     kind = FUSED.kind_by_block["blocks.0"]
     assert len(redone_ops(kind, "full")) == sum(op.phase == "forward" for op in kind.ops)
     assert redone_ops(kind, "none") == frozenset()
+
+
+def test_full_ends_with_what_backward_needs() -> None:
+    """The MLP's second product, and the sum behind it, make what the next block keeps as its input."""
+
+    kind, plan = FUSED.kind_by_block["blocks.0"], plan_for(FUSED, recompute="full")
+    division = divide(FUSED, plan)["blocks.0"]
+
+    def seconds(plan: Plan, recipe: Recipe) -> float:
+        return ComputeCost(FUSED, plan, named_machine(), recipe).redone_work(division, "blocks.0", "full").kernel
+
+    cost = ComputeCost(FUSED, plan, named_machine(), Recipe())
+    last = [number for number, op in enumerate(kind.ops) if op.phase == "forward"][-2:]
+    assert [kind.ops[number].kind for number in last] == ["matmul", "elementwise"]
+    whole = seconds(plan, Recipe(whole_recompute=True))
+    assert whole - seconds(plan, Recipe()) == pytest.approx(sum(cost.op_seconds(division, number) for number in last))
+    streamed = msgspec.structs.replace(plan, offload=Offload(what="parameters"))
+    assert seconds(streamed, Recipe()) == whole
 
 
 def test_selective_does_again_what_rebuilds_the_attention_core() -> None:

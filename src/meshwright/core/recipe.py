@@ -54,6 +54,9 @@ class Recipe(Value, kw_only=True):
     selective_core: bool = False
     """Whether selective recompute redoes all of the attention core, as a checkpoint around it does, rather than only what
     rebuilds the tensors that were not kept."""
+    whole_recompute: bool = False
+    """Whether full recompute runs a block's forward to its end, rather than until all is made that backward needs: torch's own
+    stops there, and compiled code leaves the rest out."""
     copies_received: bool = False
     """Whether what a stage received is kept twice."""
     overlaps_reduction: bool = True

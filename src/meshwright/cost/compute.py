@@ -18,6 +18,7 @@ from meshwright.core.graph import Graph, Kind, Op, Pass, Precision
 from meshwright.core.once import once_per_kind
 from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 from meshwright.core.recipe import Recipe
+from meshwright.cost.block_ops import last_needed
 from meshwright.cost.division import Division
 from meshwright.cost.fusion import is_fused
 from meshwright.cost.kernels import Kernels, MatmulSize
@@ -68,10 +69,18 @@ class ComputeCost:
         key = (id(division), -1, mode)
         if key not in self._known:
             again = redone_ops(division.kind, mode)
+            end = last_needed(division.kind)
+            if mode == "full" and end >= 0 and not self._recomputes_whole:  # below 0: nobody says what is kept
+                again = frozenset(number for number in again if number < end)
             passes = [one for one in division.kind.passes if one.phase == "forward"]
             parts = (self._work(division, block, one, [n for n in one.op_range if n in again]) for one in passes)
             self._known[key] = sum(parts, NO_WORK)
         return self._known[key]
+
+    @property
+    def _recomputes_whole(self) -> bool:
+        """Streamed blocks run again as they are: what they return is handed its gradient."""
+        return self.recipe.whole_recompute or self.plan.offload.what == "parameters"
 
     def _work(self, division: Division, block: str, one: Pass, numbers: Iterable[int]) -> Work:
         ops, numbers = division.kind.ops, list(numbers)

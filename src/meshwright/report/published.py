@@ -53,14 +53,16 @@ RECIPES: dict[System, Recipe] = {
     "deepspeed": Recipe(
         fused_update=True, parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=8, reduces_whole=True,
         blocking_transfers=True, overlaps_reduction=False, copies_received=True, fused_ops=True,
-        bucket_bytes=2 * 500_000_000 * 2, selective_core=True,
+        bucket_bytes=2 * 500_000_000 * 2, selective_core=True, whole_recompute=True,
     ),
     "megatron": Recipe(
         fused_update=True, parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=4, whole_transfers=False,
-        blocking_transfers=True, overlaps_reduction=False, fused_ops=True, selective_core=True,
+        blocking_transfers=True, overlaps_reduction=False, fused_ops=True, selective_core=True, whole_recompute=True,
     ),
-    "fsdp": Recipe(gather_item_bytes=4, reduce_item_bytes=2, fused_loss=True, selective_core=True),
-    "torchtitan": Recipe(fused_update=True, gather_item_bytes=2, reduce_item_bytes=4, selective_ops=True, plain_loss=True),
+    "fsdp": Recipe(gather_item_bytes=4, reduce_item_bytes=2, fused_loss=True, selective_core=True, whole_recompute=True),
+    "torchtitan": Recipe(
+        fused_update=True, gather_item_bytes=2, reduce_item_bytes=4, selective_ops=True, plain_loss=True, whole_recompute=True,
+    ),
 }  # fmt: skip
 
 
