@@ -113,6 +113,9 @@ def test_losses_that_differ_are_seen() -> None:
     other = replace(two, metrics=tuple({**line, "loss": 1.1 * line["loss"]} for line in two.metrics))
     assert loss_difference(other, one) == pytest.approx(0.1)
     assert loss_difference(replace(two, metrics=()), one) is None
+    lost = replace(two, metrics=tuple({**line, "loss": float("nan")} for line in two.metrics))
+    assert loss_difference(lost, one) == float("inf")
+    assert "differ from one from the first step on" in loss_words([one, lost])
 
 
 def test_losses_that_drift_are_told_from_wrong_ones() -> None:

@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from browser import CHROMIUM, Browser
 from rich.console import Console
@@ -110,9 +111,15 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
         shown_now = tab.ask("document.querySelector('main').textContent")
         assert "step 4 of 100" in shown_now
         assert "1.00 MiB" in shown_now, "memory of each rank"
+        run = run_of()
+        for trace in run.traces:
+            so_far = msgspec.structs.replace(trace, steps=(), plan=run.plan.hash)
+            so_far.save(folder.live / f"sample-{trace.rank:05d}.json")
         with folder.metrics.open("a") as file:
             file.write(json.dumps({"step": 4, "loss": 4.0, "seconds": 0.1, "tokens_per_second": 9.0}) + "\n")
         tab.until("document.querySelector('.verdict').textContent.includes('5 steps are done')")
+        tab.until("document.querySelectorAll('#run-0-memory option').length === 2")
+        assert "memory peaked at" in tab.ask("document.querySelector('.verdict').textContent")
         trace = run_of().worst
         assert trace is not None
         trace.save(folder.trace)

@@ -135,12 +135,14 @@ def test_a_plan_that_has_not_run(browser: Browser, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_large_run_stays_small_and_opens(browser: Browser, tmp_path: Path) -> None:
-    run = run_of(num_steps=1000, num_bars=400, dp=8, pp=8, microbatch=1, global_batch=256)
+    """With steps of thousands of bars a rank and stream, as deep pipelines have them; opened is when all pictures are drawn."""
+    run = run_of(num_steps=1000, num_bars=3000, num_calls=3000, dp=8, pp=8, microbatch=1, global_batch=256)
     assert len(run.traces) == 64
     started = time.monotonic()
     tab = opened(browser, tmp_path, [run])
     print(f"written and opened in {time.monotonic() - started:.2f} s")
     assert (tmp_path / "report.html").stat().st_size < 10e6
+    assert tab.ask("document.querySelectorAll('[data-chart=\"gantt\"] rect').length") > 100
     spent = tab.ask("performance.getEntriesByType('navigation')[0].loadEventEnd")
     print(f"{(tmp_path / 'report.html').stat().st_size / 1e6:.2f} MB, loaded in {spent:.0f} ms")
     assert tab.ask("document.querySelectorAll('#run-0-gantt select option').length") > 1

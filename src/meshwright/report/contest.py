@@ -11,6 +11,7 @@ A margin that does not exceed the noise is no margin.                           
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,13 @@ def loss_difference(run: Run, reference: Run, num_steps: int = COMPARED_STEPS) -
     """How far the losses of the first steps lie apart, relative to the reference; None where a loss is missing."""
     ours, theirs = (_losses(one) for one in (run, reference))
     steps = [step for step in sorted(theirs) if step in ours][:num_steps]
-    return max((abs(ours[step] - theirs[step]) / (abs(theirs[step]) or 1.0) for step in steps), default=None)
+    return max((_apart(ours[step], theirs[step]) for step in steps), default=None)
+
+
+def _apart(loss: float, reference: float) -> float:
+    """Infinite where one of them is no number."""
+    difference = abs(loss - reference) / (abs(reference) or 1.0)
+    return difference if math.isfinite(difference) else math.inf
 
 
 def loss_words(runs: Sequence[Run]) -> str:

@@ -7,6 +7,7 @@ steps      seconds, loss and learning rate with six digits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -206,7 +207,7 @@ def _waits(trace: Trace) -> str:
 
 
 def _metric(run: Run, name: str) -> dict[str, Any]:
-    lines = [line for line in run.metrics if name in line]
+    lines = [line for line in run.metrics if name in line and math.isfinite(line[name])]
     every = max(1, -(-len(lines) // MOST_LINE_POINTS))
     lines = [*lines[::every], *(lines[-1:] if lines and (len(lines) - 1) % every else [])]
     return {"steps": [line["step"] for line in lines], "values": [short(line[name]) for line in lines]}

@@ -285,6 +285,8 @@ class _Loop:
             )
             if output.sampled and self.program.watch.sample is not None:
                 self.metrics.show_sample(step, self.program.watch.sample)
+        if output.sampled:
+            self.live.write_sample(self.program.trace())
         self.live.write(step, seconds, memory, self.program.watch.sample)
         self.view.show(step, output.loss, speed, memory)
 

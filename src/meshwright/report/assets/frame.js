@@ -42,7 +42,7 @@ function seconds(number) {
 
 function plain(number) {
   const size = Math.abs(number);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return number.toExponential(3);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return Number(number.toPrecision(5)).toExponential();
   return String(Number(number.toPrecision(5)));
 }
 
