@@ -115,6 +115,27 @@ def test_runs_side_by_side(browser: Browser, tmp_path: Path) -> None:
     check_quiet(tab)
 
 
+CLIPPED = """[...document.querySelectorAll('svg text')].filter(node => {
+    const box = node.getBoundingClientRect();
+    return box.width && (box.left < -0.5 || box.right > innerWidth + 0.5);
+}).map(node => node.textContent)"""
+
+
+@pytest.mark.parametrize("width", [1200, 390], ids=["desk", "phone"])
+def test_no_label_is_cut_off(browser: Browser, tmp_path: Path, width: int) -> None:
+    """Of many runs with long names, whose ends tell them apart; and of one run."""
+    names = [f"a comparison of long names, run {number}" for number in range(11)]
+    tab = opened(browser, tmp_path, [run_of(name, zero=3) for name in names], width)
+    assert tab.ask(CLIPPED) == []
+    shown = tab.ask("[...document.querySelectorAll('[data-chart=peaks] text')].map(node => node.textContent)")
+    assert sum(name.endswith("run 10") for name in shown) == 1
+    assert "run 3" in tab.hover('[data-chart="histogram of each run"] svg', 0.6, 3.5 / 12)
+    assert tab.ask("document.documentElement.scrollWidth") <= width
+    check_quiet(tab)
+    one = opened(browser, tmp_path, [run_of(pp=2, dp=2)], width)
+    assert one.ask(CLIPPED) == []
+
+
 def test_theme_and_print(browser: Browser, tmp_path: Path) -> None:
     tab = opened(browser, tmp_path, [run_of()])
     tab.click("button.theme")

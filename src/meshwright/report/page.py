@@ -181,13 +181,13 @@ def _candidates(run: Run) -> str:
             format_bytes(other.peak_bytes),
             other.reason,
         )
-        for other in result.runners_up[:SHOWN_RUNNERS_UP]
+        for other in sorted(result.runners_up[:SHOWN_RUNNERS_UP], key=lambda other: other.step_seconds)
     ]
     searched = (
         f"{result.num_candidates:,} candidates in {format_seconds(result.search_seconds)} by search {result.method}"
     )
     left = len(result.runners_up) - SHOWN_RUNNERS_UP
-    more = f"; {left} more are in search.json" if left > 0 else ""
+    more = f"; {left} more are left out here" if left > 0 else ""
     head = ("what it does otherwise", "step", "peak", "why it lost")
     return f"<p>{escape(searched + more)}</p>{_table(head, rows, words=(0, 3))}"
 

@@ -28,6 +28,8 @@ MANY_RANKS = 16
 FEW_POINTS = 160
 """Of a memory curve, where there are many ranks."""
 MOST_LINE_POINTS = 2000
+LEAST_SHOWN = 1e-6
+"""Seconds: a shorter part of a step is left out of its picture."""
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
@@ -170,7 +172,7 @@ def _time(run: Run) -> list[dict[str, Any]]:
     return [
         {"name": words, "predicted": predicted[part], "measured": measured.get(part)}
         for part, words in TIME_WORDS.items()
-        if predicted[part] or measured.get(part)
+        if max(predicted[part], measured.get(part) or 0.0) >= LEAST_SHOWN
     ]
 
 
