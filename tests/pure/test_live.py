@@ -56,10 +56,12 @@ def test_of_many_ranks_the_fullest_are_shown() -> None:
 
 
 def test_a_run_that_says_nothing_is_remarked_upon() -> None:
-    assert silent_words([state(0)], step_seconds=0.1, now=125.0) == ""
-    assert "no rank has ended a step for 31.00 s" in silent_words([state(0)], step_seconds=0.1, now=131.0)
-    assert silent_words([state(0)], step_seconds=10.0, now=131.0) == "", "its steps take longer than that"
-    assert silent_words([], step_seconds=0.1, now=131.0) == ""
+    run = replace(run_of(), traces=(), metrics=({"step": 0, "seconds": 0.1}, {"step": 1, "seconds": 0.1}))
+    slow = replace(run, metrics=({"step": 0, "seconds": 10.0},))
+    assert silent_words([state(0)], run, now=125.0) == ""
+    assert "no rank has ended a step for 31.00 s" in silent_words([state(0)], run, now=131.0)
+    assert silent_words([state(0)], slow, now=131.0) == "", "its steps take longer than that"
+    assert silent_words([], run, now=131.0) == ""
 
 
 def test_equal_ranks_have_no_slowest() -> None:

@@ -60,8 +60,8 @@ def _answer(folder: RunFolder, every: float) -> tuple[int, str]:
     from meshwright.report.page import page
 
     try:
+        live = None if has_ended(folder) else _live(folder, every)  # asked first: it may end while it is read
         run = read_run(str(folder.path), is_live=True)
-        live = None if has_ended(folder) else _live(folder, every)
     except MeshwrightError as error:
         return 503, str(error)
     return 200, page([run], run.name, live)
