@@ -113,11 +113,23 @@ def agreement_words(runs: Sequence[Run]) -> str:
     return f"Losses agree within {max(known):.1g} of {runs[0].name}'s over the first {COMPARED_STEPS} steps."
 
 
+def batch_words(runs: Sequence[Run]) -> str:
+    """Whether steps are of different work."""
+    sizes: dict[int, list[str]] = {}
+    for run in runs:
+        sizes.setdefault(run.plan.global_batch, []).append(run.name)
+    if len(sizes) == 1:
+        return ""
+    each = "; ".join(f"{size} ({', '.join(names)})" for size, names in sizes.items())
+    return f"global batches differ, so that a step is not the same work: {each}"
+
+
 def said_about(runs: Sequence[Run]) -> tuple[str, ...]:
     """Sentences about all runs together: who won, whether losses agree, what else the runs show."""
     judgement, apart = judge(runs), loss_words(runs)
     return (
         *([f"{judgement}."] if judgement else []),
+        *([f"Warning: {unlike}."] if (unlike := batch_words(runs)) else []),
         *([f"Warning: {apart}."] if apart else []),
         *([words] if (words := agreement_words(runs)) else []),
         *findings(runs),
