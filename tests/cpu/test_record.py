@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +20,9 @@ from meshwright.measure.categories import Categories
 from meshwright.measure.intervals import Timeline
 from meshwright.measure.profile import Change, Profile, Span, parse
 from meshwright.measure.unseen import end_unseen
-from meshwright.runtime.step import divided
-from meshwright.runtime.watch import SHARE, stride
+from meshwright.runtime import watch as watch_module
+from meshwright.runtime.step import StepOutput, divided
+from meshwright.runtime.watch import SAMPLED_STEP, SHARE, Watch, stride
 
 HOST, AUTOGRAD, COMPUTE, COMMUNICATION = 100, 101, 7, 20
 
@@ -266,6 +270,24 @@ def test_a_sample_is_paid_back_before_the_next() -> None:
     assert stride(cost_seconds=3.0, plain_seconds=0.6) == 334
     assert stride(cost_seconds=-0.1, plain_seconds=0.6) == 1
     assert 3.0 / (stride(3.0, 0.61) * 0.61) <= SHARE
+
+
+class SlowToRecord:
+    """A recorder that takes far longer than the step it watches."""
+
+    def record(self, program: Any, batch: Any, run: Any) -> Any:
+        time.sleep(0.05)
+        return SimpleNamespace(seconds=0.001, sampled=False), SimpleNamespace()
+
+
+def test_a_plain_step_that_was_slow_by_chance_does_not_make_recording_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were its cost what a sample took beyond that step, it would be nothing, and every step would be sampled."""
+    monkeypatch.setattr(watch_module, "_slowest_rank", lambda steps, device: steps)
+    watch = Watch(SlowToRecord())
+    earlier: list[Any] = [SimpleNamespace(seconds=1.0, sampled=False) for _ in range(2)]
+    program: Any = SimpleNamespace(device=torch.device("cpu"))
+    watch.record(program, {}, lambda: cast(StepOutput, None), earlier)
+    assert watch.next_step >= SAMPLED_STEP + stride(0.049, 1.0)
 
 
 def test_a_plain_steps_parts_are_divided_as_in_the_sampled_step() -> None:

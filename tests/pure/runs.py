@@ -17,7 +17,9 @@ from meshwright.report.run import Run
 PARTS: tuple[Part, ...] = ("forward", "backward", "waiting", "update")
 
 
-def trace_of(plan: Plan, rank: int, num_steps: int = 20, slow: float = 1.0, num_bars: int = 8) -> Trace:
+def trace_of(
+    plan: Plan, rank: int, num_steps: int = 20, slow: float = 1.0, num_bars: int = 8, num_calls: int = 1
+) -> Trace:
     """A rank that takes `slow` times as long over its work as others; its step has `num_bars` bars of compute."""
     bars = [PARTS[number % 4] for number in range(num_bars)]
     width = 0.08 / num_bars
@@ -30,9 +32,14 @@ def trace_of(plan: Plan, rank: int, num_steps: int = 20, slow: float = 1.0, num_
         )
         for number, part in enumerate(bars)
     ]
-    timeline.append(
-        Interval(stream="communication", part="all_reduce", start_seconds=0.02, seconds=0.03, axis="dp", num_bytes=4096)
-    )
+    each = 0.03 / num_calls
+    timeline += [
+        Interval(
+            stream="communication", part="all_reduce", start_seconds=0.02 + 2 * number * each, seconds=each, axis="dp",
+            num_bytes=4096,
+        )
+        for number in range(num_calls)
+    ]  # fmt: skip
     sums = [
         PartSeconds(
             stream="compute", part=part, count=bars.count(part),
@@ -66,7 +73,9 @@ def trace_of(plan: Plan, rank: int, num_steps: int = 20, slow: float = 1.0, num_
     )  # fmt: skip
 
 
-def run_of(name: str = "run", num_steps: int = 20, num_bars: int = 8, devices: int = 8, **request: Any) -> Run:
+def run_of(
+    name: str = "run", num_steps: int = 20, num_bars: int = 8, devices: int = 8, num_calls: int = 1, **request: Any
+) -> Run:
     """A run of a plan on hosts of 8 devices, with a trace of every rank."""
     graph = chain_graph(8)
     plan = plan_for(graph, **({"dp": 2, "microbatch": 1, "global_batch": 8} | request))
@@ -77,7 +86,9 @@ def run_of(name: str = "run", num_steps: int = 20, num_bars: int = 8, devices: i
         estimate=estimate(graph, plan, cluster),
         cluster=cluster,
         forecast=forecast(graph, plan, cluster),
-        traces=tuple(trace_of(plan, rank, num_steps, num_bars=num_bars) for rank in range(plan.world)),
+        traces=tuple(
+            trace_of(plan, rank, num_steps, num_bars=num_bars, num_calls=num_calls) for rank in range(plan.world)
+        ),
         metrics=tuple(
             {
                 "step": step,

@@ -113,6 +113,9 @@ def test_losses_that_differ_are_seen() -> None:
     other = replace(two, metrics=tuple({**line, "loss": 1.1 * line["loss"]} for line in two.metrics))
     assert loss_difference(other, one) == pytest.approx(0.1)
     assert loss_difference(replace(two, metrics=()), one) is None
+    lost = replace(two, metrics=tuple({**line, "loss": float("nan")} for line in two.metrics))
+    assert loss_difference(lost, one) == float("inf")
+    assert "differ from one from the first step on" in loss_words([one, lost])
 
 
 def test_losses_that_drift_are_told_from_wrong_ones() -> None:
@@ -175,6 +178,11 @@ def test_what_is_said_about_all() -> None:
     first, agree, *_ = said_about(runs)
     assert first.startswith("one is fastest: 100.0% ahead of two")
     assert agree == "Losses agree within 0 of one's over the first 10 steps."
+    other = timed("other", [1.0, 1.0], global_batch=16)
+    assert (
+        "global batches differ, so that a step is not the same work: 8 (one); 16 (other)"
+        in said_about([runs[0], other])[1]
+    )
     wrong = replace(runs[1], metrics=tuple({**line, "loss": 1.1 * line["loss"]} for line in runs[1].metrics))
     said = " ".join(said_about([runs[0], wrong]))
     assert "Warning: the losses of two differ" in said

@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from browser import CHROMIUM, Browser
 from rich.console import Console
@@ -55,10 +56,12 @@ def test_of_many_ranks_the_fullest_are_shown() -> None:
 
 
 def test_a_run_that_says_nothing_is_remarked_upon() -> None:
-    assert silent_words([state(0)], step_seconds=0.1, now=125.0) == ""
-    assert "no rank has ended a step for 31.00 s" in silent_words([state(0)], step_seconds=0.1, now=131.0)
-    assert silent_words([state(0)], step_seconds=10.0, now=131.0) == "", "its steps take longer than that"
-    assert silent_words([], step_seconds=0.1, now=131.0) == ""
+    run = replace(run_of(), traces=(), metrics=({"step": 0, "seconds": 0.1}, {"step": 1, "seconds": 0.1}))
+    slow = replace(run, metrics=({"step": 0, "seconds": 10.0},))
+    assert silent_words([state(0)], run, now=125.0) == ""
+    assert "no rank has ended a step for 31.00 s" in silent_words([state(0)], run, now=131.0)
+    assert silent_words([state(0)], slow, now=131.0) == "", "its steps take longer than that"
+    assert silent_words([], run, now=131.0) == ""
 
 
 def test_equal_ranks_have_no_slowest() -> None:
@@ -110,9 +113,15 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
         shown_now = tab.ask("document.querySelector('main').textContent")
         assert "step 4 of 100" in shown_now
         assert "1.00 MiB" in shown_now, "memory of each rank"
+        run = run_of()
+        for trace in run.traces:
+            so_far = msgspec.structs.replace(trace, steps=(), plan=run.plan.hash)
+            so_far.save(folder.live / f"sample-{trace.rank:05d}.json")
         with folder.metrics.open("a") as file:
             file.write(json.dumps({"step": 4, "loss": 4.0, "seconds": 0.1, "tokens_per_second": 9.0}) + "\n")
         tab.until("document.querySelector('.verdict').textContent.includes('5 steps are done')")
+        tab.until("document.querySelectorAll('#run-0-memory option').length === 2")
+        assert "memory peaked at" in tab.ask("document.querySelector('.verdict').textContent")
         trace = run_of().worst
         assert trace is not None
         trace.save(folder.trace)

@@ -15,6 +15,7 @@ from meshwright.cli.runs import check_comparable, read_run, read_runs, telling_n
 from meshwright.core.errors import InputError
 from meshwright.core.trace import Interval
 from meshwright.report.chrome import chrome_trace
+from meshwright.report.comparison import Line
 from meshwright.report.fullest import fullest_words
 from meshwright.report.overlap import exposed_share, overlap, shared_seconds
 from meshwright.report.page import page
@@ -63,6 +64,12 @@ def test_percentiles_lie_between_neighbours() -> None:
     assert percentile((1.0, 2.0, 3.0, 4.0), 0.5) == 2.5
     assert percentile((1.0,), 0.95) == 1.0
     assert percentile(tuple(float(value) for value in range(101)), 0.95) == pytest.approx(95.0)
+
+
+def test_many_times_too_much_is_said_as_that() -> None:
+    lines = [Line("memory", predicted, 100.0, str).cells[3] for predicted in (105.0, 1000.0, 25_000.0)]
+    assert lines == ["+5.0%", "+900.0%", "250 times"]
+    assert Line("memory", 1.0, 0.0, str).cells[3] == ""
 
 
 # The slow rank

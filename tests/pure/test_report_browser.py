@@ -115,6 +115,27 @@ def test_runs_side_by_side(browser: Browser, tmp_path: Path) -> None:
     check_quiet(tab)
 
 
+CLIPPED = """[...document.querySelectorAll('svg text')].filter(node => {
+    const box = node.getBoundingClientRect();
+    return box.width && (box.left < -0.5 || box.right > innerWidth + 0.5);
+}).map(node => node.textContent)"""
+
+
+@pytest.mark.parametrize("width", [1200, 390], ids=["desk", "phone"])
+def test_no_label_is_cut_off(browser: Browser, tmp_path: Path, width: int) -> None:
+    """Of many runs with long names, whose ends tell them apart; and of one run."""
+    names = [f"a comparison of long names, run {number}" for number in range(11)]
+    tab = opened(browser, tmp_path, [run_of(name, zero=3) for name in names], width)
+    assert tab.ask(CLIPPED) == []
+    shown = tab.ask("[...document.querySelectorAll('[data-chart=peaks] text')].map(node => node.textContent)")
+    assert sum(name.endswith("run 10") for name in shown) == 1
+    assert "run 3" in tab.hover('[data-chart="histogram of each run"] svg', 0.6, 3.5 / 12)
+    assert tab.ask("document.documentElement.scrollWidth") <= width
+    check_quiet(tab)
+    one = opened(browser, tmp_path, [run_of(pp=2, dp=2)], width)
+    assert one.ask(CLIPPED) == []
+
+
 def test_theme_and_print(browser: Browser, tmp_path: Path) -> None:
     tab = opened(browser, tmp_path, [run_of()])
     tab.click("button.theme")
@@ -135,12 +156,14 @@ def test_a_plan_that_has_not_run(browser: Browser, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_large_run_stays_small_and_opens(browser: Browser, tmp_path: Path) -> None:
-    run = run_of(num_steps=1000, num_bars=400, dp=8, pp=8, microbatch=1, global_batch=256)
+    """With steps of thousands of bars a rank and stream, as deep pipelines have them; opened is when all pictures are drawn."""
+    run = run_of(num_steps=1000, num_bars=3000, num_calls=3000, dp=8, pp=8, microbatch=1, global_batch=256)
     assert len(run.traces) == 64
     started = time.monotonic()
     tab = opened(browser, tmp_path, [run])
     print(f"written and opened in {time.monotonic() - started:.2f} s")
     assert (tmp_path / "report.html").stat().st_size < 10e6
+    assert tab.ask("document.querySelectorAll('[data-chart=\"gantt\"] rect').length") > 100
     spent = tab.ask("performance.getEntriesByType('navigation')[0].loadEventEnd")
     print(f"{(tmp_path / 'report.html').stat().st_size / 1e6:.2f} MB, loaded in {spent:.0f} ms")
     assert tab.ask("document.querySelectorAll('#run-0-gantt select option').length") > 1

@@ -158,12 +158,13 @@ def write_page(runs: Sequence[Run], file: str) -> Path:
 
 
 def _traces(folder: RunFolder, plan: str) -> tuple[Trace, ...]:
-    """Of every rank where the run left them, else of the one rank that is known."""
+    """Of every rank where the run left them, else of the one rank that is known; of a run that goes on, its last sampled step."""
     from meshwright.core.errors import InputError
     from meshwright.core.trace import Trace
 
     if not folder.trace.exists():
-        return ()
+        so_far = (_read(Trace, file) for file in sorted(folder.live.glob("sample-*.json")))
+        return tuple(trace for trace in so_far if trace.plan == plan)
     files = sorted(folder.traces.glob("rank-*.json")) or [folder.trace]
     traces = tuple(_read(Trace, file) for file in files)
     for file, trace in zip(files, traces, strict=True):
@@ -211,7 +212,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
 
 def _remark(folder: RunFolder, traces: tuple[Trace, ...]) -> str:
     words = []
-    if traces and len(traces) < traces[0].num_ranks:
+    if folder.trace.exists() and len(traces) < traces[0].num_ranks:
         words.append(
             f"Only rank {traces[0].rank} of {traces[0].num_ranks} is shown: the run was recorded by an older version."
         )

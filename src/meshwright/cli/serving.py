@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -43,7 +43,8 @@ def _handler(folder: RunFolder, every: float) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Type", "text/html; charset=utf-8" if code == 200 else "text/plain; charset=utf-8")
             self.send_header("Cache-Control", "no-store")
             self.end_headers()
-            self.wfile.write(text.encode())
+            with suppress(ConnectionError):  # who asked has gone meanwhile
+                self.wfile.write(text.encode())
 
         def log_message(self, format: str, *arguments: object) -> None:
             """Requests are not news."""
@@ -59,8 +60,8 @@ def _answer(folder: RunFolder, every: float) -> tuple[int, str]:
     from meshwright.report.page import page
 
     try:
+        live = None if has_ended(folder) else _live(folder, every)  # asked first: it may end while it is read
         run = read_run(str(folder.path), is_live=True)
-        live = None if has_ended(folder) else _live(folder, every)
     except MeshwrightError as error:
         return 503, str(error)
     return 200, page([run], run.name, live)

@@ -54,10 +54,16 @@ def _follow(folder: RunFolder, console: Console, every: float) -> None:
 
     from rich.live import Live
 
-    with Live(_look(folder), console=console, auto_refresh=False, transient=False) as view:
+    if not console.is_terminal:
+        console.print(_look(folder))
         while not has_ended(folder):
             time.sleep(every)
-            view.update(_look(folder), refresh=True)
+            console.print(_look(folder))
+    else:
+        with Live(_look(folder), console=console, auto_refresh=False, transient=False) as view:
+            while not has_ended(folder):
+                time.sleep(every)
+                view.update(_look(folder), refresh=True)
     console.print(
         f"the run has ended: `meshwright report {folder.path} -o report.html` shows all of it", highlight=False
     )

@@ -167,7 +167,8 @@ class Holdings:
             return self._leaving(backward_done, block, unborn)
         missing = round(unborn * self._of({block}, sharded=False)) if block in backward_done else 0
         if plan.zero == 0:
-            buckets = plan.mesh.dp * plan.mesh.cp > 1  # replicas keep their buckets between steps
+            replicas = plan.mesh.dp * plan.mesh.cp > 1
+            buckets = replicas and plan.mesh.pp == 1  # they keep them between steps; stages give their gradients up
             return (
                 self.whole_gradients
                 if buckets or self.accumulates

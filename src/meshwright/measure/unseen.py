@@ -46,7 +46,7 @@ class _Ends:
         self.calls = Spans(profile.calls)
         self.ends_of_calls = {one.called: one.span.end for one in running_collectives(profile)}
         self.passed: dict[int, list[Span]] = {}
-        for note in profile.notes:
+        for note in profile.notes if not profile.device_work else ():  # a GPU's allocator keeps its own account
             category, _, place = note.name.partition("/")
             if category == "passed":
                 self.passed.setdefault(int(place), []).append(note)

@@ -13,6 +13,9 @@ from meshwright.report.straggler import sampled_seconds
 
 FINEST = 2000
 """A bar shorter than this part of the step cannot be seen."""
+MOST_BARS = 100_000
+"""Of a page: with many ranks each has fewer, so that the page stays small."""
+STREAMS = 3
 
 
 def planned_rows(run: Run) -> list[dict[str, Any]]:
@@ -38,6 +41,7 @@ def planned_rows(run: Run) -> list[dict[str, Any]]:
 def measured_rows(run: Run) -> list[dict[str, Any]]:
     """Each rank's compute stream, and below it what it communicates and copies."""
     rows = []
+    finest = min(FINEST, max(1, MOST_BARS // (STREAMS * max(1, len(run.traces)))))
     for trace in run.traces:
         end = sampled_seconds(trace)
         for stream, words in (
@@ -45,7 +49,7 @@ def measured_rows(run: Run) -> list[dict[str, Any]]:
             ("communication", ".. communication"),
             ("transfer", ".. copies"),
         ):
-            bars = _visible([one for one in trace.timeline if one.stream == stream], end / FINEST)
+            bars = _visible([one for one in trace.timeline if one.stream == stream], end, finest)
             if bars:
                 rows.append(_row(words, bars, end))
     return rows
@@ -69,10 +73,11 @@ def _part(one: Interval) -> str:
     return f"{one.part} along {one.axis}" if one.axis else one.part
 
 
-def _visible(intervals: Sequence[Interval], finest: float) -> list[Interval]:
-    """Intervals in order; neighbours of one part are one where no eye could part them."""
-    found = _joined(sorted(intervals, key=lambda interval: interval.start_seconds), finest)
-    return found if len(found) <= FINEST else _joined(_coarse(found, finest), finest)
+def _visible(intervals: Sequence[Interval], end: float, most: int) -> list[Interval]:
+    """Intervals in order, about `most` at most; neighbours of one part are one where no eye could part them."""
+    ordered = sorted(intervals, key=lambda interval: interval.start_seconds)
+    found = _joined(ordered, end / FINEST)
+    return found if len(found) <= most else _joined(_coarse(found, end / most), end / most)
 
 
 def _joined(intervals: Sequence[Interval], finest: float) -> list[Interval]:

@@ -11,6 +11,9 @@ from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.run import speed_words
 from meshwright.report.words import MEMORY_WORDS
 
+MANY_TIMES = 11
+"""From here on a percentage says less than a factor."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -27,8 +30,15 @@ class Line:
     def cells(self) -> tuple[str, str, str, str]:
         if self.measured is None:
             return self.words, self.show(self.predicted), "not sampled", ""
-        error = f"{self.predicted / self.measured - 1:+.1%}" if self.measured else ""
-        return self.words, self.show(self.predicted), self.show(self.measured), error
+        return self.words, self.show(self.predicted), self.show(self.measured), self._error
+
+    @property
+    def _error(self) -> str:
+        """In percent; many times too much is said as that."""
+        if not self.measured:
+            return ""
+        times = self.predicted / self.measured
+        return f"{times - 1:+.1%}" if times < MANY_TIMES else f"{times:,.0f} times"
 
 
 def comparison_sections(estimate: Estimate, trace: Trace, unit: str = "tokens") -> tuple[tuple[Line, ...], ...]:

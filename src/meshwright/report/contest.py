@@ -11,6 +11,7 @@ A margin that does not exceed the noise is no margin.                           
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,13 @@ def loss_difference(run: Run, reference: Run, num_steps: int = COMPARED_STEPS) -
     """How far the losses of the first steps lie apart, relative to the reference; None where a loss is missing."""
     ours, theirs = (_losses(one) for one in (run, reference))
     steps = [step for step in sorted(theirs) if step in ours][:num_steps]
-    return max((abs(ours[step] - theirs[step]) / (abs(theirs[step]) or 1.0) for step in steps), default=None)
+    return max((_apart(ours[step], theirs[step]) for step in steps), default=None)
+
+
+def _apart(loss: float, reference: float) -> float:
+    """Infinite where one of them is no number."""
+    difference = abs(loss - reference) / (abs(reference) or 1.0)
+    return difference if math.isfinite(difference) else math.inf
 
 
 def loss_words(runs: Sequence[Run]) -> str:
@@ -106,11 +113,23 @@ def agreement_words(runs: Sequence[Run]) -> str:
     return f"Losses agree within {max(known):.1g} of {runs[0].name}'s over the first {COMPARED_STEPS} steps."
 
 
+def batch_words(runs: Sequence[Run]) -> str:
+    """Whether steps are of different work."""
+    sizes: dict[int, list[str]] = {}
+    for run in runs:
+        sizes.setdefault(run.plan.global_batch, []).append(run.name)
+    if len(sizes) == 1:
+        return ""
+    each = "; ".join(f"{size} ({', '.join(names)})" for size, names in sizes.items())
+    return f"global batches differ, so that a step is not the same work: {each}"
+
+
 def said_about(runs: Sequence[Run]) -> tuple[str, ...]:
     """Sentences about all runs together: who won, whether losses agree, what else the runs show."""
     judgement, apart = judge(runs), loss_words(runs)
     return (
         *([f"{judgement}."] if judgement else []),
+        *([f"Warning: {unlike}."] if (unlike := batch_words(runs)) else []),
         *([f"Warning: {apart}."] if apart else []),
         *([words] if (words := agreement_words(runs)) else []),
         *findings(runs),

@@ -14,7 +14,7 @@ from rich.text import Text
 from meshwright.core.live import RankState
 from meshwright.core.result import describe
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.report.run import Run, speed_words
+from meshwright.report.run import Run, median, speed_words
 
 RANK_HEADS = ("rank", "step", "memory now", "peak", "of the promise", "waits", "said")
 SHOWN_RANKS = 16
@@ -57,7 +57,7 @@ def live_view(run: Run, ranks: Sequence[RankState], num_steps: int, now: float) 
     ]
     if ranks:
         parts += [rank_table(ranks, run, now), Text(slowest_words(ranks))]
-    if silence := silent_words(ranks, seconds, now):
+    if silence := silent_words(ranks, run, now):
         parts.append(Text(silence, style="yellow"))
     return Group(*parts)
 
@@ -98,12 +98,12 @@ def rank_rows(ranks: Sequence[RankState], run: Run, now: float) -> list[tuple[st
     ]
 
 
-def silent_words(ranks: Sequence[RankState], step_seconds: float, now: float) -> str:
+def silent_words(ranks: Sequence[RankState], run: Run, now: float) -> str:
     """Said where no rank has done a step for far longer than one takes: a run that was killed leaves no other sign."""
     if not ranks:
         return ""
     silent = now - max(one.at for one in ranks)
-    if silent < max(LEAST_SILENCE, SILENT_STEPS * step_seconds):
+    if silent < max(LEAST_SILENCE, SILENT_STEPS * (median(run.step_seconds) or 0.0)):
         return ""
     return (
         f"no rank has ended a step for {format_seconds(silent)}: it validates, saves or hangs, or the run was stopped; "

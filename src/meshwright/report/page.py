@@ -18,7 +18,7 @@ from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.comparison import comparison_sections
 from meshwright.report.differences import difference_words
 from meshwright.report.fullest import fullest_words
-from meshwright.report.live_view import RANK_HEADS, Live, progress_words, rank_rows, slowest_words
+from meshwright.report.live_view import RANK_HEADS, Live, progress_words, rank_rows, silent_words, slowest_words
 from meshwright.report.page_data import page_data
 from meshwright.report.plan_words import plan_in_words
 from meshwright.report.run import Run, median, percentile
@@ -106,9 +106,9 @@ def _now(run: Run, live: Live) -> str:
     words = f"<p>{escape(progress_words(run, live.num_steps))}</p>"
     if not live.ranks:
         return words
-    return (
-        f"{words}{_table(RANK_HEADS, rank_rows(live.ranks, run, live.now))}<p>{escape(slowest_words(live.ranks))}</p>"
-    )
+    said = (slowest_words(live.ranks), silent_words(live.ranks, run, live.now))
+    below = "".join(f"<p>{escape(sentence)}</p>" for sentence in said if sentence)
+    return f"{words}{_table(RANK_HEADS, rank_rows(live.ranks, run, live.now))}{below}"
 
 
 def _faint(words: str) -> str:
@@ -181,13 +181,13 @@ def _candidates(run: Run) -> str:
             format_bytes(other.peak_bytes),
             other.reason,
         )
-        for other in result.runners_up[:SHOWN_RUNNERS_UP]
+        for other in sorted(result.runners_up[:SHOWN_RUNNERS_UP], key=lambda other: other.step_seconds)
     ]
     searched = (
         f"{result.num_candidates:,} candidates in {format_seconds(result.search_seconds)} by search {result.method}"
     )
     left = len(result.runners_up) - SHOWN_RUNNERS_UP
-    more = f"; {left} more are in search.json" if left > 0 else ""
+    more = f"; {left} more are left out here" if left > 0 else ""
     head = ("what it does otherwise", "step", "peak", "why it lost")
     return f"<p>{escape(searched + more)}</p>{_table(head, rows, words=(0, 3))}"
 

@@ -7,6 +7,7 @@ steps      seconds, loss and learning rate with six digits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ MANY_RANKS = 16
 FEW_POINTS = 160
 """Of a memory curve, where there are many ranks."""
 MOST_LINE_POINTS = 2000
+LEAST_SHOWN = 1e-6
+"""Seconds: a shorter part of a step is left out of its picture."""
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
@@ -169,7 +172,7 @@ def _time(run: Run) -> list[dict[str, Any]]:
     return [
         {"name": words, "predicted": predicted[part], "measured": measured.get(part)}
         for part, words in TIME_WORDS.items()
-        if predicted[part] or measured.get(part)
+        if max(predicted[part], measured.get(part) or 0.0) >= LEAST_SHOWN
     ]
 
 
@@ -206,7 +209,7 @@ def _waits(trace: Trace) -> str:
 
 
 def _metric(run: Run, name: str) -> dict[str, Any]:
-    lines = [line for line in run.metrics if name in line]
+    lines = [line for line in run.metrics if name in line and math.isfinite(line[name])]
     every = max(1, -(-len(lines) // MOST_LINE_POINTS))
     lines = [*lines[::every], *(lines[-1:] if lines and (len(lines) - 1) % every else [])]
     return {"steps": [line["step"] for line in lines], "values": [short(line[name]) for line in lines]}

@@ -25,7 +25,7 @@ class Run:
     result: SearchResult | None = None
     """How the plan was found, where it was searched."""
     traces: tuple[Trace, ...] = ()
-    """Of all ranks that are known, in their order; none where nothing ran yet."""
+    """Of all ranks that are known, in their order; none where nothing ran yet. Of a run that goes on: without steps."""
     metrics: tuple[Mapping[str, Any], ...] = ()
     settings: str = ""
     """The file that makes the run again."""
@@ -41,6 +41,11 @@ class Run:
         return "samples" if round(per_sample) == 1 else "tokens"
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it has begun, and has left no trace of its steps yet."""
+        return bool(self.step_seconds) and not any(trace.steps for trace in self.traces)
+
+    @property
     def worst(self) -> Trace | None:
         """Of the rank with the highest peak."""
         return max(self.traces, key=lambda trace: (trace.peak_bytes or 0, -trace.rank), default=None)
@@ -54,7 +59,7 @@ class Run:
     def own_seconds(self) -> tuple[float, ...]:
         """Without repeats."""
         trace = self.worst
-        if trace is None:
+        if trace is None or not trace.steps:
             seconds = [line["seconds"] for line in self.metrics if "seconds" in line]
             return tuple(seconds[1:] or seconds)
         return tuple(record.seconds for record in steps_that_count(trace.steps))

@@ -21,8 +21,10 @@ PROMISED_TIME, PROMISED_MEMORY = 0.10, 0.05
 
 def verdict(run: Run) -> tuple[str, str, str]:
     trace = run.worst
+    if run.goes_on:
+        return _going(run, trace)
     if trace is None:
-        return _going(run) if run.step_seconds else _planned(run)
+        return _planned(run)
     return _did(run, trace), _promised(run, trace), _time_words(trace.time_seconds, run, trace)
 
 
@@ -40,15 +42,19 @@ def _planned(run: Run) -> tuple[str, str, str]:
     )
 
 
-def _going(run: Run) -> tuple[str, str, str]:
-    """Of a run that goes on: nothing is known yet but its steps."""
+def _going(run: Run, trace: Trace | None) -> tuple[str, str, str]:
+    """Of a run that goes on. trace: of its last sampled step."""
     done, seconds = 1 + max(line["step"] for line in run.metrics), statistics.median(run.step_seconds)
-    slower = seconds / run.estimate.step_seconds - 1
+    promise = run.estimate.step_seconds
+    slower = _off(seconds / promise - 1, "slower", "faster", PROMISED_TIME)
+    memory = f"; {_memory_words(run, trace.peak_bytes, trace.rank)}" if trace and trace.peak_bytes else ""
     loss = f"; the loss is {run.loss:.4f}" if run.loss is not None else ""
     return (
         f"{describe(run.plan)} goes on: {done:,} steps are done, {format_seconds(seconds)} each by the median{loss}.",
-        f"It was promised {format_seconds(run.estimate.step_seconds)} per step: {_off(slower, 'slower', 'faster', PROMISED_TIME)}.",
-        "Memory and the timeline of the step follow when the run ends.",
+        f"It was promised {format_seconds(promise)} per step: {slower}{memory}.",
+        _time_words(trace.time_seconds, run, trace)
+        if trace
+        else "Memory and the timeline of the step follow when a step was sampled.",
     )
 
 
@@ -74,10 +80,15 @@ def _promised(run: Run, trace: Trace) -> str:
     words = f"It was promised {format_seconds(estimate.step_seconds)} per step: {_off(slower, 'slower', 'faster', PROMISED_TIME)}"
     if trace.peak_bytes is None:
         return words + "; no step was sampled, so its memory is not known."
-    more = trace.peak_bytes / estimate.peak_bytes - 1
+    return f"{words}; {_memory_words(run, trace.peak_bytes, trace.rank)}."
+
+
+def _memory_words(run: Run, peak_bytes: int, rank: int) -> str:
+    promised = run.estimate.peak_bytes
+    more = peak_bytes / promised - 1
     return (
-        f"{words}; memory peaked at {format_bytes(trace.peak_bytes)} on rank {trace.rank}, where "
-        f"{format_bytes(estimate.peak_bytes)} were predicted: {_off(more, 'more', 'less', PROMISED_MEMORY)}."
+        f"memory peaked at {format_bytes(peak_bytes)} on rank {rank}, where {format_bytes(promised)} were predicted: "
+        f"{_off(more, 'more', 'less', PROMISED_MEMORY)}"
     )
 
 

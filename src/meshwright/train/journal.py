@@ -37,6 +37,8 @@ class Journal:
         memory = device_bytes(self.program.device)
         sample = self.program.watch.sample
         self._write_metrics(step, output, speed, memory)
+        if output.sampled:
+            self._live.write_sample(self.program.trace())
         self._live.write(step, seconds, memory, sample)
         self._view.show(step, output.loss, speed, memory)
 

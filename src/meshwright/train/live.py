@@ -1,6 +1,7 @@
-"""What each rank says about itself while a run goes on: one small file a rank, for `meshwright watch`.
+"""What each rank says about itself while a run goes on: small files, for `meshwright watch`.
 
-Written at most once a second, beside the step and never waited for. The share of waiting comes from the rank's last sampled step.
+Its state is written at most once a second, and what it saw of a sampled step after that step; nobody waits for either. The share
+of waiting comes from the rank's last sampled step.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from meshwright.core.codec import write_whole
 from meshwright.core.live import RankState
 
 if TYPE_CHECKING:
+    from meshwright.core.trace import Trace
     from meshwright.runtime.watch import Sample
     from meshwright.train.folder import RunFolder
 
@@ -21,11 +25,12 @@ LEAST_SECONDS = 1.0
 
 
 class LiveFile:
-    """One rank's file."""
+    """One rank's files."""
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
         self.rank = rank
         self.path = folder.live / f"rank-{rank:05d}.json"
+        self.sample_path = folder.live / f"sample-{rank:05d}.json"
         self.next_write = 0.0
 
     def write(self, step: int, seconds: float, memory_bytes: int, sample: Sample | None) -> None:
@@ -45,6 +50,11 @@ class LiveFile:
         )
         with suppress(OSError):
             write_whole(self.path, state.to_json())
+
+    def write_sample(self, trace: Trace) -> None:
+        """The trace so far, without its steps: these are in metrics.jsonl."""
+        with suppress(OSError):
+            write_whole(self.sample_path, msgspec.structs.replace(trace, steps=()).to_json())
 
 
 def _waiting_share(sample: Sample) -> float:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshwright.core.estimate import TimeParts
 from meshwright.core.plan import Plan
-from meshwright.core.trace import StepRecord, Trace
+from meshwright.core.trace import StepRecord, Trace, steps_that_count
 from meshwright.models.objective import Batch, call, map_batch
 from meshwright.models.source import resolve
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
@@ -68,7 +68,7 @@ def _summed(loss: torch.Tensor, count: int, device: torch.device) -> tuple[float
 
 
 def _trace(records: list[StepRecord], plan: Plan, rank: Rank) -> Trace:
-    counted = records[1:] or records
+    counted = steps_that_count(tuple(records))
     seconds = statistics.median(record.seconds for record in counted)
     return Trace(
         plan=plan.hash,

@@ -42,7 +42,7 @@ function seconds(number) {
 
 function plain(number) {
   const size = Math.abs(number);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return number.toExponential(3);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return Number(number.toPrecision(5)).toExponential();
   return String(Number(number.toPrecision(5)));
 }
 
@@ -62,7 +62,7 @@ function textWidth(words) {
 // How wide the column of names left of a chart is: all of the longest, where that leaves the chart enough.
 function namesWidth(figure, names) {
   const width = figure.clientWidth || 800;
-  return Math.min(14 + Math.max(...names.map(textWidth)), width < 560 ? 0.36 * width : 0.3 * width);
+  return Math.min(14 + Math.max(...names.map(textWidth)), width < 560 ? 0.42 * width : 0.3 * width);
 }
 
 // A name at the left of its line; of one that is too long the middle is left out, for names differ at their ends.

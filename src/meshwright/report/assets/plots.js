@@ -125,9 +125,10 @@ function barChart(place, title, rows, show) {
   const figure = html("figure", "", place);
   figure.dataset.chart = title;
   if (!rows.length) return;
-  const line = 36;
   const top = Math.max(...rows.flatMap((row) => [row.predicted || 0, row.measured || 0])) || 1;
   const has = (name) => rows.some((row) => row[name] !== null && row[name] !== undefined);
+  const pairs = has("predicted") && has("measured");
+  const line = pairs ? 36 : 24;
   const xWords = has("predicted") ? (has("measured") ? "pale: predicted; full: measured" : "predicted") : "measured";
   draw(figure, () => {
     const figuresShown = rows.flatMap((row) => [row.predicted, row.measured]).filter((value) => value !== null && value !== undefined);
@@ -137,8 +138,8 @@ function barChart(place, title, rows, show) {
     });
     rows.forEach((row, number) => {
       const y = 6 + number * line;
-      nameAt(chart, row.name, y + 17);
-      const bars = [[row.predicted, y, 0.45], [row.measured, y + 12, 1]];
+      nameAt(chart, row.name, y + (pairs ? 16 : 10));
+      const bars = [[row.predicted, y, 0.45], [row.measured, pairs ? y + 12 : y, 1]];
       for (const [value, at, opacity] of bars) {
         if (value === null || value === undefined) continue;
         make("rect", { x: chart.left, y: at, width: Math.max(0.5, chart.x(value) - chart.left), height: 11, fill: RUNS[0], "fill-opacity": opacity }, chart.svg);
