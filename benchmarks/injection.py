@@ -22,6 +22,8 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUS
 TAKE_DESCRIPTOR = 438
 """The number of pidfd_getfd on every processor Linux runs torch on."""
 ESTABLISHED = "01"
+FORKED = "mw-rank-"
+"""What the name of a forked rank begins with."""
 
 
 def inject(kind: str, rank: int, ranks: dict[int, int]) -> bool:
@@ -35,12 +37,18 @@ def inject(kind: str, rank: int, ranks: dict[int, int]) -> bool:
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """Rank → process of the launcher's children that are ranks."""
+    """Rank → process of the launcher's children that are ranks.
+
+    One that was forked has a name of its own; others have the environment they were started with.
+    """
     found = {}
     for process in children(launcher):
         with suppress(OSError):
-            environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-            found |= {int(item[5:]): process for item in environment if item.startswith(b"RANK=")}
+            name = Path(f"/proc/{process}/comm").read_text().strip()
+            environment = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+            told = [name.removeprefix(FORKED)] if name.startswith(FORKED) else []
+            told += [item.removeprefix("RANK=") for item in environment if item.startswith("RANK=")]
+            found |= {int(number): process for number in told[:1]}
     return found
 
 

@@ -4,7 +4,7 @@
 
 Every row runs in a process of its own and is written to the file as soon as it is done: a run that is cut goes on with the rows
 that are missing, and `--table` prints what is there without running anything. TFLOP/s count 6 x parameters outside the embeddings
-(head counted) + 6 x layers x hidden x sequence a token, recompute not counted. Layer streaming: `streaming_h200.py`.
+(head counted) + 6 x layers x hidden x sequence a token, recompute not counted. Layer streaming is run by `streaming_h200.py`.
 """
 
 from __future__ import annotations
@@ -45,22 +45,35 @@ class Row:
     delayed: bool = False
     max_norm: float | None = None
     peer: str = ""
-    """`llama`: the Hugging Face model; `accelerate`: the same under Accelerate with compile."""
+    """`torch`: the model compiled by plain torch, without Meshwright's runtime; `llama`: the Hugging Face model; `accelerate`: the
+    same under Accelerate with compile."""
+    streaming: str = ""
+    """`in memory` or `streamed`: a row of `streaming_h200.py`."""
+    seq: int = SEQ
 
     @property
     def model(self) -> str:
-        return f"gpt:layers={self.layers},hidden={self.hidden},heads={self.heads},seq={SEQ},vocab={VOCAB}"
+        return f"gpt:layers={self.layers},hidden={self.hidden},heads={self.heads},seq={self.seq},vocab={VOCAB}"
+
+    @property
+    def is_llama(self) -> bool:
+        return self.peer in ("llama", "accelerate")
+
+    @property
+    def parameters(self) -> int:
+        """Outside the embeddings, the head counted."""
+        width = 5504 * 3 + 4 * self.hidden if self.is_llama else 12 * self.hidden
+        return self.layers * width * self.hidden + VOCAB * self.hidden
 
     @property
     def flops(self) -> float:
         """Of a step."""
-        width = 5504 * 3 + 4 * self.hidden if self.peer else 12 * self.hidden
-        parameters = self.layers * width * self.hidden + VOCAB * self.hidden
-        return (6 * parameters + 6 * self.layers * self.hidden * SEQ) * self.microbatch * SEQ
+        return (6 * self.parameters + 6 * self.layers * self.hidden * self.seq) * self.microbatch * self.seq
 
 
 FIVE = {"layers": 24, "hidden": 4096, "heads": 32, "microbatch": 8}
 ONE = {"layers": 24, "hidden": 2048, "heads": 16, "recompute": False}
+THIN = {"hidden": 1024, "heads": 16, "microbatch": 64, "seq": 512}
 ROWS = {
     "5.25e9 exact": Row("within 24 GiB, exact", **FIVE, share=0.9),
     "5.25e9 clipped": Row("the same, gradients clipped", **FIVE, share=0.9, max_norm=1.0),
@@ -69,19 +82,50 @@ ROWS = {
     "5.25e9 partial": Row("within 60 GiB", **FIVE, share=0.3),
     "5.25e9 in memory": Row("in memory", **FIVE, share=None),
     "10e9": Row("10e9 parameters", layers=30, hidden=5120, heads=40, microbatch=16, share=0.7),
-    "1.3e9": Row("1.3e9 in memory", **ONE, microbatch=32, share=0.0),
+    "1.3e9": Row("1.3e9 in memory", **ONE, microbatch=16, share=0.0),
     "1.3e9 plain": Row("1.3e9 in memory, autocast", **ONE, microbatch=16, share=None),
+    "1.3e9 torch": Row("1.3e9 in memory, plain torch compiled", **ONE, microbatch=16, share=None, peer="torch"),
     "llama": Row("Hugging Face Llama in memory", **ONE, microbatch=8, share=0.0, peer="llama"),
     "accelerate": Row("the same under Accelerate, compiled", **ONE, microbatch=8, share=None, peer="accelerate"),
+    "24 layers": Row("24 layers of hidden 1024 in memory", layers=24, **THIN, streaming="in memory"),
+    "24 streamed": Row("24 layers, streamed", layers=24, **THIN, streaming="streamed"),
+    "96 streamed": Row("96 layers, streamed", layers=96, **THIN, streaming="streamed"),
+    "384 streamed": Row("384 layers, streamed", layers=384, **THIN, streaming="streamed"),
 }  # fmt: skip
 
 
 def measure(row: Row) -> dict[str, Any]:
+    _join()
+    return _streaming(row) if row.streaming else _stepping(row)
+
+
+def _streaming(row: Row) -> dict[str, Any]:
+    import torch
+    from streaming_h200 import arguments, run
+
+    found = run(row.layers, row.streaming, arguments([]), torch.device("cuda", 0))
+    seconds = found["ms_per_step"] / 1e3
+    return {
+        "what": row.what,
+        "step_seconds": seconds,
+        "tflops": row.flops / seconds / 1e12,
+        "peak_bytes": found["peak_device_bytes"],
+        "reserved_bytes": found["reserved_device_bytes"],
+        "host_bytes": found.get("holdings", {}).get("host", 0),
+        "losses": found["losses"],
+        "seconds": [one / 1e3 for one in found["ms_of_steps"]],
+        "torch": found["torch"],
+        "predicted_seconds": found["predicted_ms"] / 1e3,
+        "predicted_bytes": found["predicted_device_bytes"],
+        "predicted_host_bytes": found["predicted_host_bytes"],
+    }
+
+
+def _stepping(row: Row) -> dict[str, Any]:
     import torch
 
-    _join()
-    if row.peer == "accelerate":
-        step = _accelerate(row)
+    if row.peer in PEERS:
+        step = PEERS[row.peer](row)
         host_bytes, predicted = 0, {}
     else:
         step, program, predicted = _ours(row)
@@ -124,7 +168,7 @@ def _ours(row: Row) -> tuple[Any, Any, dict[str, Any]]:
     from meshwright.runtime.apply import apply
     from meshwright.runtime.deferred import deferred
 
-    source = resolve(f"hf:{_llama_file()}" if row.peer else row.model)
+    source = resolve(f"hf:{_llama_file()}" if row.is_llama else row.model)
     away = row.share is not None
     graph = capture_source(source, "bf16", "parameters" if away else "autocast")
     request = PlanRequest(
@@ -187,6 +231,38 @@ def _accelerate(row: Row) -> Any:
     return step
 
 
+def _torch(row: Row) -> Any:
+    import torch
+    from torch.nn import functional
+
+    from meshwright.models.source import resolve
+
+    source = resolve(row.model)
+    assert source.example is not None
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        module = source.build()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    batch = [value.cuda() for value in dict(source.example(row.microbatch)).values()]  # tokens and labels
+
+    @torch.compile
+    def loss_of(tokens: Any, labels: Any) -> Any:
+        return functional.cross_entropy(module(tokens).flatten(0, 1), labels.flatten())
+
+    def step() -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+PEERS = {"accelerate": _accelerate, "torch": _torch}
+
+
 def _llama_file() -> str:
     path = Path(tempfile.gettempdir()) / "llama-1.4e9.json"
     path.write_text(json.dumps(LLAMA))
@@ -224,17 +300,18 @@ def read(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(out: Path) -> str:
-    head = "| what | step | predicted | TFLOP/s | device | predicted | host | a parameter |"
-    lines = [head, "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    head = "| what | step | predicted | TFLOP/s | device | predicted | host | predicted | a parameter |"
+    lines = [head, "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
     gib = 2**30
     for name, row in read(out).items():
         kept = ROWS[name]
-        parameters = kept.layers * 12 * kept.hidden**2 + (2 * VOCAB + SEQ) * kept.hidden
-        seconds, device = row.get("predicted_seconds"), row.get("predicted_bytes")
+        parameters = kept.parameters + (VOCAB + kept.seq) * kept.hidden
+        seconds, device, host = (row.get(f"predicted_{what}") for what in ("seconds", "bytes", "host_bytes"))
         lines.append(
             f"| {row['what']} | {1e3 * row['step_seconds']:,.0f} ms | {f'{1e3 * seconds:,.0f} ms' if seconds else '–'} | "
             f"{row['tflops']:.0f} | {row['peak_bytes'] / gib:.1f} GiB | {f'{device / gib:.1f} GiB' if device else '–'} | "
-            f"{row['host_bytes'] / gib:.1f} GiB | {row['host_bytes'] / parameters:.1f} B |"
+            f"{row['host_bytes'] / gib:.1f} GiB | {f'{host / gib:.1f} GiB' if host else '–'} | "
+            f"{row['host_bytes'] / parameters:.1f} B |"
         )
     return "\n".join(lines)
 

@@ -54,7 +54,8 @@ def soak_rank(payload: dict[str, Any]) -> list[list[dict[str, float]]]:
     from meshwright.runtime.program import Program
     from meshwright.runtime.ranks import joined
     from meshwright.train.folder import RunFolder
-    from meshwright.train.loop import Job, run
+    from meshwright.train.job import Job
+    from meshwright.train.run import run
     from meshwright.train.settings import CheckpointSettings, DataSettings, Settings
 
     settings = Settings(

@@ -36,7 +36,7 @@ WARMUP = 2
 
 
 def main() -> None:
-    asked = _arguments()
+    asked = arguments()
     _join()
     device = torch.device(asked.device)
     for depth in (int(text) for text in asked.in_memory.split(",") if text):
@@ -125,7 +125,8 @@ def plan_of(depth: int, way: str, asked: argparse.Namespace) -> Plan:
     )
 
 
-def _arguments() -> argparse.Namespace:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """given: none for those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", default="24,96,384")
     parser.add_argument("--in-memory", default="24", help="depths that are also run in memory")
@@ -140,7 +141,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0", help="cpu: with small sizes, to see that it runs")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def _join() -> None:

@@ -1,4 +1,7 @@
-"""`meshwright` as people start it: in processes of their own, or, where no rank is started, inside the test's."""
+"""`meshwright` as people start it: in processes of their own, or, where no rank is started, inside the test's.
+
+A process of its own is forked from one that has loaded torch, or, where the start itself is tested (`FRESH`), a new one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from typing import Any
 
 import pytest
 from cases import ASSETS, hand_cluster
+from forked import ForkedCommand, command_template
+from injection import ranks_of
 
+from meshwright.runtime.template import Template
 from meshwright.train.metrics import read_metrics
 
 PATIENCE_SECONDS = 180.0
@@ -39,13 +45,10 @@ class Ended:
 
 
 class Started:
-    """A `meshwright` process and its ranks, all in one session, so that none outlives a test."""
+    """A `meshwright` process and its ranks, all in sessions of their own, so that none outlives a test."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
-        self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+    def __init__(self, process: ForkedCommand | subprocess.Popen[str]) -> None:
+        self.process = process
 
     def end(self) -> Ended:
         try:
@@ -54,6 +57,7 @@ class Started:
             self.kill()
             out, err = self.process.communicate()
             pytest.fail(f"did not end within {PATIENCE_SECONDS:.0f} s:\n{out}\n{err}")
+        assert self.process.returncode is not None
         return Ended(self.process.returncode, out, err)
 
     def kill(self) -> None:
@@ -63,26 +67,7 @@ class Started:
 
     def ranks(self) -> dict[int, int]:
         """Rank → process id of the children that are ranks."""
-        found = {}
-        for pid in children(self.process.pid):
-            try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            numbers = [int(item[5:]) for item in environment if item.startswith(b"RANK=")]
-            if numbers:
-                found[numbers[0]] = pid
-        return found
-
-
-def children(parent: int) -> Iterator[int]:
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == parent:
-            yield int(status.parent.name)
+        return ranks_of(self.process.pid)
 
 
 Cli = Callable[..., Ended]
@@ -95,14 +80,34 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
 
 
+@pytest.fixture(scope="session")
+def template() -> Iterator[Template]:
+    """What commands are forked from."""
+    with command_template() as made:
+        yield made
+
+
 @pytest.fixture
-def start(environment: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    """Start `meshwright ARGUMENTS` in an empty folder."""
+def start(
+    environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Started]]:
+    """Start `meshwright ARGUMENTS` in an empty folder. launcher: what stands before the arguments.
+
+    `-m MODULE` is forked from a process that has loaded torch; fresh=True starts a new Python, which loads all for itself.
+    """
     running: list[Started] = []
 
-    def begin(*arguments: object, launcher: tuple[str, ...] = ("-m", "meshwright")) -> Started:
-        command = [sys.executable, *launcher, *map(str, arguments)]
-        running.append(Started(command, environment, tmp_path))
+    def begin(*arguments: object, launcher: tuple[str, ...] = ("-m", "meshwright"), fresh: bool = False) -> Started:
+        words = [*launcher, *map(str, arguments)]
+        process: ForkedCommand | subprocess.Popen[str]
+        if fresh or words[0] != "-m":
+            process = subprocess.Popen(
+                [sys.executable, *words], cwd=tmp_path, env=environment, text=True, start_new_session=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+        else:
+            process = ForkedCommand(request.getfixturevalue("template"), words[1:], environment, tmp_path)
+        running.append(Started(process))
         return running[-1]
 
     yield begin

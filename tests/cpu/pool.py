@@ -32,6 +32,7 @@ QUIET = {"KINETO_LOG_LEVEL": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 LOADED = [
     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.profiler", "pytest", "transformers.modeling_utils", "meshwright.measure.parity", "meshwright.runtime.apply",
+    "meshwright.train.loop", "meshwright.measure.probe", "meshwright.cli.app", "meshwright.search.search",
 ]  # fmt: skip
 """What ranks need sooner or later, and may share: nothing that starts a thread when it is loaded."""
 
@@ -99,7 +100,7 @@ class RankPool:
         self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
-        context = _forking() if self.start == "forkserver" else multiprocessing.get_context("spawn")
+        context = forking() if self.start == "forkserver" else multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-pool-")
         store = Path(self._folder.name, "store")
         for rank in range(self.num_ranks):
@@ -123,7 +124,7 @@ class RankPool:
         return dict(sorted(answers.items()))
 
 
-def _forking() -> Any:
+def forking() -> Any:
     """Ranks are forked from a process that has torch loaded and has done nothing with it: to load it takes seconds a rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)

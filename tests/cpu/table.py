@@ -46,6 +46,7 @@ MODELS = {
 }
 """`moe` drops no choice, so that what goes over ep can be predicted."""
 BESIDES = {
+    "gpt by single ops": "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=60,attention=eager",
     "moe that drops": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=60,experts=4,top=2,capacity=1,balance=0",
     "moe in balance": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=60,experts=4,top=1,capacity=0,balance=0.1",
 }

@@ -20,12 +20,13 @@ from pool import RankError, RankPool, this_rank
 from safetensors.torch import load_file
 from test_checkpoint import BEFORE, case_of, resume, run_and_save, start, steps, write
 
+from meshwright.core import disk
+from meshwright.core.disk import FileFacts, read_facts
 from meshwright.core.errors import CheckpointError, InputError
 from meshwright.runtime.program import Program
-from meshwright.train import checkpoint, disk
+from meshwright.train import checkpoint
 from meshwright.train.checkpoint import restore
 from meshwright.train.contents import read_contents
-from meshwright.train.disk import FileFacts, read_facts
 from meshwright.train.manifest import Manifest
 from meshwright.train.plain_values import like, to_plain
 

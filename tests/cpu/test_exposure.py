@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from command import Cli, Started, children, wait_for
+from command import Cli, Started, wait_for
+from injection import children
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from meshwright.cli.serving import served_page

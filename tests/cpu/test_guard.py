@@ -24,8 +24,9 @@ from meshwright.runtime.replicas import Replicas, checksum
 from meshwright.train.checkpoint import latest
 from meshwright.train.folder import RunFolder
 from meshwright.train.guard import LEAST_HISTORY, MOST_ROLLBACKS, MOST_SKIPS, Guard
-from meshwright.train.loop import Job, run
+from meshwright.train.job import Job
 from meshwright.train.metrics import read_metrics
+from meshwright.train.run import run
 from meshwright.train.settings import (
     CheckpointSettings,
     DataSettings,

@@ -19,8 +19,9 @@ from meshwright.core.request import PlanRequest, plain_plan
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import resolve
 from meshwright.train.folder import RunFolder
-from meshwright.train.loop import Job, run
+from meshwright.train.job import Job
 from meshwright.train.metrics import read_metrics
+from meshwright.train.run import run
 from meshwright.train.settings import CheckpointSettings, DataSettings, LearningRateSettings, Settings
 
 Pools = Callable[[int], RankPool]

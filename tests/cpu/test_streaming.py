@@ -19,10 +19,10 @@ from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.objective import call
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
-from meshwright.runtime.offload import build, host
+from meshwright.runtime.offload import build, host, stash
 from meshwright.runtime.offload.link import open_link
 from meshwright.runtime.offload.streamed_program import StreamedProgram, TornError
-from meshwright.runtime.offload.streaming import Holdings
+from meshwright.runtime.offload.streaming import REQUESTED_AHEAD, Holdings
 
 Pools = Callable[[int], RankPool]
 MODELS = ("gpt", "tied", "grouped", "llama", "gpt2", "t5", "frozen", "unused", "mixtral", "resnet")
@@ -136,6 +136,43 @@ def live_on_rank(layers: int) -> list[int]:
 def test_activations_and_their_gradients_go_as_backward_goes_on(pool: Pools) -> None:
     shallow, deeper = max(pool(1).run(live_on_rank, 4)[0]), max(pool(1).run(live_on_rank, 12)[0])
     assert deeper == shallow
+
+
+def comings_on_rank(layers: int) -> list[tuple[int, int]]:
+    """As each block runs again, the last first: its number, and the lowest number of a block whose input was asked back by then."""
+    plan = streamed(Case(deep(layers), 0, "full", 1, precision="fp32"), stash="host")
+    program = program_of(deep(layers), plan)
+    numbers: dict[int, int] = {}
+    asked, found = [layers], []
+    keep, request = stash.HostStash.keep, stash._Away.request
+
+    def keep_numbered(self: Any, tensor: Any) -> Any:
+        away = keep(self, tensor)
+        numbers[id(away)] = len(numbers)
+        return away
+
+    def request_noted(self: Any) -> None:
+        asked.append(numbers[id(self)])
+        request(self)
+
+    def note(number: int, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            found.append((number, min(asked)))
+
+    for number in range(layers):
+        program.module.get_submodule(f"blocks.{number}.mlp_norm").register_forward_pre_hook(partial(note, number))
+    with (
+        mock.patch.object(stash.HostStash, "keep", keep_numbered),
+        mock.patch.object(stash._Away, "request", request_noted),
+    ):
+        program.step(batch_of(deep(layers), 4))
+    program.close()
+    return found
+
+
+def test_inputs_of_the_next_blocks_come_back_while_one_runs(pool: Pools) -> None:
+    found = pool(1).run(comings_on_rank, 6)[0]
+    assert found == [(number, max(0, number - REQUESTED_AHEAD)) for number in reversed(range(6))]
 
 
 # ------------------------------------------------------------ precision, clipping, evaluation, inference

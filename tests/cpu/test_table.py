@@ -56,8 +56,9 @@ BESIDE_CELLS = [
     ("moe in balance", row(2, cp=2, recompute="full")),
     ("moe that drops", row(2, tp=2, sequence_parallel=True)),
     ("moe in balance", row(2, tp=2, sequence_parallel=True, recompute="full")),
+    ("gpt by single ops", row(2, cp=2, context="ring", recompute="selective")),
 ]
-"""What a router counts over tokens that lie over ranks."""
+"""What a router counts over tokens that lie over ranks; and keys that are gathered inside an attention core that is made again."""
 AXES = ("tp", "sequence_parallel", "cp", "ep", "pp", "zero", "recompute")
 APART = {frozenset({"recompute", "zero"}), frozenset({"sequence_parallel", "ep"})}
 """Pairs that other files run: test_parity.py, test_expert_parallel.py; or that only the whole table has."""

@@ -27,6 +27,7 @@ class Decision:
 
 def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Cluster, world: int | None) -> Decision:
     """The plan of a run: read, searched, or plain. `graphs`: the model as replicas run it, and as sharded plans do."""
+    from meshwright.cli.graphs import graph_run_by
     from meshwright.cli.searching import Searching
     from meshwright.cli.shardings import with_legal_sharding
     from meshwright.core.errors import InfeasibleError, PlanError
@@ -43,7 +44,7 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
     if settings.plan_file is None and settings.planner == "search":
         searching = Searching(graph, other_casting, settings.memory_bytes, world, recipe=recipe)
         result = searching.on(cluster, settings.plan)
-        planned = forecast(_seen(graphs, result.plan), result.plan, cluster, recipe)
+        planned = forecast(graph_run_by(result.plan, *graphs), result.plan, cluster, recipe)
         return Decision(result.plan, result.estimate, result, planned)
     plan = (
         Plan.load(settings.plan_file)
@@ -58,7 +59,7 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
             f"{settings.plan_file} is for {plan.world} ranks, but {world} were asked for: use --nproc {plan.world}"
         )
     check_runs(plan)
-    seen = _seen(graphs, plan)
+    seen = graph_run_by(plan, *graphs)
     found = estimate(seen, plan, cluster, recipe, settings.memory_bytes)
     if not found.fits:
         over = found.needed_bytes - found.budget_bytes
@@ -68,12 +69,6 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
             "smaller --microbatch"
         )
     return Decision(plan, found, None, forecast(seen, plan, cluster, recipe))
-
-
-def _seen(graphs: tuple[Graph, Graph | None], plan: Plan) -> Graph:
-    """The model as the plan runs it."""
-    graph, other_casting = graphs
-    return other_casting if other_casting is not None and other_casting.casting == plan.casting else graph
 
 
 def check_made_for(plan: Plan, graph: Graph, name: str) -> None:

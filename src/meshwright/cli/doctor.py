@@ -31,7 +31,8 @@ def doctor(
     """
     from meshwright.cli.choices import check_choice
     from meshwright.cli.output import make_console
-    from meshwright.runtime.ranks import started_by_launcher
+    from meshwright.cli.ready import LOADED, ready_ranks
+    from meshwright.runtime.rank import started_by_launcher
 
     check_choice("--device", device, ("auto", "cpu", "cuda"))
     check_choice("--backend", backend, ("auto", "gloo", "nccl"))
@@ -39,7 +40,9 @@ def doctor(
     if started_by_launcher():
         _as_a_rank(out, device, backend, console, as_json)
         return
-    if _show(_alone(out, device, backend), console, as_json):
+    with ready_ranks((*LOADED, "meshwright.measure.checkup.between")):
+        findings = _alone(out, device, backend)
+    if _show(findings, console, as_json):
         raise typer.Exit(1)
 
 

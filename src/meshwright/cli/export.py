@@ -40,6 +40,7 @@ def export(
     """
     from meshwright.cli.choices import check_choice
     from meshwright.cli.output import make_console, print_json
+    from meshwright.cli.ready import OF_TRAINING, ready_ranks
     from meshwright.core.errors import InputError
     from meshwright.core.units import format_bytes, parse_bytes
     from meshwright.runtime.launch import launch
@@ -51,7 +52,8 @@ def export(
     if not folder.settings.exists() or latest(folder.checkpoints) is None:
         raise InputError(f"{folder.path} holds no checkpoint to export: give the folder of a run that has saved one")
     payload = {"run": run, "folder": output, "dtype": dtype, "shard_bytes": parse_bytes(shard)}
-    found = launch("meshwright.cli.export_rank:export_rank", payload, 1)
+    with ready_ranks((*OF_TRAINING, "meshwright.cli.export_rank", "transformers.modeling_utils")):
+        found = launch("meshwright.cli.export_rank:export_rank", payload, 1)
     console = make_console(as_json)
     console.print(
         f"step {found['step']} of {run} is in {found['folder']}: {found['num_tensors']} tensors, "

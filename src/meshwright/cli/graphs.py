@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import __version__
+from meshwright.core.cache import cache_folder
 from meshwright.core.errors import GuessWarning
 from meshwright.core.graph import CAPTURE_VERSION
 
 if TYPE_CHECKING:
     from meshwright.core.graph import Casting, Graph, Precision
+    from meshwright.core.plan import Plan
 
 
 def graph_of(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
@@ -39,6 +41,11 @@ def both_castings(model: str, precision: Precision) -> tuple[Graph, Graph | None
     if _may_fork(model) and not any(_read(model, precision, casting) for casting in ("autocast", "parameters")):
         return _capture_both(model, precision)
     return graph_of(model, precision), graph_of(model, precision, "parameters")
+
+
+def graph_run_by(plan: Plan, graph: Graph, other_casting: Graph | None) -> Graph:
+    """Of both castings, the one that a plan runs."""
+    return other_casting if other_casting is not None and other_casting.casting == plan.casting else graph
 
 
 def _may_fork(model: str) -> bool:
@@ -91,8 +98,7 @@ def graph_file(model: str, precision: Precision, casting: Casting = "autocast") 
     facts = [model, precision, casting, __version__, CAPTURE_VERSION, _version("torch")]
     if model.startswith("hf:"):
         facts += [_content(model.removeprefix("hf:")), _version("transformers")]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "meshwright" / "graphs" / f"{stable_hash(facts)}.json"
+    return cache_folder() / "graphs" / f"{stable_hash(facts)}.json"
 
 
 def _read(model: str, precision: Precision, casting: Casting) -> Graph | None:

@@ -39,29 +39,32 @@ def parity(
     accumulation is compared too. A plan file is run with its shardings, stages and recompute, on fewer blocks.
     """
     import os
+    from contextlib import nullcontext
 
     import msgspec
 
     from meshwright.cli.output import make_console, print_json
+    from meshwright.cli.ready import LOADED, ready_ranks
     from meshwright.core.result import describe
     from meshwright.runtime.launch import launch
-    from meshwright.runtime.ranks import started_by_launcher
+    from meshwright.runtime.rank import started_by_launcher
 
-    console = make_console(as_json)
-    if started_by_launcher():
-        nproc = int(os.environ["WORLD_SIZE"])
-    model, plan, num_ranks = _read(target, flags, nproc)
-    payload = {"model": model, "plan": msgspec.to_builtins(plan), "steps": steps, "device": device, "backend": backend}
-    payload |= {} if timeout is None else {"timeout": timeout}
-    if started_by_launcher():
-        from meshwright.measure.parity import parity_rank
+    console, is_rank = make_console(as_json), started_by_launcher()
+    with nullcontext() if is_rank else ready_ranks((*LOADED, "meshwright.measure.parity")):
+        model, plan, num_ranks = _read(target, flags, int(os.environ["WORLD_SIZE"]) if is_rank else nproc)
+        payload = {
+            "model": model, "plan": msgspec.to_builtins(plan), "steps": steps, "device": device, "backend": backend,
+        }  # fmt: skip
+        payload |= {} if timeout is None else {"timeout": timeout}
+        if is_rank:
+            from meshwright.measure.parity import parity_rank
 
-        result = parity_rank(payload)
-        if os.environ["RANK"] != "0":
-            raise typer.Exit(0 if result["ok"] else 1)
-    else:
-        console.print(f"{model}, shrunk: {describe(plan)}, against one process, {steps} steps", highlight=False)
-        result = launch("meshwright.measure.parity:parity_rank", payload, num_ranks)
+            result = parity_rank(payload)
+            if os.environ["RANK"] != "0":
+                raise typer.Exit(0 if result["ok"] else 1)
+        else:
+            console.print(f"{model}, shrunk: {describe(plan)}, against one process, {steps} steps", highlight=False)
+            result = launch("meshwright.measure.parity:parity_rank", payload, num_ranks)
     _show(console, result)
     if as_json:
         print_json(result)

@@ -29,14 +29,17 @@ def probe(
     Under torchrun, or `meshwright launch --verb probe`: all hosts, and the links inside and between them; -o keeps the result.
     """
     from meshwright.cli.output import make_console
+    from meshwright.cli.ready import LOADED, ready_ranks
     from meshwright.cli.wiring import probe_with_notice
-    from meshwright.runtime.ranks import started_by_launcher
+    from meshwright.runtime.rank import started_by_launcher
 
     console = make_console(as_json)
     if started_by_launcher():
         _as_a_rank(nproc, device, backend, output, console, as_json)
     else:
-        _show(probe_with_notice(console, nproc, device, backend, fresh), output, console, as_json)
+        with ready_ranks((*LOADED, "meshwright.measure.probe")):
+            cluster = probe_with_notice(console, nproc, device, backend, fresh)
+        _show(cluster, output, console, as_json)
 
 
 def _as_a_rank(

@@ -80,7 +80,8 @@ def placed() -> Iterator[None]:
 def decision_again(settings: Settings, world: int, folder: RunFolder) -> Decision:
     """The plan the run had, where it still fits the ranks; else one made anew, with which the folder goes on."""
     from meshwright.cli.decision import Decision
-    from meshwright.cli.restarting import replan, write_plan
+    from meshwright.cli.restarting import replan
+    from meshwright.cli.train_folder import write_plan
     from meshwright.core.errors import PlanError
     from meshwright.core.estimate import Estimate
     from meshwright.core.plan import Plan

@@ -46,6 +46,8 @@ class Restarting:
         return Attempt({**attempt.payload, "resume": step > 0}, num_ranks, self.num_restarts)
 
     def _num_ranks(self, fault: Fault, attempt: Attempt, folder: RunFolder) -> int:
+        from meshwright.cli.train_folder import write_plan
+
         if self.settings.faults.ranks == "same" or fault.kind not in LOSING or attempt.num_ranks == 1:
             return attempt.num_ranks
         lost = (
@@ -72,9 +74,10 @@ class Restarting:
 def resumable_step(folder: RunFolder) -> int:
     """Of the newest whole checkpoint; 0 where there is none."""
     from meshwright.train.checkpoint import latest
+    from meshwright.train.kept import step_of
 
     newest = latest(folder.checkpoints)
-    return int(newest.name.rpartition("-")[2]) if newest is not None else 0
+    return step_of(newest) if newest is not None else 0
 
 
 def note(folder: RunFolder, fault: Fault, restart: int, num_ranks: int, step: int) -> None:
@@ -136,14 +139,3 @@ def _request(settings: Settings, before: Plan) -> PlanRequest:
     if settings.plan_file is None:
         return settings.plan.updated(batch)
     return batch.updated(PlanRequest(precision=before.precision, zero=before.zero, compile=before.compile))
-
-
-def write_plan(folder: RunFolder, settings: Settings, decision: Decision) -> None:
-    """What ranks read at their start."""
-    settings.save(folder.settings)
-    decision.plan.save(folder.plan)
-    decision.estimate.save(folder.estimate)
-    if decision.forecast is not None:
-        decision.forecast.save(folder.forecast)
-    if decision.result is not None:
-        decision.result.save(folder.search)

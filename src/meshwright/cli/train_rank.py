@@ -6,7 +6,21 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from meshwright.runtime.ranks import Rank
+
+
+def make_payload(
+    folder: Path, console: Console, as_json: bool, *, resume: bool, verify: bool, quiet: bool = False
+) -> dict[str, Any]:
+    """What a rank is told; all else is in the run folder."""
+    return {
+        "folder": str(folder), "resume": resume, "verify": verify, "as_json": as_json, "quiet": quiet,
+        "terminal": console.is_terminal,
+    }  # fmt: skip
 
 
 def train_rank(payload: dict[str, Any]) -> dict[str, Any]:
@@ -27,17 +41,16 @@ def run_rank(payload: dict[str, Any], rank: Rank) -> dict[str, Any]:
     from meshwright.core.plan import Plan
     from meshwright.measure.record import StepRecorder
     from meshwright.train.folder import RunFolder
-    from meshwright.train.loop import Job, run
+    from meshwright.train.job import Job
+    from meshwright.train.run import run
     from meshwright.train.settings import Settings
 
     folder = RunFolder(payload["folder"])
-    job = Job(
-        Settings.load(folder.settings), Plan.load(folder.plan), folder, payload["resume"], payload.get("verify", False)
-    )
+    job = Job(Settings.load(folder.settings), Plan.load(folder.plan), folder, payload["resume"], payload["verify"])
     console = Console(
         file=sys.stderr if payload["as_json"] else sys.stdout,
         force_terminal=payload["terminal"] or None,
-        quiet=payload.get("quiet", False),
+        quiet=payload["quiet"],
     )
     outcome = run(job, rank, StepRecorder(), console)
     return {

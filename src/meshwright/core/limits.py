@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from meshwright.core.errors import PlanError
 from meshwright.core.names import is_list_item
-from meshwright.core.plan import SPLIT_SCHEDULES, Plan
+from meshwright.core.plan import Plan
+from meshwright.core.schedule_kinds import SPLIT_SCHEDULES
 
 
 def check_runs(plan: Plan) -> None:

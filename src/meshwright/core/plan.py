@@ -2,13 +2,12 @@
 
 World = pp · dp · cp · tp; `ep` divides `dp`. Global batch = microbatch · num_microbatches · dp.
 A plan names blocks by module names (`blocks.0-23`), never live objects. It can be written by hand, read on one screen,
-diffed and committed. A plan refuses itself when it contradicts itself; nothing is repaired.
+diffed and committed. A plan refuses itself when it contradicts itself (`core/plan_check.py`); nothing is repaired.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -18,21 +17,28 @@ from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Casting, Precision
 from meshwright.core.names import expand_names
-from meshwright.core.placement import Placement, coordinate_of
+from meshwright.core.placement import Placement
+from meshwright.core.plan_check import check_plan
+from meshwright.core.schedule_kinds import (
+    MULTI_STAGE_SCHEDULES,
+    SPLIT_SCHEDULES,
+    V_SCHEDULES,
+    ScheduleKind,
+    placement_of,
+)
+
+__all__ = [
+    "MULTI_STAGE_SCHEDULES", "SPLIT_SCHEDULES", "V_SCHEDULES",
+    "BlockSharding", "ContextWay", "Degree", "Mesh", "Offload", "Plan", "Recompute", "RecomputeMode", "ScheduleKind",
+    "Stage", "TensorSharding", "ZeroStage",
+    "casting_of", "placement_of", "stores_16_bits",
+]  # fmt: skip
 
 Degree = Annotated[int, Meta(ge=1)]
-ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
 RecomputeMode = Literal["selective", "full"]
 ZeroStage = Literal[0, 1, 2, 3]
 ContextWay = Literal["heads", "ring"]
 """How attention over tokens that lie over cp is done: core/attention.py."""
-
-MULTI_STAGE_SCHEDULES = ("interleaved", "zbv", "dualpipev")
-V_SCHEDULES = ("zbv", "dualpipev")
-SPLIT_SCHEDULES = ("zb", "zbv", "dualpipev")
-"""Those that make gradients of weights apart from those of inputs."""
-SHARDING_AXES = ("dp", "cp", "tp", "ep")
-"""Axes a tensor's dim can lie over; stages, not tensors, lie over pp."""
 
 
 class Mesh(Value, kw_only=True):
@@ -157,13 +163,7 @@ class Plan(Value, kw_only=True, dict=True):
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError)
-        _check_batch(self)
-        _check_stages(self)
-        _check_places(self)
-        _check_sharding(self)
-        _check_context(self)
-        _check_sharding_group(self)
-        _check_recompute(self)
+        check_plan(self)
 
     @property
     def world(self) -> int:
@@ -226,122 +226,3 @@ def casting_of(precision: Precision, zero: int, stores_16_bits: bool = False) ->
 def stores_16_bits(precision: Precision, offload: str, world: int) -> bool:
     """fp16 needs fp32 gradients to unscale; where ranks share parameters, they are gathered in 16 bits from fp32 shards."""
     return precision == "bf16" and offload != "none" and world == 1
-
-
-def _check_batch(plan: Plan) -> None:
-    product = plan.microbatch * plan.num_microbatches * plan.mesh.dp
-    if product != plan.global_batch:
-        raise PlanError(
-            f"microbatch {plan.microbatch} × num_microbatches {plan.num_microbatches} × dp {plan.mesh.dp} = {product}, "
-            f"but global_batch is {plan.global_batch}: make the product equal"
-        )
-
-
-def _check_stages(plan: Plan) -> None:
-    expected = plan.mesh.pp * plan.virtual
-    if len(plan.stages) != expected:
-        raise PlanError(
-            f"plan has {len(plan.stages)} stages but mesh axis 'pp' has degree {plan.mesh.pp} with {plan.virtual} "
-            f"virtual: give {expected} stages, one per pp coordinate and virtual stage"
-        )
-    repeated = [name for name, count in Counter(plan.blocks).items() if count > 1]
-    if repeated:
-        raise PlanError(f"block '{repeated[0]}' is in more than one stage: give each block to one stage")
-    check_virtual(plan.schedule, plan.virtual, PlanError)
-
-
-def check_virtual(kind: ScheduleKind, virtual: int, error: type[ValueError]) -> None:
-    """Which schedule runs how many stages a coordinate."""
-    if virtual > 1 and kind not in MULTI_STAGE_SCHEDULES:
-        raise error(
-            f"schedule '{kind}' runs one stage per coordinate, but virtual={virtual}: "
-            f"set virtual to 1, or use one of {', '.join(MULTI_STAGE_SCHEDULES)}"
-        )
-    if virtual != 2 and kind in V_SCHEDULES:
-        raise error(f"schedule '{kind}' runs two stages per coordinate, but virtual={virtual}: set virtual to 2")
-    if virtual == 1 and kind == "interleaved":
-        raise error(
-            "schedule 'interleaved' runs several stages per coordinate, but virtual=1: "
-            "set virtual to 2 or more, or use 1f1b"
-        )
-
-
-def check_experts(counts: Iterable[int], mesh: Mesh) -> None:
-    """Experts that stand together are shared out evenly over ep."""
-    for count in counts:
-        if count % mesh.ep:
-            legal = [str(degree) for degree in range(1, count + 1) if count % degree == mesh.dp % degree == 0]
-            raise PlanError(
-                f"{count} experts do not divide over ep={mesh.ep}: with dp={mesh.dp} use {', '.join(legal)}"
-            )
-
-
-def placement_of(kind: ScheduleKind) -> Placement:
-    return "v" if kind in V_SCHEDULES else "loop"
-
-
-def _check_places(plan: Plan) -> None:
-    pp = plan.mesh.pp
-    for number, stage in enumerate(plan.stages):
-        if stage.coordinate >= pp:
-            raise PlanError(
-                f"stage {number} is on pp coordinate {stage.coordinate}, but pp={pp}: place it on one of 0 to {pp - 1}"
-            )
-        home = coordinate_of(number, pp, plan.placement)
-        if stage.coordinate != home:
-            shape = "a V" if plan.placement == "v" else "a loop"
-            raise PlanError(
-                f"stage {number} is on pp coordinate {stage.coordinate}, but schedule '{plan.schedule}' lays stages in {shape}: "
-                f"place it on {home}"
-            )
-
-
-def _check_sharding(plan: Plan) -> None:
-    for sharding in plan.sharding:
-        unknown = set(expand_names(sharding.for_blocks)) - set(plan.blocks)
-        if unknown:
-            raise PlanError(f"sharding is for block '{min(unknown)}', which is in no stage: name blocks of a stage")
-        for tensor in sharding.tensors:
-            for axis in tensor.dims:
-                if axis and axis not in SHARDING_AXES:
-                    raise PlanError(
-                        f"a dim of tensor '{tensor.tensor}' is sharded over '{axis}': "
-                        f"use one of {', '.join(SHARDING_AXES)}, or leave it empty where the dim is whole"
-                    )
-
-
-def _check_context(plan: Plan) -> None:
-    if plan.context == "ring" and plan.mesh.cp == 1:
-        raise PlanError(
-            "context='ring' sends keys and values round the cp ranks, but cp=1: raise cp, or leave context out"
-        )
-
-
-def _check_sharding_group(plan: Plan) -> None:
-    if plan.hybrid is None:
-        return
-    if plan.zero == 0:
-        raise PlanError(f"hybrid={plan.hybrid} without ZeRO: set zero to 1, 2 or 3, or leave hybrid out")
-    if plan.mesh.dp % plan.hybrid:
-        raise PlanError(
-            f"hybrid={plan.hybrid} does not divide dp={plan.mesh.dp}: set it to a divisor of dp, or leave it out"
-        )
-
-
-def _check_recompute(plan: Plan) -> None:
-    counts = Counter(name for rule in plan.recompute for name in expand_names(rule.blocks))
-    unknown = set(counts) - set(plan.blocks)
-    if unknown:
-        raise PlanError(f"recompute names block '{min(unknown)}', which is in no stage: name blocks of a stage")
-    repeated = [name for name, count in counts.items() if count > 1]
-    if repeated:
-        raise PlanError(f"recompute names block '{repeated[0]}' more than once: give each block one mode")
-    away = expand_names(plan.offload.activations)
-    unknown = set(away) - set(plan.blocks)
-    if unknown:
-        raise PlanError(
-            f"activations of block '{min(unknown)}' are offloaded, but it is in no stage: name blocks of a stage"
-        )
-    both = [name for name in away if name in counts]
-    if both:
-        raise PlanError(f"block '{both[0]}' is both recomputed and has its activations offloaded: choose one for it")

@@ -18,7 +18,8 @@ import msgspec
 from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import ScheduleError
 from meshwright.core.placement import Placement, coordinate_of
-from meshwright.core.plan import Degree, ScheduleKind
+from meshwright.core.plan import Degree
+from meshwright.core.schedule_kinds import ScheduleKind
 
 ActionKind = Literal[
     "forward", "backward", "backward_inputs", "backward_weights",

@@ -32,8 +32,8 @@ from functools import lru_cache
 
 from meshwright.core.errors import ScheduleError
 from meshwright.core.placement import Placement, stage_at
-from meshwright.core.plan import ScheduleKind, check_virtual, placement_of
 from meshwright.core.schedule import Action, ActionKind, Order, Schedule
+from meshwright.core.schedule_kinds import ScheduleKind, check_virtual, placement_of
 from meshwright.core.transfers import with_transfers
 
 KINDS: dict[str, ActionKind] = {"F": "forward", "B": "backward", "I": "backward_inputs"}

@@ -15,7 +15,8 @@ from meshwright.core.errors import PlanError
 from meshwright.core.graph import Block, Graph
 from meshwright.core.names import compact_names
 from meshwright.core.placement import coordinate_of
-from meshwright.core.plan import MULTI_STAGE_SCHEDULES, Plan, ScheduleKind, Stage, placement_of
+from meshwright.core.plan import Plan, Stage
+from meshwright.core.schedule_kinds import MULTI_STAGE_SCHEDULES, ScheduleKind, placement_of
 
 
 def even_stages(graph: Graph, pp: int, virtual: int, schedule: ScheduleKind) -> tuple[Stage, ...]:

@@ -18,7 +18,8 @@ from meshwright.core.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats, 
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import PRECISION_BYTES, Graph, Kind, Op, Source
 from meshwright.core.labels import Label, Labels, Way, labels_of
-from meshwright.core.plan import ContextWay, Plan, check_experts
+from meshwright.core.plan import ContextWay, Plan
+from meshwright.core.plan_check import check_experts
 from meshwright.core.sharding import ways_by_block
 from meshwright.cost.fusion import Fused, fused_groups
 

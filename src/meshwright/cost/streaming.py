@@ -40,8 +40,9 @@ from meshwright.cost.footprint import Footprints
 from meshwright.cost.offload import disk_rate, host_update_rate
 from meshwright.cost.stages import StageCost
 
-IN_PASSING = 4 + 1 + 2
-"""Inputs of blocks that are on their way to the host, in use, and on their way back (runtime/offload/stash.py, streaming.py)."""
+IN_PASSING = 4 + 1
+"""Inputs of blocks that are on their way to the host, and one that is to follow them; on the way back there are fewer: one in use
+and two that come (runtime/offload/stash.py, streaming.py)."""
 BUFFERS = 5
 """Of gradients on the host, where nothing is clipped (runtime/offload/host_updates.py)."""
 STAGED = 3

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,19 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from meshwright.core.cache import cache_folder
 from meshwright.core.cluster import Alone, Cluster, Device, Rate
 from meshwright.core.codec import stable_hash
 from meshwright.core.errors import InputError
 from meshwright.measure import kernels, links
 from meshwright.measure.host import measure_disk, measure_host
 from meshwright.measure.host_links import measure_host_links, notes_on
+from meshwright.measure.others import BUSY_SHARE, Others, share_now
 from meshwright.measure.sharding import measure_shard_call
 from meshwright.measure.splitting import measure_halves_launch, measure_split_launch
+from meshwright.runtime.host_memory import physical_bytes
 from meshwright.runtime.launch import launch
+from meshwright.runtime.offload.threads import ranks_here
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
 PROBE_VERSION = 9
@@ -44,21 +49,42 @@ PROBE_VERSION = 9
 
 
 def probe(
-    nproc: int | None = None, *, device: DeviceChoice = "auto", backend: BackendChoice = "auto", fresh: bool = False
+    nproc: int | None = None,
+    *,
+    device: DeviceChoice = "auto",
+    backend: BackendChoice = "auto",
+    fresh: bool = False,
+    on_start: Callable[[], None] | None = None,
 ) -> Cluster:
-    """This machine as a Cluster of `nproc` devices; measured once, then read from the cache."""
+    """This machine as a Cluster of `nproc` devices; measured once, then read from the cache.
+
+    What was measured while others used the cores is measured again when they use them less. on_start: called before anything
+    is measured, which takes some seconds.
+    """
     num_ranks = nproc or default_num_ranks(device)
     path = cache_file(num_ranks, device, backend)
-    if not fresh and path.exists():
-        try:
-            return Cluster.load(path)
-        except InputError:
-            path.unlink()  # written by another version: measure again
+    known = None if fresh else read_cache(path)
+    if known is not None and not (known.others_share > BUSY_SHARE and share_now() < known.others_share / 2):
+        return known
+    if on_start is not None:
+        on_start()
+    others = Others()
     cluster = Cluster.from_json(
         launch("meshwright.measure.probe:probe_rank", {"device": device, "backend": backend}, num_ranks)
     )
+    cluster = msgspec.structs.replace(cluster, others_share=round(others.share(), 2))
     cluster.save(path)
     return cluster
+
+
+def read_cache(path: Path) -> Cluster | None:
+    if not path.exists():
+        return None
+    try:
+        return Cluster.load(path)
+    except InputError:
+        path.unlink()  # written by another version: measure again
+        return None
 
 
 def default_num_ranks(device: DeviceChoice = "auto") -> int:
@@ -82,10 +108,6 @@ def cache_file(num_ranks: int, device: str, backend: str) -> Path:
         gpu_name(),
     )
     return cache_folder() / f"cluster-{stable_hash(facts)}.json"
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
 def probe_rank(payload: dict[str, Any]) -> str:
@@ -143,7 +165,7 @@ def measure_cluster(rank: Rank) -> Cluster:
         host_link=msgspec.structs.replace(host_link, bytes_per_second=host_rate),
         host_updates_per_second=host_updates,
         disk_bytes_per_second=disk or None,
-        host_memory_bytes=host_memory_bytes(),
+        host_memory_bytes=physical_bytes(),
         notes=(
             f"measured with {rank.num_ranks} ranks at once, torch {torch.__version__}",
             *notes_on(measure_host_links(rank, per_host)),
@@ -173,8 +195,8 @@ def _measure_alone(rank: Rank, together: list[Rate]) -> Alone:
 
 
 def ranks_per_host(rank: Rank) -> int:
-    """As whoever started the ranks says; without a word, all are here."""
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", rank.num_ranks))
+    """The same on every host, or refused."""
+    per_host = ranks_here()
     if rank.num_ranks % per_host:
         raise InputError(f"{rank.num_ranks} ranks with {per_host} on this host: start equally many on every host")
     return per_host
@@ -193,16 +215,7 @@ def device_memory_bytes(rank: Rank) -> int:
     """A GPU's own memory, or an equal share of the host's."""
     if rank.device.type == "cuda":
         return int(torch.cuda.get_device_properties(rank.device).total_memory)
-    return host_memory_bytes() // ranks_per_host(rank)
-
-
-def host_memory_bytes() -> int:
-    """Physical memory, or the control group's limit where that is lower."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        return min(physical, int(text))
-    return physical
+    return physical_bytes() // ranks_per_host(rank)
 
 
 def cpu_name() -> str:

@@ -40,9 +40,9 @@ def set_group_timeouts(timeout: timedelta, done: set[str]) -> None:
 
 def rendezvous_with(name: str, make_store: Callable[[str, int], Any]) -> Any:
     """torch's rendezvous, with a store of ours where it would make one: its own listens on every interface of the host."""
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+    from meshwright.runtime.unanswered import PatientRendezvous
 
-    class Rendezvous(DynamicRendezvousHandler):
+    class Rendezvous(PatientRendezvous):
         def get_backend(self) -> str:
             return name
 

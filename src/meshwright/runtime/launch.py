@@ -1,20 +1,17 @@
-"""Start local ranks through torch's elastic launcher, and say in words how they ended.
+"""Start local ranks, and say in words how they ended.
 
-Each rank is a fresh Python process that runs `meshwright.runtime.rank`, which calls one function with one payload. What
-rank 0's function returns comes back here.
+Each rank is a process of its own that runs `meshwright.runtime.rank`, which calls one function with one payload. What rank 0's
+function returns comes back here.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 import signal
 import socket
-import sys
 import tempfile
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +22,11 @@ from meshwright.core.errors import HangError, InputError, OutOfMemoryError, RunE
 from meshwright.core.fault import Fault
 from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
-from meshwright.runtime.rendezvous import BACKEND, LOOPBACK, local_only, register
+from meshwright.runtime.local_ranks import LocalRanks
 from meshwright.runtime.stopped import StoppedRanks
 
 RANKS_PER_CORE = 16
 """More ranks than this on one core are taken for a slip of the hand."""
-MONITOR_SECONDS = 0.1
-SHUTDOWN_SECONDS = 600
-"""A last step and a checkpoint must fit in it."""
-RANK_LOG_LEVEL = "ERROR"
-"""Of what torch's own libraries print: a recorded step would have them warn of every tensor that is older than the step."""
 
 
 def check_num_ranks(num_ranks: int) -> None:
@@ -65,57 +57,24 @@ def launch(function: str, payload: dict[str, Any], num_ranks: int, timeout_secon
     with StoppedRanks(timeout_seconds), tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         payload_file, result_file = Path(folder, "payload.json"), Path(folder, "result.json")
         payload_file.write_text(json.dumps(payload))
-        interrupted = _run_ranks([function, str(payload_file), str(result_file)], num_ranks, Path(folder, "logs"))
+        interrupted = _run_ranks([function, str(payload_file), str(result_file)], num_ranks, Path(folder))
         result = json.loads(result_file.read_text()) if result_file.exists() else None
     if interrupted:
         raise Interrupted(result)
     return result
 
 
-def _run_ranks(arguments: list[str], num_ranks: int, logs: Path) -> bool:
+def _run_ranks(arguments: list[str], num_ranks: int, reports: Path) -> bool:
     """Wait for all ranks to end; returns whether a signal ended them."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend=BACKEND,
-        rdzv_endpoint=f"{LOOPBACK}:0",
-        local_addr=LOOPBACK,
-        max_restarts=0,
-        monitor_interval=MONITOR_SECONDS,
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
-        **_patience(LaunchConfig),
-    )
-    register()
-    quiet_launcher()
-    environment = dict(os.environ)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", RANK_LOG_LEVEL)
-    os.environ.update(local_only())
-    try:
-        elastic_launch(config, sys.executable)("-m", "meshwright.runtime.rank", *arguments)
-    except ChildFailedError as error:
-        raise describe_failure(error.failures, num_ranks) from None
-    except SignalException:
-        return True
-    finally:
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]  # the launcher leaves notes to itself
-    return False
-
-
-def _patience(kind: Any) -> dict[str, Any]:
-    """How long ranks may take to end in good order; torch 2.11 has no such option and waits 30 s."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    return {"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
+    ranks = LocalRanks(arguments, num_ranks, reports)
+    ranks.run()
+    if ranks.failed and not ranks.num_signals:
+        raise describe_failure(ranks.failed, num_ranks)
+    return ranks.num_signals > 0
 
 
 def quiet_launcher() -> None:
-    """The launcher's own loggers repeat what we say better."""
+    """The loggers of torch's launcher repeat what we say better."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -62,6 +62,8 @@ def to_device(batch: Batch, plan: Plan, device: torch.device) -> Batch:
 
     def move(tensor: Tensor) -> Tensor:
         dtype = torch.float64 if plan.precision == "fp64" and tensor.is_floating_point() else tensor.dtype
+        if device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()  # a copy out of other memory waits for all that the device was given before
         return tensor.to(device=device, dtype=dtype, non_blocking=True)
 
     return map_batch(move, batch)

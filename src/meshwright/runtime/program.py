@@ -1,21 +1,15 @@
 """A Program: a module spread over ranks by a plan, and the step that trains it.
 
 The step loops over the plan's schedule. The loss of the global batch is the mean over all its tokens, whatever the number
-of ranks and microbatches:
-
-    loss = Σ_ranks Σ_microbatches mean_i · count_i / Σ count      each backward runs on  mean_i · count_i · dp / Σ count
-
-(the factor dp, because data parallelism averages over ranks). Σ count is summed while the first forward runs.
+of ranks and microbatches (`runtime/tally.py`).
 """
 
 from __future__ import annotations
 
 import gc
 import math
-import statistics
-from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -23,11 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.trace import Trace
-from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
+from meshwright.models.objective import Batch, Objective, call
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.data_parallel import (
     give_up_gathered,
@@ -36,8 +29,8 @@ from meshwright.runtime.data_parallel import (
     replicate_again,
 )
 from meshwright.runtime.dropped import Dropped
-from meshwright.runtime.environment import describe_environment, peak_resident_bytes
 from meshwright.runtime.gate import Gate
+from meshwright.runtime.history import History
 from meshwright.runtime.mesh import local_device
 from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.offload.optimizer import HostOptimizer
@@ -45,14 +38,13 @@ from meshwright.runtime.out_of_memory import memory_explained
 from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.reach import reach
-from meshwright.runtime.scaling import LossScale, Scales
+from meshwright.runtime.samples import microbatches_of, share_of
+from meshwright.runtime.scaling import LossScale
 from meshwright.runtime.split.model import SplitModel
-from meshwright.runtime.step import StepOutput, divided, median_parts, steps_that_count
+from meshwright.runtime.step import StepOutput
+from meshwright.runtime.tally import Others, Tally
 from meshwright.runtime.update import UnusedError, Update
 from meshwright.runtime.watch import Watch
-
-KEPT_STEPS = 1000
-"""Steps a trace tells of one by one, the last ones: a run of weeks must not fill the memory with those before."""
 
 
 class Program:
@@ -86,12 +78,12 @@ class Program:
         self.gate: Gate | None = None
         """Asked before every update, where there is one."""
         self._finder = finder
-        self._outputs: deque[StepOutput] = deque(maxlen=KEPT_STEPS)
-        self._num_forgotten = 0
+        self._history = History()
         self.split = split
         self._compute = compute_context(plan, self.device, split.splitter if split else None)
         self.pipeline = pipeline
         self._dp, self._pp = mesh.get_group("dp"), mesh.get_group("pp")
+        self._others = Others(self._dp if plan.mesh.dp > 1 else None, self._pp if plan.mesh.pp > 1 else None)
         self.host = host
         self._update = Update(module, optimizer, plan, mesh, max_norm, split, pipeline, host)
         self._coordinate = mesh.get_local_rank("pp")
@@ -110,7 +102,7 @@ class Program:
 
     @property
     def num_steps(self) -> int:
-        return self._num_forgotten + len(self._outputs)
+        return self._history.num_steps
 
     def step(self, batch: Batch, signal: float = 0.0) -> StepOutput:
         """Train on one global batch: this rank's share of it, or all of it (then the share is taken here)."""
@@ -121,38 +113,26 @@ class Program:
             output = self._run_step(share, signal)
         if self._finder is not None and not math.isfinite(output.loss):
             raise not_finite(output.loss, self.first_step + self.num_steps, self._finder.earliest())
-        self._num_forgotten += len(self._outputs) == KEPT_STEPS
-        self._outputs.append(output)
+        self._history.add(output)
         return output
 
     def _run_step(self, share: Batch, signal: float) -> StepOutput:
         if self.num_steps == 0:
             return self._first_step(share, signal)
         if self.watch.wants(self.num_steps):
-            return self.watch.record(self, share, lambda: self._step(share, signal), list(self._outputs))
+            return self.watch.record(self, share, lambda: self._step(share, signal), self._history.outputs)
         return self._step(share, signal)
 
     def share_of(self, batch: Batch) -> Batch:
         """This rank's samples of a global batch. A batch that already is the share is returned as it is."""
-        own = self.plan.microbatch * self.plan.num_microbatches
-        found = num_samples(batch)
-        if found == own:
-            return batch
-        if found != self.plan.global_batch:
-            raise PlanError(
-                f"the batch has {found} samples: give this rank's {own}, or the global batch of {self.plan.global_batch}"
-            )
-        start = self.mesh.get_local_rank("dp") * own
-        return slice_batch(batch, start, start + own)
+        return share_of(batch, self.plan, self.mesh.get_local_rank("dp"))
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over batches, each a share or a global batch, without training; in microbatches, as training runs."""
-        modes = {part: part.training for part in self.spread_module.modules()}
-        self.spread_module.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with torch.no_grad():
+        with torch.no_grad(), _in_eval_mode(self.spread_module):
             for batch in batches:
-                for index, microbatch in enumerate(self._microbatches(self.share_of(batch))):
+                for index, microbatch in enumerate(microbatches_of(self.share_of(batch), self.plan)):
                     sums += self._loss_and_count(microbatch, index)
         if self.pipeline is not None:
             self.pipeline.links.finish()
@@ -160,8 +140,6 @@ class Program:
             dist.all_reduce(sums, group=self._pp)
         dist.all_reduce(sums, group=self._dp)
         give_up_gathered(self.module)
-        for part, mode in modes.items():
-            part.training = mode  # parts the user keeps in eval mode stay there
         total, count = sums.tolist()
         return float(total / max(count, 1.0))
 
@@ -187,38 +165,14 @@ class Program:
 
     def forget_steps(self) -> None:
         """Those so far were a trial: no trace counts them."""
-        self._outputs.clear()
-        self._num_forgotten = 0
+        self._history.clear()
 
     def take_over_loaded(self) -> None:
         """Parameters and optimizer state were loaded into the module and the optimizer."""
 
     def trace(self) -> Trace:
         """What this rank saw so far."""
-        sample = self.watch.sample
-        records = tuple(output.record(index) for index, output in enumerate(self._outputs, self._num_forgotten))
-        counted = steps_that_count(records)
-        seconds = statistics.median(record.seconds for record in counted) if counted else 0.0
-        tokens = statistics.fmean(record.tokens for record in counted) if counted else 0.0
-        return Trace(
-            plan=self.plan.hash,
-            rank=dist.get_rank(),
-            num_ranks=dist.get_world_size(),
-            step_seconds=seconds,
-            time_seconds=divided(median_parts(counted), sample.time_seconds) if sample else median_parts(counted),
-            peak_bytes=sample.memory_bytes.total if sample else None,
-            memory_bytes=sample.memory_bytes if sample else None,
-            host_bytes=peak_resident_bytes(),
-            tokens_per_second=tokens / seconds if seconds else 0.0,
-            collectives=sample.collectives if sample else (),
-            timeline=sample.timeline if sample else (),
-            part_seconds=sample.part_seconds if sample else (),
-            sampled_at=sample.started_at if sample else None,
-            memory_over_time=sample.memory_over_time if sample else (),
-            num_steps=self.num_steps,
-            steps=records,
-            environment=describe_environment(self.device),
-        )
+        return self._history.trace(self.plan, self.device, self.watch.sample)
 
     def _first_step(self, batch: Batch, signal: float) -> StepOutput:
         """A parameter that no rank uses gets no gradient in one process; replicas would give it zeros."""
@@ -232,63 +186,57 @@ class Program:
 
     def _step(self, batch: Batch, signal: float) -> StepOutput:
         marks: list[tuple[str, Mark]] = [("start", mark(self.device))]
-        microbatches = self._microbatches(batch)
-        counts = [self.objective.count(microbatch) for microbatch in microbatches]
-        total_count, counting = self._sum_counts(sum(counts))
-        sums = torch.tensor([0.0, signal, 0.0, 0.0], dtype=torch.float64, device=self.device)
+        microbatches = microbatches_of(batch, self.plan)
+        tally = self._tally(microbatches, signal)
         losses: dict[int, Tensor] = {}
         norm, opens = None, True
-        factor = self.plan.mesh.dp * (self.loss_scale.scale if self.loss_scale is not None else 1.0)
-        scales = Scales(counts, factor, total_count, counting)
         actions = self.schedule.actions[self._coordinate]
         for place, action in enumerate(actions):
-            index = action.microbatch
-            if action.kind == "update":
-                if place == len(actions) - 1:  # all stages of a coordinate in one
-                    opens = self._gate_opens(sums, total_count)
-                    norm = self._apply_gradients() if opens else None
-            elif self.pipeline is not None:
-                loss = self._do(self.pipeline, action, microbatches[index], scales)
-                sums[0] += 0.0 if loss is None else loss.detach() * counts[index]
-                if action.kind == "forward":
-                    self._dropped_of[action.stage].add_to(sums[2:])
-            elif action.kind == "forward":
-                losses[index] = self._forward(microbatches[index], is_last=index == len(microbatches) - 1)
-                sums[0] += losses[index].detach() * counts[index]
-                self._dropped.add_to(sums[2:])
-            elif action.kind == "backward":
-                self._backward(losses.pop(index), scales.of(index))
+            if action.kind != "update":
+                self._do(action, microbatches[action.microbatch], tally, losses)
+            elif place == len(actions) - 1:  # all stages of a coordinate in one
+                opens = self._gate_opens(tally)
+                norm = self._apply_gradients() if opens else None
             marks.append((action.kind, mark(self.device)))
-        if self.plan.mesh.pp > 1:
-            dist.all_reduce(sums, group=self._pp)
-        work = dist.all_reduce(sums, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
-        return StepOutput(sums, total_count, work, marks, norm, left_out=not opens)
+        return tally.output(marks, norm, left_out=not opens)
 
-    def _do(self, pipeline: Pipeline, action: Action, microbatch: Batch, scales: Scales) -> Tensor | None:
-        """One action of a stage; the loss, where it has one."""
+    def _tally(self, microbatches: list[Batch], signal: float) -> Tally:
+        counts = [self.objective.count(microbatch) for microbatch in microbatches]
+        factor = self.plan.mesh.dp * (self.loss_scale.scale if self.loss_scale is not None else 1.0)
+        return Tally(counts, factor, signal, self._others, self.device)
+
+    def _do(self, action: Action, microbatch: Batch, tally: Tally, losses: dict[int, Tensor]) -> None:
+        """losses: of microbatches whose backward is to come, where there are no stages to keep them."""
+        index = action.microbatch
+        if self.pipeline is not None:
+            self._do_stage(self.pipeline, action, microbatch, tally)
+        elif action.kind == "forward":
+            losses[index] = self._forward(microbatch, is_last=index == self.plan.num_microbatches - 1)
+            tally.add_loss(index, losses[index])
+            self._dropped.add_to(tally.dropped)
+        elif action.kind == "backward":
+            self._backward(losses.pop(index), tally.scale(index))
+
+    def _do_stage(self, pipeline: Pipeline, action: Action, microbatch: Batch, tally: Tally) -> None:
         if action.kind == "forward":
-            moved = self._moved(microbatch)
-            with self.watch.region("forward"):
-                return pipeline.forward(action, moved, self._compute, self.objective)
-        if action.kind in ("backward", "backward_inputs"):
+            self._forward_stage(pipeline, action, microbatch, tally)
+        elif action.kind in ("backward", "backward_inputs"):
             with self.watch.region("backward"):
-                pipeline.backward(action, scales.of(action.microbatch))
+                pipeline.backward(action, tally.scale(action.microbatch))
         elif action.kind == "backward_weights":
-            with self.watch.region("backward"):
+            with self.watch.region("backward"), self.watch.region("weights"):
                 pipeline.backward_weights(action)
         else:
             with self.watch.region("waiting" if action.kind.startswith("receive") else "transfer"):
                 pipeline.transfer(action, to_device(microbatch, self.plan, self.device))
-        return None
 
-    def _microbatches(self, batch: Batch) -> list[Batch]:
-        size = self.plan.microbatch
-        return [slice_batch(batch, size * index, size * (index + 1)) for index in range(self.plan.num_microbatches)]
-
-    def _sum_counts(self, count: int) -> tuple[Tensor, Any]:
-        total = torch.tensor(float(count), dtype=torch.float64, device=self.device)
-        work = dist.all_reduce(total, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
-        return total, work
+    def _forward_stage(self, pipeline: Pipeline, action: Action, microbatch: Batch, tally: Tally) -> None:
+        moved = self._moved(microbatch)
+        with self.watch.region("forward"):
+            loss = pipeline.forward(action, moved, self._compute, self.objective)
+        if loss is not None:
+            tally.add_loss(action.microbatch, loss)
+        self._dropped_of[action.stage].add_to(tally.dropped)
 
     def _forward(self, microbatch: Batch, is_last: bool) -> Tensor:
         prepare_microbatch(self.spread_module, self.plan, is_last)
@@ -313,9 +261,10 @@ class Program:
         with self.watch.region("backward"):
             reach(loss * scale.to(loss.dtype), self.spread_module).backward()
 
-    def _gate_opens(self, sums: Tensor, count: Tensor) -> bool:
+    def _gate_opens(self, tally: Tally) -> bool:
         """Whether there is to be an update; where not, the gradients are forgotten."""
-        if self.gate is None or self.gate.opens(sums[:1], count, (self._pp, self._dp), self.module.parameters()):
+        groups, parameters = (self._pp, self._dp), self.module.parameters()
+        if self.gate is None or self.gate.opens(tally.loss_sum, tally.total_count, groups, parameters):
             return True
         self._update.leave_out()
         return False
@@ -327,3 +276,15 @@ class Program:
             self._finder.before_update()
         with self.watch.region("update"):
             return self._update.run()
+
+
+@contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Parts the user keeps in eval mode stay there afterwards."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode

@@ -43,6 +43,11 @@ def main() -> None:
     leave(0)
 
 
+def started_by_launcher() -> bool:
+    """Whether torchrun, or our own launcher, has made this process a rank."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
 def leave(code: int) -> NoReturn:
     """End at once, without Python's and C++'s own farewell.
 

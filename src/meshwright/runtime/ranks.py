@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.errors import InputError, MeshwrightError, RunError
-from meshwright.runtime.rank import leave, report
+from meshwright.runtime.rank import leave, report, started_by_launcher
 from meshwright.runtime.rendezvous import local_only
 from meshwright.runtime.watchdog import TIMEOUT_SECONDS, Watchdog, is_first_to_say, remember_collectives
 
@@ -40,11 +40,6 @@ class Rank:
     @property
     def is_first(self) -> bool:
         return self.number == 0
-
-
-def started_by_launcher() -> bool:
-    """Whether torchrun, or our own launcher, has made this process a rank."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def choose_device(choice: DeviceChoice, local_number: int, num_local: int, backend: BackendChoice) -> torch.device:

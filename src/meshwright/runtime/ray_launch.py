@@ -20,7 +20,8 @@ from typing import Any
 
 from meshwright.core.errors import InputError, RunError
 from meshwright.runtime.host_ranks import EndedRank, Ending, HostRanks, Look
-from meshwright.runtime.launch import SHUTDOWN_SECONDS, Interrupted, describe_failure
+from meshwright.runtime.launch import Interrupted, describe_failure
+from meshwright.runtime.local_ranks import SHUTDOWN_SECONDS
 from meshwright.runtime.rendezvous import INTERFACES, LOOPBACK, local_only
 
 LOOK_SECONDS = 0.2

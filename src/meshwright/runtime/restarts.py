@@ -1,6 +1,6 @@
 """Going on after a fault: ranks are started again, as many as before or fewer, until they end well or the restarts are used up.
 
-    ranks we start      each start is a launch of torch's elastic agent of its own: between two of them nothing of the job is
+    ranks we start      each start is a launch of its own: between two of them nothing of the job is
                         left, so that the next may have other ranks and another plan        -> launch_with_restarts
     under torchrun      its agents start ranks again, on the hosts that are left; a rank knows by its launcher that the
                         run folder is of this same job, and goes on there                   -> launchers

@@ -7,15 +7,12 @@ divided by S before the update.
 The rule and its constants are those of torch.amp.GradScaler. Ranks must agree on every step: those that hold other gradients
 tell each other whether theirs are finite, one number along each axis that divides them. S is a power of two: dividing by it
 changes no digit.
-
-In every precision, a microbatch's loss counts by its share of the step's tokens.                                  -> Scales
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,16 +61,3 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.scale, self.num_good_steps = float(state["scale"]), int(state["num_good_steps"])
-
-
-class Scales:
-    """What each microbatch's loss is multiplied by. The ranks' counts are added up while the first forward runs."""
-
-    def __init__(self, counts: list[int], factor: float, total: Tensor, counting: Any) -> None:
-        self.counts, self.factor, self.total, self.counting = counts, factor, total, counting
-
-    def of(self, microbatch: int) -> Tensor:
-        if self.counting is not None:
-            self.counting.wait()
-            self.counting = None
-        return self.counts[microbatch] * self.factor / self.total.clamp(min=1)

@@ -12,6 +12,7 @@ import sys
 def main() -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     from meshwright.core.errors import MeshwrightError
@@ -29,6 +30,9 @@ def main() -> None:
         ):  # others have said themselves why they ended
             num_ranks = int(str(given.nnodes).rpartition(":")[2]) * int(given.nproc_per_node)
             print(f"error: {describe_failure(error.failures, num_ranks)}", file=sys.stderr)
+        sys.exit(1)
+    except RendezvousError as error:
+        print(f"error: this host lost the rendezvous at {given.rdzv_endpoint}: {error}", file=sys.stderr)
         sys.exit(1)
     except MeshwrightError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -107,7 +107,7 @@ def points(problem: Problem) -> Iterator[Point]:
             _schedules(problem.request, mesh, len(builder.repeated)),
             problem.offloads,
             _compiles(problem),
-            context_ways(problem.request, mesh),
+            context_ways(problem.request, mesh.cp),
         )
         for sequence_parallel, (zero, hybrid), microbatch, (schedule, virtual), offload, compiled, context in settings:
             point = Point(

@@ -177,7 +177,7 @@ def _frame(problem: Problem, builder: Builder, mesh: Mesh) -> Frame | None:
     sizes = tuple(_microbatches(share, mesh.pp)) if request.microbatch is None else (request.microbatch,)
     wishes = (True, False) if request.sequence_parallel is None else (request.sequence_parallel,)
     schedule = request.schedule or "1f1b"
-    for sequence_parallel, context in product(wishes, context_ways(request, mesh)):
+    for sequence_parallel, context in product(wishes, context_ways(request, mesh.cp)):
         point = Point(
             mesh,
             sizes[0],

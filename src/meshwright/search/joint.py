@@ -4,6 +4,8 @@ A node stands for all plans below it and has a bound on their seconds (search/bo
 opened next:
 
     world        how many devices                                     bound: the work of one device, evenly shared out
+     tensor      tp                                                   bound: the work under it, evenly shared out
+      submesh    cp, and how tp and cp are run                        bound: likewise, whatever pp and dp are
       family     mesh, sequence parallel, compile                     bound: the work of its largest microbatch
        shape     and the microbatch                                   bound: the quickest turns under the best state that fits
         turns    schedule and stages a coordinate                     bound: with the schedule's bubble

@@ -14,8 +14,8 @@ import re
 import shutil
 from pathlib import Path
 
+from meshwright.core.disk import rename
 from meshwright.train import manifest
-from meshwright.train.disk import rename
 from meshwright.train.position import format_of
 
 _NAME = re.compile(r"step-(\d+)")

@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from meshwright.core.codec import Value
+from meshwright.core.disk import FileFacts, read_facts
 from meshwright.core.errors import CheckpointError, InputError
-from meshwright.train.disk import FileFacts, read_facts
 
 FILE = "manifest.json"
 FORMAT = 2

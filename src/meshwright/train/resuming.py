@@ -7,24 +7,14 @@ from rich.console import Console
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank, first_rank_decides
 from meshwright.train import checkpoint
-from meshwright.train.folder import RunFolder
-from meshwright.train.optimizers import learning_rate, set_learning_rate
+from meshwright.train.job import Job
+from meshwright.train.optimizers import set_learning_rate
 from meshwright.train.position import Progress
-from meshwright.train.settings import Settings
 from meshwright.train.stream import Stream
 from meshwright.train.verify import recorded_after, replay
 
 
-def resume(
-    program: Program,
-    graph: str,
-    train: Stream,
-    rank: Rank,
-    folder: RunFolder,
-    settings: Settings,
-    verify: bool,
-    console: Console,
-) -> int:
+def resume(job: Job, rank: Rank, program: Program, graph: str, train: Stream, console: Console) -> int:
     """Every rank calls it; returns the step that comes next."""
 
     def say(text: str) -> None:
@@ -32,16 +22,16 @@ def resume(
             console.print(text, highlight=False, soft_wrap=True)
 
     def restore() -> Progress:
-        progress = checkpoint.restore(program, graph, folder.checkpoints, rank, say)
+        progress = checkpoint.restore(program, graph, job.folder.checkpoints, rank, say)
         train.seek(progress.cursor)
         return progress
 
     progress = restore()
-    rate = learning_rate(progress.step, settings.steps, settings.learning_rate)
+    rate = job.learning_rate(progress.step)
     if progress.learning_rate not in (None, rate):
-        say(_other_rate(progress, rate, settings.steps))
-    if verify:
-        recorded = first_rank_decides(lambda: recorded_after(progress, folder.metrics), rank)
+        say(_other_rate(progress, rate, job.settings.steps))
+    if job.verify:
+        recorded = first_rank_decides(lambda: recorded_after(progress, job.folder.metrics), rank)
         set_learning_rate(program.optimizer, rate)
         say(replay(program, train.next(), progress, recorded))
         program.forget_steps()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from meshwright.core.errors import InfeasibleError
-from meshwright.runtime.offload.host import HostMemory, available_bytes
+from meshwright.runtime.host_memory import available_bytes
+from meshwright.runtime.offload.host import HostMemory
 from meshwright.runtime.offload.threads import ranks_here
 
 ALIGNMENT = 64

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.core.disk import FileFacts, write_file
 from meshwright.core.errors import CheckpointError
-from meshwright.train.disk import FileFacts, write_file
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

@@ -13,12 +13,12 @@ import msgspec
 import torch.distributed.checkpoint as dcp
 
 from meshwright.core.codec import Value
+from meshwright.core.disk import FileFacts, flush_folder, write_file
 from meshwright.core.errors import CheckpointError
 from meshwright.runtime.ranks import Rank
 from meshwright.train import contents, manifest, position
 from meshwright.train.checkpoint_files import FileWriter
 from meshwright.train.contents import Contents
-from meshwright.train.disk import FileFacts, flush_folder, write_file
 from meshwright.train.manifest import Manifest
 from meshwright.train.position import Progress
 from meshwright.train.tensors_file import write_tensors

@@ -15,8 +15,9 @@ import torch
 
 from meshwright.core.units import GIB, MIB, format_bytes
 from meshwright.measure.checkup.finding import Finding, ok, problem, warning
-from meshwright.measure.probe import cpu_name, host_memory_bytes
+from meshwright.measure.probe import cpu_name
 from meshwright.runtime.affinity import local_cores
+from meshwright.runtime.host_memory import physical_bytes
 from meshwright.runtime.rendezvous import LOOPBACK, address_of, listening_store
 
 COPY_BYTES = 1 << 28
@@ -35,7 +36,7 @@ DEFAULT_PORT = 29500
 
 def check_devices() -> Finding:
     cores = len(local_cores())
-    host = f"{cores} cores of {cpu_name()}, {format_bytes(host_memory_bytes())} of memory"
+    host = f"{cores} cores of {cpu_name()}, {format_bytes(physical_bytes())} of memory"
     if not torch.cuda.is_available():
         return ok("devices", f"no GPU; {host}")
     names = []

@@ -99,8 +99,8 @@ class BlockCall:
         return tree_unflatten(leaves, structure)
 
     def request(self) -> None:
-        """Begin to bring back what backward needs."""
-        for one in self.given if self.gradients else ():
+        """Begin to bring back what backward will need, should it come this way."""
+        for one in self.given:
             if isinstance(one, Handed):
                 one.stashed.request()
 

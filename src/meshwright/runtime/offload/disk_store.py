@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core.disk import rename
 from meshwright.core.errors import DiskError, InfeasibleError, InputError
 from meshwright.core.units import format_bytes
 
@@ -117,8 +118,7 @@ class DiskStore:
             json.dump(manifest, file)
             file.flush()
             os.fsync(file.fileno())
-        draft.rename(self.folder / MANIFEST)
-        _flush_folder(self.folder)
+        rename(draft, self.folder / MANIFEST)
         self._generations, self._pending = generations, {}
 
     def note(self) -> Any:
@@ -192,12 +192,3 @@ def check_room(folder: Path, needed: int, what: str = "two generations of the st
 def _bytes_of(tensor: Tensor) -> memoryview:
     array: Any = tensor.detach().view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def _flush_folder(folder: Path) -> None:
-    """The rename itself is on the disk."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from meshwright.core.errors import InfeasibleError
 from meshwright.core.units import format_bytes
+from meshwright.runtime.host_memory import available_bytes
 from meshwright.runtime.offload.disk_store import check_room
 
 ALIGNMENT = 4096
 """Every tensor begins on a page: copies and vector instructions run at full speed."""
-CGROUP = Path("/sys/fs/cgroup")
 
 
 class HostMemory:
@@ -114,33 +114,3 @@ def check_host_memory(needed: int, what: str) -> None:
             f"{what} needs {format_bytes(needed)} of host memory, but {format_bytes(available)} are available: offload a smaller "
             "share, spread over more hosts, or keep it on disk"
         )
-
-
-def available_bytes() -> int | None:
-    """What this process may still take: the machine's free memory, or less where a container is given less."""
-    found = [free for free in (_free_of_machine(), _free_of_container()) if free is not None]
-    return min(found) if found else None
-
-
-def _free_of_machine() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    values = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
-    return int(values["MemAvailable"]) * 1024 if "MemAvailable" in values else None
-
-
-def _free_of_container() -> int | None:
-    try:
-        limit, used = (CGROUP / "memory.max").read_text().strip(), (CGROUP / "memory.current").read_text().strip()
-        reclaimable = _reclaimable((CGROUP / "memory.stat").read_text())
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit) - int(used) + reclaimable
-
-
-def _reclaimable(statistics: str) -> int:
-    """File pages that the kernel gives up first."""
-    found = dict(line.split(maxsplit=1) for line in statistics.splitlines())
-    return int(found.get("inactive_file", 0))

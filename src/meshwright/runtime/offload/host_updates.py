@@ -121,6 +121,14 @@ class HostUpdates:
         self._begun: tuple[Arrived, Wait] | None = None
         """The worker's own: an update that runs, and is not finished."""
 
+    @property
+    def state_bytes(self) -> int:
+        """Of the host's memory that the optimizer keeps beside the masters."""
+        if not isinstance(self.place, InMemory):
+            return 0
+        kept = [one for state in self.optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
+        return sum(one.numel() * one.element_size() for one in kept if one.device.type == "cpu" and one.dim())
+
     def take_buffer(self) -> Tensor:
         """Waits until one is free."""
         return self._free.get()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from meshwright.core.cache import cache_folder
 from meshwright.core.errors import RunError
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("adam.c", "queue.c"))
@@ -141,7 +141,7 @@ def _compile(compiler: str, library: Path) -> bool:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright" / "kernels"
+    return cache_folder() / "kernels"
 
 
 def _identity(compiler: str) -> str:

@@ -40,14 +40,17 @@ class Arrival(ABC):
 
 
 class Link(ABC):
-    """One device's link to its host. Tensors given to it may be dropped at once: it holds them until they have been read."""
+    """One device's link to its host. A source may be dropped at once: it is held until it has been read. A target is somebody's
+    until its arrival was waited for."""
 
     bytes_out: int = 0
     bytes_in: int = 0
     """Moved so far, to the host and to the device."""
 
     @abstractmethod
-    def to_host(self, source: Tensor, target: Tensor) -> Arrival: ...
+    def to_host(self, source: Tensor, target: Tensor, held: bool = False) -> Arrival:
+        """held: the source is not dropped before it has arrived. An allocator may use its memory again at once then; else only
+        after all that is on this way when it is dropped."""
 
     @abstractmethod
     def to_device(self, source: Tensor, target: Tensor) -> Arrival: ...
@@ -81,18 +84,18 @@ class CudaLink(Link):
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._passed: deque[torch.cuda.Event] = deque()
 
-    def to_host(self, source: Tensor, target: Tensor) -> Arrival:
+    def to_host(self, source: Tensor, target: Tensor, held: bool = False) -> Arrival:
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
             target.copy_(source, non_blocking=True)
-            source.record_stream(self._out)
+            if not held:
+                source.record_stream(self._out)
             self.bytes_out += _bytes(target)
             return _Recorded(self._out)
 
     def to_device(self, source: Tensor, target: Tensor) -> Arrival:
         with torch.cuda.stream(self._in):
             target.copy_(source, non_blocking=True)
-            target.record_stream(self._in)
             self.bytes_in += _bytes(source)
             return _Recorded(self._in)
 
@@ -134,7 +137,7 @@ class ThrottledLink(Link):
         self._out = ThreadPoolExecutor(1, "link-to-host")
         self._in = ThreadPoolExecutor(1, "link-to-device")
 
-    def to_host(self, source: Tensor, target: Tensor) -> Arrival:
+    def to_host(self, source: Tensor, target: Tensor, held: bool = False) -> Arrival:
         self.bytes_out += _bytes(target)
         return _Promised(self._out.submit(self._copy, source.detach(), target))
 

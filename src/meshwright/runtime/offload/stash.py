@@ -124,7 +124,7 @@ class _Away(Stashed):
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.like = (tensor.shape, tensor.stride(), tensor.dtype)
         self.room: Tensor | None = stash.take_room(self.num_bytes)
-        self.departure: Arrival = stash.link.to_host(tensor, self._view(self.room))
+        self.departure: Arrival = stash.link.to_host(tensor, self._view(self.room), held=True)
         self.device_tensor: Tensor | None = tensor
         self.arrival: Arrival | None = None
         stash.hold(self.num_bytes)
@@ -162,6 +162,8 @@ class _Away(Stashed):
         self.room = None
 
     def _forget_device(self) -> None:
+        if self.arrival is not None:
+            self.arrival.wait_on_device()  # nobody took it: its memory is not used again before it has come
         if self.device_tensor is not None:
             self.stash.hold(-self.num_bytes)
         self.device_tensor = self.arrival = None

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,8 +28,9 @@ from meshwright.runtime.offload.stash import Stash
 from meshwright.runtime.offload.streaming import Holdings, Streaming
 from meshwright.runtime.precision import LOWER
 from meshwright.runtime.program import Program
-from meshwright.runtime.scaling import Scales
+from meshwright.runtime.samples import microbatches_of
 from meshwright.runtime.step import StepOutput
+from meshwright.runtime.tally import Tally
 from meshwright.runtime.watch import Watch
 
 
@@ -71,7 +71,7 @@ class StreamedProgram(Program):
     def holdings(self) -> Holdings:
         """Bytes on the device and the host."""
         streams = self.streams
-        host = sum(memory.num_bytes for memory in streams.memory)
+        host = sum(memory.num_bytes for memory in streams.memory) + streams.updates.state_bytes
         return streams.streaming.holdings(streams.departures, streams.stash, host)
 
     def close(self) -> None:
@@ -108,14 +108,11 @@ class StreamedProgram(Program):
                 "the last checkpoint"
             )
         marks: list[tuple[str, Mark]] = [("start", mark(self.device))]
-        microbatches = self._microbatches(batch)
-        counts = [self.objective.count(microbatch) for microbatch in microbatches]
-        total_count, counting = self._sum_counts(sum(counts))
-        sums = torch.tensor([0.0, signal, 0.0, 0.0], dtype=torch.float64, device=self.device)
-        scales = Scales(counts, self.plan.mesh.dp, total_count, counting)
-        parts = [partial(self._forward_part, one, index, scales, sums) for index, one in enumerate(microbatches)]
+        microbatches = microbatches_of(batch, self.plan)
+        tally = self._tally(microbatches, signal)
+        parts = [partial(self._forward_part, one, index, tally) for index, one in enumerate(microbatches)]
         streaming, streams = self.streams.streaming, self.streams
-        streaming.dropped_sums = sums[2:]
+        streaming.dropped_sums = tally.dropped
         try:
             with streaming.resident.in_place():
                 with self.watch.region("forward"):
@@ -133,14 +130,13 @@ class StreamedProgram(Program):
             raise
         self._is_torn = False
         marks.append(("update", mark(self.device)))
-        work = dist.all_reduce(sums, group=self._dp, async_op=True) if self.plan.mesh.dp > 1 else None
-        return StepOutput(sums, total_count, work, marks, norm)
+        return tally.output(marks, norm)
 
-    def _forward_part(self, microbatch: Batch, index: int, scales: Scales, sums: Tensor) -> None:
+    def _forward_part(self, microbatch: Batch, index: int, tally: Tally) -> None:
         """The forward of one microbatch, and backward from its loss to what the last blocks returned."""
         loss = self._loss(self._moved(microbatch))
-        sums[0] += loss.detach() * scales.counts[index]
-        (loss * scales.of(index).to(loss.dtype)).backward(retain_graph=True)
+        tally.add_loss(index, loss)
+        (loss * tally.scale(index).to(loss.dtype)).backward(retain_graph=True)
 
     def _finish_updates(self) -> Tensor | None:
         streams, resident = self.streams, self.streams.streaming.resident

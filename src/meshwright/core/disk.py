@@ -1,6 +1,6 @@
 """Files that are on the disk when they are said to be, with their size and checksum known.
 
-Every write, flush and rename of a checkpoint goes through here.
+Every write, flush and rename of a checkpoint goes through here, and the renames of state that is kept on disk.
 """
 
 from __future__ import annotations

@@ -1,0 +1,106 @@
+"""What comes before a run: its plan is decided, and its folder laid out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from meshwright.cli.decision import Decision
+    from meshwright.core.cluster import Cluster
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.settings import Settings
+
+
+def lay_out(settings: Settings, resume: bool, console: Console) -> tuple[Path, Decision]:
+    """Decide the plan of a run on local ranks, and write its folder."""
+    from meshwright.cli.decision import world_of_run
+    from meshwright.cli.wiring import find_cluster
+
+    _check(settings, resume)
+    world = world_of_run(settings)
+    cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
+    return lay_out_on(cluster, settings, world, resume, console)
+
+
+def _check(settings: Settings, resume: bool) -> None:
+    """What can be refused before anything is measured."""
+    from meshwright.cli.decision import check_batch
+    from meshwright.models.source import resolve
+    from meshwright.train.boards import check_boards
+    from meshwright.train.data import check_data
+    from meshwright.train.optimizers import check_optimizer
+    from meshwright.train.pretrained import check_weights
+
+    check_batch(settings)
+    source = resolve(settings.model)
+    check_data(settings.data, source)
+    check_optimizer(settings.optimizer)
+    if not resume:
+        check_weights(settings, source)
+    check_boards(settings)
+
+
+def lay_out_on(
+    cluster: Cluster, settings: Settings, world: int | None, resume: bool, console: Console
+) -> tuple[Path, Decision]:
+    """The same on a cluster that is known. world: the number of ranks, where it is given."""
+    from meshwright.cli.decision import decide, precision_of_run, with_host_link
+    from meshwright.cli.graphs import both_castings
+    from meshwright.cli.train_settings import with_plan_of_before
+    from meshwright.train.folder import RunFolder
+
+    cluster = with_host_link(cluster, settings)
+    wish = with_plan_of_before(settings, world or cluster.num_devices) if resume else settings
+    decision = decide(wish, both_castings(settings.model, precision_of_run(wish)), cluster, world)
+    _show(decision, cluster, console)
+    folder = RunFolder(settings.folder)
+    _open(folder, settings, decision, resume, console)
+    write_plan(folder, settings, decision)
+    cluster.save(folder.cluster)
+    return folder.path, decision
+
+
+def _show(decision: Decision, cluster: Cluster, console: Console) -> None:
+    from meshwright.core.result import describe
+    from meshwright.report.plan_view import plan_view
+
+    if decision.result is not None:
+        console.print(plan_view(decision.result, cluster))
+    else:
+        console.print(f"plan: {describe(decision.plan)}", highlight=False)
+
+
+def _open(folder: RunFolder, settings: Settings, decision: Decision, resume: bool, console: Console) -> None:
+    """The folder of before, if its checkpoints are of the same model, or a fresh one."""
+    from meshwright.train.checkpoint import check_same_model
+
+    if resume:
+        folder.reopen()
+        check_same_model(folder.checkpoints, decision.plan.graph, lambda: _shapes(settings.model))
+    elif moved := folder.start_fresh():
+        console.print(f"{folder.path} held an earlier run: it is now {moved}", highlight=False)
+
+
+def write_plan(folder: RunFolder, settings: Settings, decision: Decision) -> None:
+    """What ranks read at their start."""
+    settings.save(folder.settings)
+    decision.plan.save(folder.plan)
+    decision.estimate.save(folder.estimate)
+    if decision.forecast is not None:
+        decision.forecast.save(folder.forecast)
+    if decision.result is not None:
+        decision.result.save(folder.search)
+
+
+def _shapes(model: str) -> dict[str, tuple[int, ...]]:
+    """Of a model's tensors by name; takes no memory."""
+    import torch
+
+    from meshwright.models.source import resolve
+
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in resolve(model).build().state_dict().items()}

@@ -1,0 +1,80 @@
+"""A run whose ranks a launcher has started: torchrun, SLURM or Ray."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from meshwright.cli.decision import Decision
+    from meshwright.core.cluster import Cluster
+    from meshwright.train.settings import Settings
+
+
+def join_launched(settings: Settings, resume: bool, console: Console, as_json: bool, verify: bool) -> None:
+    """This process is a rank already: rank 0 plans, all follow."""
+    import msgspec
+
+    from meshwright.cli.restarted import continued, decision_again, note_launchers, placed
+    from meshwright.cli.train_rank import make_payload, run_rank
+    from meshwright.cli.train_summary import show_again, show_summary
+    from meshwright.measure.probe import measure_cluster
+    from meshwright.runtime.gather import wait_for_all
+    from meshwright.runtime.rank import leave
+    from meshwright.runtime.ranks import first_rank_decides, joined
+    from meshwright.train.folder import RunFolder
+
+    world = _world(settings)
+    folder = RunFolder(settings.folder)
+    with joined(settings.device, settings.backend, settings.timeout, folder.hang) as rank:
+        settings, resume, goes_on = continued(settings, resume, rank, console)
+        if resume and first_rank_decides(lambda: show_again(settings, console, as_json) is not None, rank):
+            leave(0)
+        cluster = measure_cluster(rank) if settings.cluster == "local" and not goes_on else None
+
+        def plan_it() -> tuple[Path, Decision]:
+            if goes_on:
+                return folder.path, decision_again(settings, world, folder)
+            return _plan(settings, world, resume, cluster, console)
+
+        path, decision = first_rank_decides(plan_it, rank)
+        note_launchers(folder, rank)
+        payload = make_payload(path, console, as_json, resume=resume, verify=verify and not goes_on)
+        with placed():
+            summary = run_rank(payload, rank)
+        if rank.is_first:
+            show_summary(settings, decision, msgspec.to_builtins(summary), console, as_json)
+        wait_for_all()  # no rank leaves before the first has printed: the launcher would end it
+    leave(0)
+
+
+def _world(settings: Settings) -> int:
+    import os
+
+    from meshwright.core.errors import InputError
+
+    world = int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if settings.nproc is not None and settings.nproc != local:
+        raise InputError(
+            f"nproc is {settings.nproc}, but the launcher started {local} ranks on this host: leave nproc out under torchrun"
+        )
+    return world
+
+
+def _plan(
+    settings: Settings, world: int, resume: bool, measured: Cluster | None, console: Console
+) -> tuple[Path, Decision]:
+    """On the first rank: the plan, and the run folder."""
+    from meshwright.cli.train_folder import lay_out_on
+    from meshwright.cli.wiring import find_cluster
+    from meshwright.models.source import resolve
+    from meshwright.train.pretrained import check_weights
+
+    if not resume:
+        check_weights(settings, resolve(settings.model))
+    cluster = measured or find_cluster(console, settings.cluster, settings.hosts)
+    return lay_out_on(cluster, settings, world, resume, console)

@@ -1,0 +1,49 @@
+"""A run on local ranks: started here, waited for, and started again after a fault."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.cli.decision import Decision
+    from meshwright.train.settings import Settings
+
+
+def run_ranks(
+    settings: Settings, resume: bool, console: Console, as_json: bool, quiet: bool = False, verify: bool = False
+) -> tuple[dict[str, Any] | None, Decision]:
+    """Plan here, then start the ranks and wait for them. No summary where a resumed run had nothing left to do."""
+    from meshwright.cli.out_of_memory import with_ways_out
+    from meshwright.cli.restarting import Restarting
+    from meshwright.cli.train_folder import lay_out
+    from meshwright.cli.train_rank import make_payload
+    from meshwright.cli.train_summary import show_again
+    from meshwright.core.cluster import Cluster
+    from meshwright.core.errors import OutOfMemoryError
+    from meshwright.runtime.launch import Interrupted
+    from meshwright.runtime.restarts import Attempt, launch_with_restarts
+    from meshwright.train.folder import RunFolder
+
+    if resume and (done := show_again(settings, console, as_json)):
+        return None, done
+    folder, decision = lay_out(settings, resume, console)
+    payload = make_payload(folder, console, as_json, resume=resume, verify=verify, quiet=quiet)
+    restarting = Restarting(settings, decision, console)
+    first = Attempt(payload, decision.plan.world)
+    try:
+        summary = launch_with_restarts(
+            "meshwright.cli.train_rank:train_rank",
+            first,
+            settings.faults.restarts,
+            restarting.next_attempt,
+            settings.timeout,
+        )
+    except OutOfMemoryError as error:
+        raise with_ways_out(error, settings, restarting.decision, Cluster.load(RunFolder(folder).cluster)) from None
+    except Interrupted as stop:
+        if stop.result is None:
+            raise
+        return {**stop.result, "interrupted": True, "restarts": restarting.num_restarts}, restarting.decision
+    return {**summary, "interrupted": False, "restarts": restarting.num_restarts}, restarting.decision

@@ -1,0 +1,93 @@
+"""What comes after a run: predicted against measured, and where everything is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from meshwright.cli.decision import Decision
+    from meshwright.core.trace import Trace
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.settings import Settings
+
+
+def show_summary(
+    settings: Settings, decision: Decision, summary: dict[str, Any], console: Console, as_json: bool
+) -> None:
+    """Predicted against measured, and where everything is."""
+    from meshwright.cli.output import print_json
+    from meshwright.core.trace import Trace
+    from meshwright.report.tables import comparison_table
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.metrics import dropped_tokens
+
+    folder = RunFolder(settings.folder)
+    trace = Trace.load(folder.trace)
+    dropped, routed = dropped_tokens(folder.metrics)
+    console.print(comparison_table(decision.estimate, trace))
+    for line in _lines(folder, summary, dropped, routed):
+        console.print(line, highlight=False)
+    if as_json:
+        print_json(_figures(folder, decision, trace, summary, dropped, routed))
+
+
+def _lines(folder: RunFolder, summary: dict[str, Any], dropped: int, routed: int) -> Iterator[str]:
+    ended = f"stopped after {summary['num_steps']} steps: {summary['stopped']}" if summary["stopped"] else "done"
+    yield f"{ended}; loss {summary['loss']:.4f}; everything is in {folder.path}"
+    if routed:
+        yield f"experts had no room for {dropped} of {routed} choices ({dropped / routed:.1%})"
+    if summary["stopped"]:
+        yield "its checkpoint is whole: the same command with --resume goes on from it"
+
+
+def _figures(
+    folder: RunFolder, decision: Decision, trace: Trace, summary: dict[str, Any], dropped: int, routed: int
+) -> dict[str, Any]:
+    return {
+        "loss": summary["loss"],
+        "step_seconds": trace.step_seconds,
+        "tokens_per_second": trace.tokens_per_second,
+        "predicted_step_seconds": decision.estimate.step_seconds,
+        "predicted_peak_bytes": decision.estimate.peak_bytes,
+        "measured_peak_bytes": trace.peak_bytes,
+        "dropped_tokens": dropped,
+        "dropped_share": dropped / routed if routed else 0.0,
+        "validation_loss": summary["validation_loss"],
+        "num_steps": summary["num_steps"],
+        "stopped": summary["stopped"],
+        "restarts": summary.get("restarts", 0),
+        "checkpoint": summary["checkpoint"],
+        "run_folder": str(folder.path),
+    }
+
+
+def show_again(settings: Settings, console: Console, as_json: bool) -> Decision | None:
+    """A run that has all its steps is shown again, not run again."""
+    from meshwright.cli.decision import Decision
+    from meshwright.core.estimate import Estimate
+    from meshwright.core.plan import Plan
+    from meshwright.train.checkpoint import latest
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.kept import step_of
+    from meshwright.train.metrics import last_values
+
+    folder = RunFolder(settings.folder)
+    newest = latest(folder.checkpoints)
+    if newest is None or not folder.trace.exists() or step_of(newest) < settings.steps:
+        return None
+    console.print(f"{folder.path} has all its {settings.steps} steps already: give more with --steps", highlight=False)
+    values = last_values(folder.metrics)
+    summary = {
+        "loss": values.get("loss"),
+        "validation_loss": values.get("validation_loss"),
+        "num_steps": step_of(newest),
+        "stopped": None,
+        "checkpoint": str(newest),
+    }
+    decision = Decision(Plan.load(folder.plan), Estimate.load(folder.estimate), None)
+    show_summary(settings, decision, summary, console, as_json)
+    return decision
