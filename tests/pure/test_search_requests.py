@@ -84,7 +84,7 @@ def test_the_bound_counts_what_ranks_reduce_of_their_experts(zero: Any, ep: int)
     shape = Shape(1, 8, 1, 1, ep, sequence_parallel=False, microbatch=1, num_microbatches=1, compile=False)
     point = Point(shape, "1f1b", 1, zero, None, "none")
     drafts = Drafts(problem)
-    bounds = drafts.bounds(shape, sharded=point.casts_ahead)
+    bounds = drafts.tables.bounds(shape, sharded=point.casts_ahead)
     assert bounds is not None
     everyone = Group(8 // ep, ep)
     size = 4 * sum(p.num_elements for p in GRAPH.parameters if p.expert) / ep
