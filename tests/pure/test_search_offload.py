@@ -6,16 +6,19 @@ import msgspec
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
-from machines import chain_graph, machine, machines
+from machines import captured_in, chain_graph, flat_plan, machine, machines
 from strategies import quick
 
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.errors import InfeasibleError
 from meshwright.core.graph import Graph
+from meshwright.core.plan import Offload
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
+from meshwright.cost.estimate import estimate
 from meshwright.search.problem import Problem
 from meshwright.search.search import search
+from meshwright.search.shares import shares_of
 
 GENEROUS = 10**12
 
@@ -140,3 +143,23 @@ def test_a_part_leaves_where_the_host_has_no_room_for_all() -> None:
     assert found is not None
     assert found.plan.offload.what == "optimizer"
     assert found.estimate.host_bytes <= whole.estimate.host_bytes * 2 // 3
+
+
+def test_nothing_leaves_in_16_bits_where_masters_fit_beside_them() -> None:
+    """One device that stores 16-bit parameters has a use for a share of 0; several, and fp32, have none."""
+    graph = captured_in("bf16", chain_graph(2, (24, 24)))
+    alone, both = (Problem(graph, with_hosts(machine(n), GENEROUS, 1e9)) for n in (1, 2))
+    offload = Offload(what="optimizer")
+    assert shares_of(alone, flat_plan(graph, offload=offload)) == [1, 0.5, 0]
+    assert shares_of(both, flat_plan(graph, 2, offload=offload)) == [1, 0.5]
+    assert shares_of(alone, flat_plan(chain_graph(2), offload=offload)) == [1, 0.5]
+
+
+def test_no_part_of_a_search_forgets_what_the_hosts_hold() -> None:
+    """Plans are compared with others that do one thing otherwise: fixing what leaves for that is nobody's wish."""
+    cluster = with_hosts(machine(2, bytes_per_second=1000.0, latency_seconds=0.01), 500, 1e5, updates=1e6)
+    for budget in (3_000, GENEROUS):
+        found = best_of("joint", chain_graph(2), cluster, budget)
+        assert found is not None
+        for plan in (found.plan, *(other.plan for other in found.runners_up)):
+            assert estimate(chain_graph(2), plan, cluster).host_bytes <= 500

@@ -144,6 +144,8 @@ def offload_words(plan: Plan) -> str:
     offload = plan.offload
     if offload.what == "optimizer" and offload.share == 0:
         return _kept_words(plan)
+    if offload.what == "optimizer" and offload.share == 0 and plan.stores_16_bits:
+        return "parameters in 16 bits, their fp32 masters and optimizer state beside them on the device"
     what = "optimizer state" if offload.what == "optimizer" else "parameters and optimizer state"
     share = "" if offload.share == 1 else f"{offload.share:.0%} of "
     place = "the hosts' memory" if offload.where == "host" else "the hosts' disks"

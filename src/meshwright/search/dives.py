@@ -85,4 +85,5 @@ def narrowed(problem: Problem, fixed: dict[str, object]) -> Problem | None:
     asked = msgspec.structs.asdict(problem.request)
     if any(asked[name] not in (None, value) for name, value in fixed.items()):
         return None
-    return replace(problem, request=msgspec.structs.replace(problem.request, **fixed))
+    request = msgspec.structs.replace(problem.request, **fixed)
+    return replace(problem, request=request, offload_asked=problem.asks_for_offload)

@@ -183,7 +183,7 @@ def offloadings(problem: Problem, plan: Plan) -> list[Offload]:
     if plain.what == "none" or problem.request.offload_share is not None:
         return [plain]
     shares = shares_of(problem, plan)
-    few = shares if len(shares) <= FEW_SHARES else coarse_shares()
+    few = shares if len(shares) <= FEW_SHARES else coarse_shares(plan)
     return [msgspec.structs.replace(plain, share=share) for share in few]
 
 
@@ -252,7 +252,7 @@ def count_plans(problem: Problem, most: int | None = None) -> int:
 def _most_ways(problem: Problem, offload: OffloadKind) -> int:
     """To offload: of shares there are no more than parameters."""
     if offload == "optimizer" and problem.request.offload_share is None:
-        return min(FEW_SHARES, len(problem.graph.parameters))
+        return min(FEW_SHARES, len(problem.graph.parameters) + 1)
     return len(WINDOWS) * len(STASHES) if offload == "parameters" else 1
 
 

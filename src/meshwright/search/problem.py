@@ -42,6 +42,8 @@ class Problem:
     """What the runtime has answered so far."""
     prefer_fastest: bool = False
     """Whether the fastest is taken even where a simpler plan is as fast within the estimate's error."""
+    offload_asked: bool | None = None
+    """Of a part of a search, which fixes more than was asked for: whether a person fixed what is offloaded."""
 
     @cached_property
     def devices(self) -> int:
@@ -94,10 +96,14 @@ class Problem:
         asked = msgspec.structs.replace(request, global_batch=self.global_batch)
         return replace(self, cluster=self.cluster.seen_by(1), request=asked, world=1)
 
+    @property
+    def asks_for_offload(self) -> bool:
+        return self.request.offload is not None if self.offload_asked is None else self.offload_asked
+
     def hosts_hold(self, host_bytes: int) -> bool:
         """Whether the hosts have room for what leaves the devices; who asks for an offload may see what it would take."""
         room = self.cluster.host_memory_bytes
-        free = room is None or self.request.offload is not None or self.cluster.device.kind == "cpu"
+        free = room is None or self.asks_for_offload or self.cluster.device.kind == "cpu"
         return free or host_bytes <= room  # type: ignore[operator]
 
     def graph_of(self, plan: Plan) -> Graph:

@@ -2,7 +2,7 @@
 
 What stays is updated where it is, at once; what leaves makes room for activations, that need no recompute then. So the share is
 chosen with the recompute, for every draft, before drafts are compared. Shares are multiples of 1 / STEPS, and whole parameters stay
-or leave (core/offloaded.py):
+or leave (core/offloaded.py). A share of 0 is a way of its own to train where parameters are in 16 bits: their masters stay too.
 
     few that differ   each is fitted with the least recompute, and the fastest taken: exact        -> shares_of
     many              the same on a coarse grid; then, with the recompute of the fastest, as little leaves as fits
@@ -48,7 +48,7 @@ def with_best_share(problem: Problem, plan: Plan, fit: Fit, limit_seconds: float
 
 def shares_of(problem: Problem, plan: Plan) -> list[float]:
     """Those that differ in what leaves, the largest first; where the model has many parameters, all."""
-    every = [number / STEPS for number in range(STEPS, 0, -1)]
+    every = [number / STEPS for number in range(STEPS, _least_number(plan) - 1, -1)]
     if sum(parameter.trainable for parameter in problem.graph.parameters) >= STEPS:
         return every
     found: dict[tuple[int, ...], float] = {}
@@ -57,9 +57,14 @@ def shares_of(problem: Problem, plan: Plan) -> list[float]:
     return list(found.values())
 
 
-def coarse_shares() -> list[float]:
+def coarse_shares(plan: Plan) -> list[float]:
     """The largest first."""
-    return [number / COARSE_STEPS for number in range(COARSE_STEPS, 0, -1)]
+    return [number / COARSE_STEPS for number in range(COARSE_STEPS, _least_number(plan) - 1, -1)]
+
+
+def _least_number(plan: Plan) -> int:
+    """Of steps."""
+    return 0 if plan.stores_16_bits else 1
 
 
 def _leaving(problem: Problem, plan: Plan) -> tuple[int, ...]:
@@ -89,10 +94,10 @@ def _fastest(problem: Problem, found: list[Costed]) -> Costed | None:
 
 
 def _refined(problem: Problem, plan: Plan, fit: Fit, whole: Costed) -> Costed | None:
-    best = _fastest(problem, [whole, *_fitting(plan, fit, [*coarse_shares()[1:], 1 / STEPS])])
+    best = _fastest(problem, [whole, *_fitting(plan, fit, coarse_shares(plan)[1:])])
     if best is None:
         return None
-    less = _least(best, problem, max(0, round((best[0].offload.share - 1 / COARSE_STEPS) * STEPS)))
+    less = _least(best, problem, round((best[0].offload.share - 1 / COARSE_STEPS) * STEPS))
     return best if less is None else min(best, less, key=lambda pair: pair[1].step_seconds)
 
 
@@ -105,9 +110,10 @@ def with_least_shares(outcome: Outcome, problem: Problem) -> Outcome:
     return replace(outcome, costed=(*found, *outcome.costed)) if found else outcome
 
 
-def _least(pair: Costed, problem: Problem, misses: int = 0) -> Costed | None:
+def _least(pair: Costed, problem: Problem, misses: int = -1) -> Costed | None:
     """By bisection, above so many steps: a larger share on the device never takes less of it."""
     best, fits = None, round(pair[0].offload.share * STEPS)
+    misses = max(misses, _least_number(pair[0]) - 1)
     while fits - misses > 1:
         number = (fits + misses) // 2
         plan = _with_share(pair[0], number / STEPS)
