@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
@@ -18,7 +18,7 @@ def comparisons(found: BestFirst, costed: list[tuple[Plan, Estimate]]) -> list[t
     assert found.fastest is not None
     known = {plan for plan, _ in costed}
     more: list[tuple[Plan, Estimate]] = []
-    for otherwise in _otherwise(found.fastest[0], found.problem.offloads):
+    for otherwise in _otherwise(found.fastest[0]):
         if len(known) > FEWEST:
             break
         narrow = narrowed(found.problem, otherwise)
@@ -31,21 +31,21 @@ def comparisons(found: BestFirst, costed: list[tuple[Plan, Estimate]]) -> list[t
     return more
 
 
-def _otherwise(plan: Plan, offloads: Sequence[str]) -> Iterator[dict[str, object]]:
+def _otherwise(plan: Plan) -> Iterator[dict[str, object]]:
     """One thing at a time, what changes a plan most first. What the model or the cluster does not allow finds nothing."""
     mesh = plan.mesh
     for axis in ("tp", "pp", "cp"):
         degree = getattr(mesh, axis)
         yield {axis: degree // 2 if degree > 1 and degree % 2 == 0 else 2 * degree}
     if mesh.dp * mesh.cp > 1:
+        same = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep}
         for stage in sorted({0, 1, 2, 3} - {plan.zero}):
-            yield {"zero": stage}
+            yield {**same, "zero": stage}
     yield {"recompute": "none" if plan.recompute else "full"}
     if plan.microbatch > 1:
         smaller = max(size for size in range(1, plan.microbatch) if plan.microbatch % size == 0)
         yield {"microbatch": smaller}
         yield {"microbatch": 1}
     yield {"compile": not plan.compile}
-    for what in offloads:
-        if what != plan.offload.what:
-            yield {"offload": what}
+    if plan.offload.what != "none":
+        yield {"offload": "none"}
