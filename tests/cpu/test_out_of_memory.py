@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from cases import hand_cluster
 from command import Cli
+from torch import Tensor, nn
 
 from meshwright.core.errors import OutOfMemoryError
 from meshwright.runtime.launch import describe_failure
-from meshwright.runtime.out_of_memory import is_out_of_memory
+from meshwright.runtime.out_of_memory import is_out_of_memory, where_it_happened
+from meshwright.runtime.program import Program
 
 GREEDY = Path(__file__).parents[1] / "assets" / "greedy.py"
 SETTINGS = f"""
@@ -35,6 +39,22 @@ def test_which_errors_are_meant() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+class Hungry(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.empty(2**52)[0]
+
+
+def test_the_module_that_ran_is_named() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), Hungry()))
+    with pytest.raises(RuntimeError) as refused:
+        module(torch.ones(1, 2))
+    program = cast(Program, SimpleNamespace(module=module))
+    assert where_it_happened(program, refused.value) == "1.1"
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**52)
+    assert where_it_happened(program, refused.value) == ""
 
 
 class Failure:
@@ -69,6 +89,8 @@ def test_a_run_that_runs_out(cli: Cli, tmp_path: Path) -> None:
     assert "  optimizer state: 132.07 KiB" in said
     assert "optimizer state of blocks.0.weight: 32.00 KiB" in said
     assert "predicted: " in said
+    assert " per device: parameters 66.0" in said
+    assert "at the peak of the last sampled step: activations" in said
     assert "what needs at least 10% less, the cheapest first:" in said
     assert "ZeRO 1" in said
     assert "Traceback" not in said

@@ -218,6 +218,30 @@ def test_categories_of_sharded_modules() -> None:
     assert [categories.of(one) for one in noted] == ["gathered_parameters", "gradients"]
 
 
+def test_what_is_kept_for_the_weights_is_an_activation() -> None:
+    """A zero-bubble schedule makes the gradients of inputs first; what it keeps for those of weights dies with them."""
+    profile = host_profile(
+        regions=(span("backward", 0, 2), span("forward", 2, 3), span("backward", 3, 5)),
+        weights=(span("weights", 3, 5),),
+    )
+    kept, sent = Allocation(1, 8, 1.0, 4.0), Allocation(2, 8, 1.0, 2.5)
+    assert [Categories(profile, [kept, sent]).of(one) for one in (kept, sent)] == ["activations", "temporaries"]
+    plain = host_profile(regions=profile.regions)
+    assert Categories(plain, [kept]).of(kept) == "temporaries"
+
+
+def test_what_was_passed_to_a_collective_ends_with_it_where_its_death_is_not_seen() -> None:
+    """Gloo's thread dropped it last. Had the step's thread held it longer, the profiler would have seen it die."""
+    profile = host_profile(
+        calls=(span("all_reduce/tp/8", 1, 1.1), span("all_gather/tp/8", 5, 5.1)),
+        annotations=(span("gloo:all_reduce", 1.2, 2, thread=1), span("gloo:all_gather", 5.2, 6, thread=1)),
+        notes=(span("passed/7", 1.05, 1.06), span("passed/7", 5.05, 5.06)),
+    )
+    lost, reused = (Allocation(7, 8, 0.5, died, HOST, death_seen=False) for died in (float("inf"), 3.0))
+    seen, other = Allocation(7, 8, 0.5, 9.0, HOST), Allocation(3, 8, 0.5, 9.0, HOST, death_seen=False)
+    assert [one.died for one in end_unseen([lost, reused, seen, other], profile)] == [6.0, 2.0, 9.0, 9.0]
+
+
 sizes = st.lists(st.tuples(st.integers(1, 100), st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=60)
 
 

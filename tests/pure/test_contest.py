@@ -14,8 +14,9 @@ from meshwright.core.errors import InputError
 from meshwright.core.request import PlanRequest
 from meshwright.core.short_plans import contenders, parse_short
 from meshwright.core.trace import StepRecord
-from meshwright.report.contest import findings, judge, loss_difference, loss_words, noise, row_of
-from meshwright.report.contest_table import contest_table
+from meshwright.report.contest import findings, judge, loss_difference, loss_words, noise, row_of, rows_of, said_about
+from meshwright.report.contest_table import contest_tables
+from meshwright.report.histogram import NUM_BINS, bars, counted, shared_edges
 from meshwright.report.run import Run
 
 
@@ -70,6 +71,14 @@ def test_each_plan_on_the_ranks_it_can_run_on() -> None:
     assert left_out == ["ddp on 1: on one rank it is the plan 'one'", "tp2 on 1: it runs on multiples of 2"]
 
 
+def test_who_asks_for_one_rank_gets_one() -> None:
+    """On one rank replicas and shards are the same plan: it is run once, and first, as what the others are compared with."""
+    chosen, left_out = contenders(("ddp", "zero3"), (1, 2))
+    assert [one.name for one in chosen] == ["one on 1", "ddp on 2", "zero3 on 2"]
+    assert len(left_out) == 2
+    assert [one.name for one in contenders(("ddp",), (2,))[0]] == ["ddp on 2"]
+
+
 # Who wins
 
 
@@ -87,7 +96,9 @@ def test_a_margin_within_the_noise() -> None:
     judgement = judge([timed("one", [1.0, 1.0], [1.3, 1.3]), timed("two", [1.1, 1.1], [1.25, 1.25])])
     assert judgement is not None
     assert not judgement.exceeds_noise
-    assert "not more than the noise" in str(judgement)
+    assert "not more than the noise between repeats" in str(judgement)
+    single = judge([timed("one", [1.0, 1.0]), timed("two", [2.0, 2.0])])
+    assert "between the two halves of a run's steps" in str(single)
     assert judge([timed("alone", [1.0])]) is None
 
 
@@ -132,13 +143,39 @@ def test_a_row_has_all_figures() -> None:
 def test_the_table_puts_the_fastest_first() -> None:
     buffer = io.StringIO()
     runs = [timed("slow", [2.0, 2.0]), timed("fast", [1.0, 1.0])]
-    Console(file=buffer, width=140).print(contest_table(runs, None))
+    time, memory = contest_tables(runs, None)
+    Console(file=buffer, width=140).print(time, memory)
     text = buffer.getvalue()
-    assert text.index("fast") < text.index("slow")
+    assert text.index("\n fast") < text.index("\n slow")
+    assert "histogram: 1.00 s to 2.00 s" in text
+    assert "optimizer" in text[text.index("memory of the fullest rank") :]
 
 
 def test_what_the_runs_show() -> None:
     runs = [timed("one on 1", [1.0], dp=1), timed("ddp on 2", [2.0]), timed("zero3 on 2", [3.0], zero=3)]
     said = " ".join(findings(runs))
-    assert "Optimizer state per rank: one on 1: 7.81 KiB; zero3 on 2: 7.81 KiB." in said
+    assert "Optimizer state per rank: 7.81 KiB (one on 1, zero3 on 2)." in said
     assert "ddp on 2 takes 2.00 s per step, zero3 on 2 3.00 s (50% more)" in said
+
+
+def test_all_runs_share_the_bins_of_a_histogram() -> None:
+    runs = [timed("slow", [2.0, 2.0, 2.5]), timed("fast", [1.0, 1.0])]
+    edges = shared_edges(runs)
+    assert (edges[0], len(edges)) == (1.0, NUM_BINS + 1)
+    rows = rows_of(runs, None)
+    assert [sum(row["histogram"]["counts"]) for row in rows] == [3, 2]
+    assert rows[0]["histogram"]["edges_seconds"] == rows[1]["histogram"]["edges_seconds"]
+    assert counted([1.0, 99.0], edges)[-1] == 1, "a slower step counts in the last bin"
+    assert bars([0, 1, 8]) == " ▁█"
+    assert rows_of([replace(runs[0], traces=())], None)[0]["histogram"] is None
+
+
+def test_what_is_said_about_all() -> None:
+    runs = [timed("one", [1.0, 1.0]), timed("two", [2.0, 2.0])]
+    first, agree, *_ = said_about(runs)
+    assert first.startswith("one is fastest: 100.0% ahead of two")
+    assert agree == "Losses agree within 0 of one's over the first 10 steps."
+    wrong = replace(runs[1], metrics=tuple({**line, "loss": 1.1 * line["loss"]} for line in runs[1].metrics))
+    said = " ".join(said_about([runs[0], wrong]))
+    assert "Warning: the losses of two differ" in said
+    assert "agree" not in said

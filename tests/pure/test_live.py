@@ -18,7 +18,7 @@ from meshwright.cli.serving import served_page
 from meshwright.cli.watch import has_ended, rank_states
 from meshwright.core.errors import InputError
 from meshwright.core.live import RankState
-from meshwright.report.live_view import SHOWN_RANKS, live_view, slowest_words, trend
+from meshwright.report.live_view import SHOWN_RANKS, live_view, silent_words, slowest_words, trend
 from meshwright.train.folder import RunFolder
 
 
@@ -54,6 +54,13 @@ def test_of_many_ranks_the_fullest_are_shown() -> None:
     assert "known once a step was sampled" in said
 
 
+def test_a_run_that_says_nothing_is_remarked_upon() -> None:
+    assert silent_words([state(0)], step_seconds=0.1, now=125.0) == ""
+    assert "no rank has ended a step for 31.00 s" in silent_words([state(0)], step_seconds=0.1, now=131.0)
+    assert silent_words([state(0)], step_seconds=10.0, now=131.0) == "", "its steps take longer than that"
+    assert silent_words([], step_seconds=0.1, now=131.0) == ""
+
+
 def test_equal_ranks_have_no_slowest() -> None:
     assert slowest_words([state(0, 0.10), state(1, 0.12)]) == "no rank keeps the others waiting"
 
@@ -68,6 +75,7 @@ def going(tmp_path: Path) -> RunFolder:
     """The folder of a run that goes on."""
     folder = save(run_of(), tmp_path / "run")
     (folder / "trace.json").unlink()
+    (folder / "settings.toml").write_text('name = "demo"\nmodel = "gpt"\nsteps = 100\n')
     lines = [{"step": step, "loss": 5.0, "seconds": 0.1, "tokens_per_second": 9.0} for step in range(4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     state(0).save(folder / "live" / "rank-00000.json")
@@ -99,6 +107,9 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
     with served_page(folder, 0, 0.2) as address, Browser() as browser:
         tab = browser.open(address)
         assert "4 steps are done" in tab.ask("document.querySelector('.verdict').textContent")
+        shown_now = tab.ask("document.querySelector('main').textContent")
+        assert "step 4 of 100" in shown_now
+        assert "1.00 MiB" in shown_now, "memory of each rank"
         with folder.metrics.open("a") as file:
             file.write(json.dumps({"step": 4, "loss": 4.0, "seconds": 0.1, "tokens_per_second": 9.0}) + "\n")
         tab.until("document.querySelector('.verdict').textContent.includes('5 steps are done')")

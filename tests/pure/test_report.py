@@ -11,10 +11,11 @@ import msgspec
 import pytest
 from runs import run_of, trace_of
 
-from meshwright.cli.runs import check_comparable, read_run, read_runs, write_page
+from meshwright.cli.runs import check_comparable, read_run, read_runs, telling_names, write_page
 from meshwright.core.errors import InputError
 from meshwright.core.trace import Interval
 from meshwright.report.chrome import chrome_trace
+from meshwright.report.fullest import fullest_words
 from meshwright.report.overlap import exposed_share, overlap, shared_seconds
 from meshwright.report.page import page
 from meshwright.report.page_data import page_data
@@ -167,6 +168,40 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert write_page([found], str(tmp_path / "report.html")).exists()
 
 
+def test_names_are_the_shortest_that_tell_runs_apart() -> None:
+    paths = [Path("/a/cmp/ddp-on-2/0"), Path("/a/cmp/zero3-on-2/0")]
+    assert telling_names(paths) == ["ddp-on-2", "zero3-on-2"]
+    assert telling_names([Path("/a/x/0"), Path("/a/x/1"), Path("/a/y/0")]) == ["x/0", "x/1", "y/0"]
+    assert telling_names([Path("/a/run"), Path("/a/run/inner")]) == ["run", "inner"]
+    assert telling_names([Path("/a/run")]) == ["run"]
+
+
+def test_a_folder_of_a_comparison_stands_for_its_runs(tmp_path: Path) -> None:
+    """Repeats are one run; a repeat that was stopped has no trace, and is left out."""
+    (tmp_path / "zero3-on-2").mkdir()
+    (tmp_path / "ddp-on-2").mkdir()
+    save(run_of(), tmp_path / "ddp-on-2" / "0")
+    save(run_of(), tmp_path / "ddp-on-2" / "1")
+    save(run_of(zero=3), tmp_path / "zero3-on-2" / "0")
+    (save(run_of(zero=3), tmp_path / "zero3-on-2" / "1") / "trace.json").unlink()
+    found = read_runs([str(tmp_path)])
+    assert [(run.name, len(run.repeats)) for run in found] == [("ddp on 2", 1), ("zero3 on 2", 0)]
+    assert len(found[0].step_seconds) == 2 * len(found[0].own_seconds)
+    assert "ran 20 steps 2 times" in verdict(found[0])[0]
+
+
+def test_the_fullest_moment_is_named() -> None:
+    words = fullest_words(run_of())
+    assert "on rank 1, 9.6 ms into the sampled step (forward)" in words
+    assert "predicted: " in words
+
+
+def test_steps_count_as_they_do_in_the_trace() -> None:
+    """Without the sampled step and three that warm up; of few steps, without the first."""
+    assert len(run_of(num_steps=20).step_seconds) == 16
+    assert len(run_of(num_steps=5).step_seconds) == 3
+
+
 def test_a_folder_of_an_older_version_is_read_with_a_remark(tmp_path: Path) -> None:
     folder = save(run_of(dp=4), tmp_path / "one")
     for file in (folder / "traces").iterdir():
@@ -197,6 +232,8 @@ def spoil(folder: Path, how: str) -> None:
         trace.save(folder / "traces" / "rank-00000.json")
     elif how == "broken line":
         (folder / "metrics.jsonl").write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    elif how == "odd line":
+        (folder / "metrics.jsonl").write_text('{"step": 0}\nnull\n')
 
 
 @pytest.mark.parametrize(
@@ -207,6 +244,9 @@ def spoil(folder: Path, how: str) -> None:
         ("truncated", "rank-00001.json: not valid JSON"),
         ("other version", "this version reads format 1; the file is from another version"),
         ("other plan", "the folder mixes two runs"),
+        ("truncated", "restore the file"),
+        ("other version", "read it with the version that wrote it, or train again"),
+        ("odd line", "metrics.jsonl, line 2: not what a step leaves"),
         ("broken line", "metrics.jsonl, line 2: not valid JSON"),
     ],
 )

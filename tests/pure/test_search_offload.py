@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
-
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 from machines import chain_graph, machine, machines
 from strategies import quick
@@ -16,28 +12,12 @@ from strategies import quick
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.errors import InfeasibleError
 from meshwright.core.graph import Graph
-from meshwright.core.limits import not_yet
-from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
 from meshwright.search.problem import Problem
 from meshwright.search.search import search
 
-WHO_ASKS = ("problem", "drafts", "exhaustive", "builder")
 GENEROUS = 10**12
-
-
-@contextmanager
-def offload_runs() -> Iterator[None]:
-    """As if the runtime ran every kind of offload."""
-
-    def otherwise(plan: Plan) -> dict[str, str]:
-        return {words: instead for words, instead in not_yet(plan).items() if not words.startswith("offload of")}
-
-    with ExitStack() as stack:
-        for room in WHO_ASKS:
-            stack.enter_context(patch(f"meshwright.search.{room}.not_yet", otherwise))
-        yield
 
 
 def with_hosts(cluster: Cluster, memory_bytes: int, link: float, updates: float = 1e3) -> Cluster:
@@ -53,28 +33,28 @@ def with_hosts(cluster: Cluster, memory_bytes: int, link: float, updates: float 
 def best_of(
     method: str, graph: Graph, cluster: Cluster, budget_bytes: int, request: PlanRequest | None = None
 ) -> SearchResult | None:
-    request = request or PlanRequest(global_batch=2, compile=False, offload_share=1.0)
+    request = request or PlanRequest(global_batch=2, compile=False)
     try:
-        with offload_runs():
-            return search(graph, cluster, request, budget_bytes=budget_bytes, method=method, prefer_fastest=True)
+        return search(graph, cluster, request, budget_bytes=budget_bytes, method=method, prefer_fastest=True)
     except InfeasibleError:
         return None
 
 
 @quick
 @given(
-    st.integers(1, 3).map(chain_graph),
+    st.builds(chain_graph, st.integers(1, 3), st.sampled_from([(8, 8), (24, 24)])),
     machines,
-    st.sampled_from([600, 1_500, 3_000, 6_000, GENEROUS]),
+    st.sampled_from([600, 1_500, 3_000, 6_000, 10_000, 16_000, GENEROUS]),
     st.sampled_from([500, 3_000, GENEROUS]),
     st.sampled_from([1e5, 1e9]),
 )
 def test_joint_equals_exhaustive(graph: Graph, cluster: Cluster, budget: int, memory: int, link: float) -> None:
-    """Neither bounds nor the room for state may leave the best offload out."""
+    """Neither bounds nor the room for state may leave the best offload out, nor the best share of it."""
     hosts = with_hosts(cluster, memory, link, updates=1e6)
     expected, found = (best_of(method, graph, hosts, budget) for method in ("exhaustive", "joint"))
     assert (found is None) == (expected is None)
     if found is not None and expected is not None:
+        event(f"offload {expected.plan.offload.what}, {'all' if expected.plan.offload.share == 1 else 'a part'}")
         assert found.estimate.step_seconds == pytest.approx(expected.estimate.step_seconds, rel=1e-9), (
             found.plan,
             expected.plan,
@@ -109,9 +89,7 @@ def test_offload_is_chosen_where_nothing_else_fits_and_the_host_has_room() -> No
 
 def test_what_cannot_run_or_has_no_figures_is_not_looked_at() -> None:
     bare, known = machine(2), with_hosts(machine(2), GENEROUS, 1e9)
-    with offload_runs():
-        assert Problem(chain_graph(2), bare).offloads == ("none",)
-        assert Problem(chain_graph(2), known).offloads == ("none", "optimizer", "parameters")
+    assert Problem(chain_graph(2), bare).offloads == ("none",)
     assert Problem(chain_graph(2), known).offloads == ("none", "optimizer", "parameters")
 
 
@@ -131,3 +109,34 @@ def test_no_more_leaves_than_must() -> None:
     lower = msgspec.structs.replace(request, offload_share=share - 0.04)
     with pytest.raises(InfeasibleError):
         search(graph, cluster, lower, budget_bytes=budget)
+
+
+def test_a_part_that_leaves_wins_against_recompute_and_against_all_that_leaves() -> None:
+    """With all of it away, the fastest recomputes a block; another microbatch wins once some state may stay."""
+    graph, cluster, budget = chain_graph(6, (24, 24)), with_hosts(machine(1), GENEROUS, 1e9, updates=1e5), 40_000
+    request = PlanRequest(global_batch=4, compile=False)
+    found = best_of("joint", graph, cluster, budget, request)
+    whole = best_of("joint", graph, cluster, budget, msgspec.structs.replace(request, offload_share=1.0))
+    expected = best_of("exhaustive", graph, cluster, budget, request)
+    assert found is not None
+    assert whole is not None
+    assert expected is not None
+    assert found.plan.offload.what == whole.plan.offload.what == "optimizer"
+    assert found.plan.offload.share < 1
+    assert whole.plan.recompute
+    assert not found.plan.recompute
+    assert found.plan.microbatch != whole.plan.microbatch
+    assert found.estimate.step_seconds == pytest.approx(expected.estimate.step_seconds, rel=1e-9)
+
+
+def test_a_part_leaves_where_the_host_has_no_room_for_all() -> None:
+    graph = chain_graph(6, (24, 24))
+    request = PlanRequest(global_batch=4, microbatch=4, compile=False, offload="optimizer")
+    whole = search(graph, with_hosts(machine(1), GENEROUS, 1e9), msgspec.structs.replace(request, offload_share=1.0))
+    small = with_hosts(machine(1), whole.estimate.host_bytes * 2 // 3, 1e9)
+    open_kind = msgspec.structs.replace(request, offload=None, recompute="full")
+    none = search(graph, small, msgspec.structs.replace(open_kind, offload="none"))
+    found = best_of("joint", graph, small, none.estimate.needed_bytes - 1, open_kind)
+    assert found is not None
+    assert found.plan.offload.what == "optimizer"
+    assert found.estimate.host_bytes <= whole.estimate.host_bytes * 2 // 3

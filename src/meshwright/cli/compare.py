@@ -145,6 +145,7 @@ def _run_all(
     """All plans in a new order each round. A plan that fails once is not tried again."""
     import random
 
+    from meshwright.cli.runs import together
     from meshwright.core.errors import MeshwrightError
 
     found: dict[str, list[Run]] = {one.name: [] for one in chosen}
@@ -157,10 +158,15 @@ def _run_all(
             console.print(f"round {number + 1} of {repeats}: {one.name} …", highlight=False)
             try:
                 found[one.name].append(_run_one(settings, one, folder / one.name.replace(" ", "-") / str(number)))
+            except KeyboardInterrupt:
+                console.print(
+                    f"stopped: `meshwright report {folder} -o report.html` shows what has run", highlight=False
+                )
+                raise
             except MeshwrightError as error:
                 failed[one.name] = str(error)
                 console.print(f"  failed: {error}", highlight=False)
-    return [_together(runs) for name, runs in found.items() if runs and name not in failed], failed
+    return [together(runs) for name, runs in found.items() if runs and name not in failed], failed
 
 
 def _run_one(settings: Settings, one: Contender, folder: Path) -> Run:
@@ -208,24 +214,13 @@ def _train_peer(settings: Settings, peer: str) -> None:
     launch("meshwright.cli.peer_rank:peer_rank", {"folder": str(folder), "peer": peer}, decision.plan.world)
 
 
-def _together(runs: list[Run]) -> Run:
-    """Repeats as one: all their steps count, the last one's trace is shown."""
-    from dataclasses import replace
-
-    return replace(runs[-1], repeats=tuple(run.own_seconds for run in runs[:-1]))
-
-
 def _show(runs: list[Run], failed: dict[str, str], epoch_steps: int | None, console: Console) -> None:
-    from meshwright.report.contest import findings, judge, loss_words
-    from meshwright.report.contest_table import contest_table
+    from meshwright.report.contest import said_about
+    from meshwright.report.contest_table import contest_tables
 
-    console.print(contest_table(runs, epoch_steps))
-    judgement = judge(runs)
-    if judgement is not None:
-        console.print(str(judgement), highlight=False)
-    if apart := loss_words(runs):
-        console.print(f"warning: {apart}", highlight=False)
-    for sentence in findings(runs):
+    for table in contest_tables(runs, epoch_steps):
+        console.print(table)
+    for sentence in said_about(runs):
         console.print(sentence, highlight=False)
     for name, reason in failed.items():
         console.print(f"{name} did not run: {reason}", highlight=False)
@@ -233,11 +228,8 @@ def _show(runs: list[Run], failed: dict[str, str], epoch_steps: int | None, cons
 
 def _write(runs: list[Run], file: str, console: Console) -> str:
     from meshwright.cli.runs import write_page
-    from meshwright.report.contest import findings, judge
 
-    judgement = judge(runs)
-    said = (*([f"{judgement}."] if judgement else []), *findings(runs))
-    written = str(write_page(runs, file, said))
+    written = str(write_page(runs, file))
     console.print(f"saved as {written}", highlight=False)
     return written
 
@@ -246,7 +238,7 @@ def _print_json(
     runs: list[Run], failed: dict[str, str], left_out: list[str], epoch_steps: int | None, page: str
 ) -> None:
     from meshwright.cli.output import print_json
-    from meshwright.report.contest import findings, judge, loss_words, row_of
+    from meshwright.report.contest import findings, judge, loss_words, rows_of
 
     judgement = judge(runs)
     print_json(
@@ -255,7 +247,7 @@ def _print_json(
             "margin": judgement.margin if judgement else None,
             "noise": judgement.noise if judgement else None,
             "exceeds_noise": judgement.exceeds_noise if judgement else None,
-            "runs": [row_of(run, runs[0], epoch_steps) for run in runs],
+            "runs": rows_of(runs, epoch_steps),
             "findings": findings(runs),
             "warning": loss_words(runs),
             "failed": failed,

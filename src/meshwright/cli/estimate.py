@@ -22,7 +22,7 @@ def estimate(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
     flags: PlanFlags,
     cluster: ClusterOption = "local",
-    hosts: HostsOption = 1,
+    hosts: HostsOption = None,
     nproc: NprocOption = None,
     memory: MemoryOption = None,
     devices: Annotated[
@@ -38,14 +38,15 @@ def estimate(
 
     from meshwright.cli.graphs import graph_of
     from meshwright.cli.output import make_console, print_json
-    from meshwright.cli.wiring import budget_of, casting_of_flags, find_cluster, plan_from_flags, precision_of
+    from meshwright.cli.plan_cluster import asked_cluster
+    from meshwright.cli.wiring import budget_of, casting_of_flags, plan_from_flags, precision_of
     from meshwright.cost.estimate import check_memory_of_all
     from meshwright.cost.estimate import estimate as estimate_plan
     from meshwright.report.explain import explain_table, figures
     from meshwright.report.tables import estimate_table
 
     console = make_console(as_json)
-    found = find_cluster(console, cluster, hosts, nproc)
+    found = asked_cluster(console, cluster, hosts, nproc)
     precision = precision_of(flags, found)
     graph = graph_of(model, precision, casting_of_flags(flags, precision, devices or found.num_devices))
     plan = plan_from_flags(flags, graph, found, devices)

@@ -17,7 +17,9 @@ JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
 ]
 ClusterOption = Annotated[str, typer.Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local'.")]
-HostsOption = Annotated[int, typer.Option("--hosts", help="Number of hosts, for a named cluster.")]
+HostsOption = Annotated[
+    int | None, typer.Option("--hosts", help="Number of hosts. Default: one, or what the file says.")
+]
 MemoryOption = Annotated[
     str | None, typer.Option("--memory", help="Budget per device, like 72GiB. Default: all of it.")
 ]

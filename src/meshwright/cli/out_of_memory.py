@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from meshwright.cli.decision import Decision
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import OutOfMemoryError
+    from meshwright.core.estimate import Estimate
     from meshwright.core.infeasible import WayOut
     from meshwright.train.settings import Settings
 
@@ -26,7 +27,8 @@ def with_ways_out(
     estimate = decision.estimate
     lines = [
         str(error),
-        f"predicted: {format_bytes(estimate.needed_bytes)} of {format_bytes(estimate.budget_bytes)} per device",
+        f"predicted: {format_bytes(estimate.needed_bytes)} of {format_bytes(estimate.budget_bytes)} per device: "
+        f"{_by_category(estimate)}",
     ]
     ways = [
         way
@@ -39,6 +41,15 @@ def with_ways_out(
     else:
         lines.append("no change of the plan needs less: use more ranks, or a smaller model")
     return OutOfMemoryError("\n".join(lines))
+
+
+def _by_category(estimate: Estimate) -> str:
+    import msgspec
+
+    from meshwright.core.units import format_bytes
+
+    sizes = msgspec.structs.asdict(estimate.memory_bytes).items()
+    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in sizes if size)
 
 
 def _way(way: WayOut, cluster: Cluster) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import JsonFlag, MemoryOption, NprocOption, PlanFlags, plan_flags
+from meshwright.cli.options import HostsOption, JsonFlag, MemoryOption, NprocOption, PlanFlags, plan_flags
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +32,7 @@ def plan(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local', the default.")
     ] = None,
-    hosts: Annotated[int | None, typer.Option("--hosts", help="Number of hosts, for a named cluster.")] = None,
+    hosts: HostsOption = None,
     devices: Annotated[int | None, typer.Option("--devices", min=1, help="Use exactly so many devices.")] = None,
     nproc: NprocOption = None,
     memory: MemoryOption = None,
@@ -72,6 +72,7 @@ def plan(
       meshwright plan MODEL --cluster a100-80g-selene --from-accelerate config.yaml --global-batch 64
     """
     from meshwright.cli.output import make_console
+    from meshwright.cli.plan_file import check_plan_file
     from meshwright.core.errors import InputError
 
     if flags.file is not None:
@@ -84,6 +85,9 @@ def plan(
         raise InputError(f"--html {html}: a report is an .html file")
     if sum(given is not None for given in (diff, from_deepspeed, from_accelerate)) > 1:
         raise InputError("--diff, --from-deepspeed and --from-accelerate are different questions: ask one at a time")
+    if output is not None:
+        check_plan_file(output)
+    _check_offload(flags)
     console = make_console(as_json)
     if diff is not None:
         from meshwright.cli.plan_diff import compare_files
@@ -91,7 +95,7 @@ def plan(
 
         if flags.request != PlanRequest() or output is not None or devices is not None:
             raise InputError("--diff compares two files as they are: leave plan flags, --devices and -o out")
-        compare_files(console, diff, model, cluster, hosts or 1, memory, as_json)
+        compare_files(console, diff, model, cluster, hosts, memory, as_json)
         return
     if model is None:
         raise InputError("no MODEL was given: name one, such as gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304")
@@ -105,25 +109,36 @@ def plan(
         foreign = load_deepspeed(from_deepspeed) if from_deepspeed else load_accelerate(str(from_accelerate))
         improve_on(console, foreign, model, name, hosts, nproc, flags.request, settings, output, as_json)
         return
-    _search(console, model, name, hosts or 1, nproc, flags, settings, (output, html), as_json)
+    _search(console, model, name, hosts, nproc, flags, settings, (output, html), as_json)
+
+
+def _check_offload(flags: PlanFlags) -> None:
+    from meshwright.core.errors import InputError
+
+    request = flags.request
+    how = (request.offload_share, request.offload_moments, request.offload_delayed or None)
+    if request.offload == "none" and any(answer is not None for answer in how):
+        raise InputError("nothing is to be offloaded, but a flag says how: leave --offload-… out, or --no-offload")
 
 
 def _search(
     console: Console,
     model: str,
     cluster: str,
-    hosts: int,
+    hosts: int | None,
     nproc: int | None,
     flags: PlanFlags,
     settings: dict[str, Any],
     files: tuple[str | None, str | None],
     as_json: bool,
 ) -> None:
+    from meshwright.cli.plan_cluster import asked_cluster, check_budget
     from meshwright.cli.searching import prepare, say_infeasible
-    from meshwright.cli.wiring import find_cluster, plain_precision
+    from meshwright.cli.wiring import plain_precision
     from meshwright.core.errors import InfeasibleError
 
-    found = find_cluster(console, cluster, hosts, nproc)
+    found = asked_cluster(console, cluster, hosts, nproc)
+    check_budget(settings["memory"], found)
     searching = prepare(model, flags.request.precision or plain_precision(found), **settings)
     try:
         result = searching.on(found, flags.request)
@@ -143,11 +158,12 @@ def show(
     console: Console, result: SearchResult, cluster: Cluster, graph: Graph, output: str | None, as_json: bool
 ) -> None:
     from meshwright.cli.output import print_json
+    from meshwright.cli.plan_file import save_plan
     from meshwright.report.plan_view import plan_view
 
     console.print(plan_view(result, cluster, graph))
     if output is not None:
-        console.print(f"saved as {result.plan.save(output)}", highlight=False)
+        console.print(f"saved as {save_plan(result.plan, output)}", highlight=False)
     if as_json:
         print_json(as_object(result, cluster, graph))
 

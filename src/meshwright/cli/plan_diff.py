@@ -17,13 +17,13 @@ def compare_files(
     files: tuple[str, str],
     model: str | None,
     cluster: str | None,
-    hosts: int,
+    hosts: int | None,
     memory: str | None,
     as_json: bool,
 ) -> None:
     """Differences alone where no cluster is named; with one, both estimates side by side."""
     from meshwright.cli.output import print_json
-    from meshwright.cli.wiring import find_cluster
+    from meshwright.cli.plan_cluster import asked_cluster
     from meshwright.core.plan import Plan
     from meshwright.report.differences import differences_table, plan_differences
 
@@ -35,7 +35,7 @@ def compare_files(
         if differences:
             console.print("what it costs: add --cluster NAME_OR_FILE, and --hosts N", highlight=False)
     else:
-        found = find_cluster(console, cluster, hosts)
+        found = asked_cluster(console, cluster, hosts)
         estimates = [
             _estimate(plan, model or plan.model, found, file, memory) for plan, file in zip(plans, files, strict=True)
         ]

@@ -31,14 +31,17 @@ def improve_on(
     import msgspec
 
     from meshwright.cli.output import print_json
+    from meshwright.cli.plan_cluster import asked_cluster, check_budget
+    from meshwright.cli.plan_file import save_plan
     from meshwright.cli.searching import prepare, say_infeasible
     from meshwright.cli.shardings import with_legal_sharding
-    from meshwright.cli.wiring import find_cluster, plain_precision
+    from meshwright.cli.wiring import plain_precision
     from meshwright.core.errors import InfeasibleError
     from meshwright.core.foreign import filled, foreign_plan
     from meshwright.cost.estimate import estimate
 
-    found = find_cluster(console, cluster, hosts or foreign.num_hosts or 1, nproc)
+    found = asked_cluster(console, cluster, foreign.num_hosts if hosts is None else hosts, nproc)
+    check_budget(settings["memory"], found)
     precision = filled(foreign, flags).precision or plain_precision(found)
     _check_ranks(foreign, found)
     searching = prepare(model, precision, recipe=foreign.recipe, **settings)
@@ -54,7 +57,7 @@ def improve_on(
         raise
     said = _show_better(console, theirs, cost, result, found)
     if output is not None:
-        console.print(f"saved as {result.plan.save(output)}", highlight=False)
+        console.print(f"saved as {save_plan(result.plan, output)}", highlight=False)
     if as_json:
         from meshwright.cli.plan import as_object
 

@@ -9,6 +9,8 @@ import typer
 from meshwright.cli.options import JsonFlag
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from meshwright.report.run import Run
 
 
@@ -29,6 +31,7 @@ def report(
     In the terminal:                 meshwright report runs/demo
     As one self-contained page:      meshwright report runs/demo -o report.html
     Several runs of one model:       meshwright report runs/ddp runs/zero3 -o report.html
+    What a comparison has left:      meshwright report runs/demo-compare -o report.html
     For ui.perfetto.dev:             meshwright report runs/demo --chrome trace.json
     """
     from meshwright.cli.output import make_console, print_json
@@ -44,8 +47,10 @@ def report(
         trace = run.worst
         assert trace is not None
         console.print(f"{run.name}: {describe(run.plan)}, {trace.num_steps} steps", highlight=False)
-        console.print(comparison_table(run.estimate, trace))
-        console.print("\n".join(verdict(run)), highlight=False)
+        console.print(comparison_table(run.estimate, trace, run.unit))
+        console.print("\n".join((*verdict(run), *_fullest(run))), highlight=False)
+    if len(runs) > 1:
+        _show_together(runs, console)
     if output is not None:
         console.print(f"saved as {write_page(runs, output)}", highlight=False)
     if chrome is not None:
@@ -53,6 +58,23 @@ def report(
     if as_json:
         objects = [{"run": run.name, "plan": run.plan, "estimate": run.estimate, "trace": run.worst} for run in runs]
         print_json(objects[0] if len(objects) == 1 else {"runs": objects})
+
+
+def _fullest(run: Run) -> tuple[str, ...]:
+    from meshwright.report.fullest import fullest_words
+
+    words = fullest_words(run)
+    return (f"{words[0].upper()}{words[1:]}.",) if words else ()
+
+
+def _show_together(runs: list[Run], console: Console) -> None:
+    from meshwright.report.contest import said_about
+    from meshwright.report.contest_table import contest_tables
+
+    for table in contest_tables(runs, None):
+        console.print(table)
+    for sentence in said_about(runs):
+        console.print(sentence, highlight=False)
 
 
 def _write_chrome(runs: list[Run], file: str) -> str:

@@ -7,27 +7,67 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+    from typing import TypeVar
 
     from meshwright.cli.searching import Searching
     from meshwright.core.cluster import Cluster
+    from meshwright.core.codec import Value
     from meshwright.core.result import SearchResult
     from meshwright.core.trace import Trace
     from meshwright.report.run import Run
     from meshwright.train.folder import RunFolder
 
+    V = TypeVar("V", bound=Value)
+
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
-    """All that the folders know; names are the shortest that tell them apart."""
+    """All that the folders know; names are the shortest that tell them apart. A folder of a comparison stands for its runs."""
     from pathlib import Path
 
     from meshwright.core.errors import InputError
 
-    repeated = next((folder for place, folder in enumerate(folders) if folder in folders[:place]), None)
+    given = [Path(folder) for folder in folders]
+    whole = [path.resolve() for path in given]
+    repeated = next((path for place, path in enumerate(whole) if path in whole[:place]), None)
     if repeated is not None:
-        raise InputError(f"{repeated} is given twice: name each run folder once")
-    last = [Path(folder).name for folder in folders]
-    names = last if len(set(last)) == len(last) else [str(folder) for folder in folders]
-    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+        raise InputError(f"{given[whole.index(repeated)]} is given twice: name each run folder once")
+    if len(given) == 1 and (compared := _compared(given[0])):
+        return compared
+    return [read_run(str(path), name) for path, name in zip(given, telling_names(whole), strict=True)]
+
+
+def telling_names(paths: Sequence[Path]) -> list[str]:
+    """What is left of paths without the parts that all of them begin with, and those that all of them end with."""
+    if len(paths) == 1:
+        return [paths[0].name]
+    parts = [path.parts for path in paths]
+    while all(one and one[0] == parts[0][0] for one in parts):
+        parts = [one[1:] for one in parts]
+    while all(len(one) > 1 and one[-1] == parts[0][-1] for one in parts):
+        parts = [one[:-1] for one in parts]
+    return ["/".join(one) or path.name for one, path in zip(parts, paths, strict=True)]
+
+
+def _compared(folder: Path) -> list[Run]:
+    """The runs that a comparison has left, one for each plan with its repeats, as far as it came; none of another folder."""
+    if (folder / "settings.toml").exists():
+        return []
+    plans: dict[Path, list[Path]] = {}
+    for trace in sorted(folder.glob("*/*/trace.json")):
+        if trace.parent.name.isdecimal():
+            plans.setdefault(trace.parent.parent, []).append(trace.parent)
+    found = [
+        together([read_run(str(one), plan.name.replace("-on-", " on ")) for one in repeats])
+        for plan, repeats in plans.items()
+    ]
+    return sorted(found, key=lambda run: (run.plan.world, run.name))
+
+
+def together(runs: Sequence[Run]) -> Run:
+    """Repeats as one: all their steps count, the last one's trace is shown."""
+    from dataclasses import replace
+
+    return replace(runs[-1], repeats=tuple(run.own_seconds for run in runs[:-1]))
 
 
 def read_run(path: str, name: str = "", *, is_live: bool = False) -> Run:
@@ -43,21 +83,24 @@ def read_run(path: str, name: str = "", *, is_live: bool = False) -> Run:
 
     folder = RunFolder(path)
     if not folder.settings.exists():
-        raise InputError(f"{folder.path} is not a run folder: it has no settings.toml{_nested_hint(folder.path)}")
+        raise InputError(
+            f"{folder.path} is not a run folder: it has no settings.toml{_nested_hint(folder.path)}; give a folder that "
+            "`meshwright train` or `compare` has written, such as runs/demo"
+        )
     if not is_live and not folder.trace.exists():
         raise InputError(
             f"{folder.path} has no trace.json: the run has not finished, or it failed; `meshwright watch {folder.path}` shows "
             "a run that goes on, `meshwright train … --resume` ends one that stopped"
         )
-    plan = Plan.load(folder.plan)
+    plan = _read(Plan, folder.plan)
     traces = _traces(folder, plan.hash)
     return Run(
         name=name or folder.path.name,
         plan=plan,
-        estimate=Estimate.load(folder.estimate),
-        cluster=Cluster.load(folder.cluster) if folder.cluster.exists() else None,
-        forecast=Forecast.load(folder.forecast) if folder.forecast.exists() else None,
-        result=SearchResult.load(folder.search) if folder.search.exists() else None,
+        estimate=_read(Estimate, folder.estimate),
+        cluster=_read(Cluster, folder.cluster) if folder.cluster.exists() else None,
+        forecast=_read(Forecast, folder.forecast) if folder.forecast.exists() else None,
+        result=_read(SearchResult, folder.search) if folder.search.exists() else None,
         traces=traces,
         metrics=tuple(_metrics(folder.metrics)),
         settings=folder.settings.read_text(encoding="utf-8"),
@@ -96,19 +139,20 @@ def check_comparable(runs: Sequence[Run]) -> None:
             )
 
 
-def write_page(runs: Sequence[Run], file: str, said: Sequence[str] = ()) -> Path:
-    """One file. said: sentences about all runs together."""
+def write_page(runs: Sequence[Run], file: str) -> Path:
+    """One file; of several runs with what they say together."""
     from pathlib import Path
 
     from meshwright.core.codec import write_whole
     from meshwright.core.errors import InputError
+    from meshwright.report.contest import said_about
     from meshwright.report.page import page
 
     if not file.endswith((".html", ".htm")):
         raise InputError(f"{file}: a report is an .html file")
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs of {runs[0].plan.model or 'one model'}"
     try:
-        return write_whole(Path(file), page(runs, title, said=said))
+        return write_whole(Path(file), page(runs, title, said=said_about(runs) if len(runs) > 1 else ()))
     except OSError as error:
         raise InputError(f"{file} cannot be written: {error.strerror}") from error
 
@@ -121,7 +165,7 @@ def _traces(folder: RunFolder, plan: str) -> tuple[Trace, ...]:
     if not folder.trace.exists():
         return ()
     files = sorted(folder.traces.glob("rank-*.json")) or [folder.trace]
-    traces = tuple(Trace.load(file) for file in files)
+    traces = tuple(_read(Trace, file) for file in files)
     for file, trace in zip(files, traces, strict=True):
         if trace.plan != plan:
             raise InputError(
@@ -129,6 +173,17 @@ def _traces(folder: RunFolder, plan: str) -> tuple[Trace, ...]:
                 "into a fresh folder with --out"
             )
     return traces
+
+
+def _read(kind: type[V], path: Path) -> V:
+    from meshwright.core.errors import InputError
+
+    try:
+        return kind.load(path)
+    except InputError as error:
+        raise InputError(
+            f"{error}; restore the file, read it with the version that wrote it, or train again with --out FOLDER"
+        ) from error
 
 
 def _metrics(path: Path) -> list[dict[str, Any]]:
@@ -143,10 +198,14 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(dict(json.loads(line)))
+            entry = json.loads(line)
         except ValueError:
             if number < len(lines):
                 raise InputError(f"{path}, line {number}: not valid JSON: remove the line, or train again") from None
+            continue
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+            raise InputError(f"{path}, line {number}: not what a step leaves: remove the line, or train again")
+        found.append(entry)
     return found
 
 
@@ -163,5 +222,7 @@ def _remark(folder: RunFolder, traces: tuple[Trace, ...]) -> str:
 
 def _nested_hint(path: Path) -> str:
     """The folder above several runs is the usual slip."""
+    if not path.exists():
+        return ", and does not exist"
     inside = sorted(one.parent.name for one in path.glob("*/settings.toml")) if path.is_dir() else []
     return f"; did you mean one of its folders: {', '.join(inside[:5])}?" if inside else ""

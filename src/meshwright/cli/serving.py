@@ -9,6 +9,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from meshwright.report.live_view import Live
     from meshwright.train.folder import RunFolder
 
 
@@ -59,6 +60,17 @@ def _answer(folder: RunFolder, every: float) -> tuple[int, str]:
 
     try:
         run = read_run(str(folder.path), is_live=True)
+        live = None if has_ended(folder) else _live(folder, every)
     except MeshwrightError as error:
         return 503, str(error)
-    return 200, page([run], run.name, None if has_ended(folder) else every)
+    return 200, page([run], run.name, live)
+
+
+def _live(folder: RunFolder, every: float) -> Live:
+    import time
+
+    from meshwright.cli.watch import rank_states
+    from meshwright.report.live_view import Live
+    from meshwright.train.settings import Settings
+
+    return Live(every, tuple(rank_states(folder)), Settings.load(folder.settings).steps, time.time())

@@ -26,8 +26,8 @@ def sweep(
     flags: PlanFlags,
     cluster: ClusterOption = "local",
     hosts: Annotated[
-        str, typer.Option("--hosts", metavar="LIST", help="Numbers of hosts: 1,2,4, or 1..8 for 1, 2, 4, 8.")
-    ] = "1",
+        str | None, typer.Option("--hosts", metavar="LIST", help="Numbers of hosts: 1,2,4, or 1..8 for 1, 2, 4, 8.")
+    ] = None,
     global_batch: Annotated[
         str | None,
         typer.Option(
@@ -56,8 +56,9 @@ def sweep(
     from pathlib import Path
 
     from meshwright.cli.output import make_console, print_json
+    from meshwright.cli.plan_cluster import asked_cluster, check_budget
     from meshwright.cli.searching import prepare
-    from meshwright.cli.wiring import find_cluster, plain_precision
+    from meshwright.cli.wiring import plain_precision
     from meshwright.core.errors import InputError
     from meshwright.report.sweep import sweep_view
 
@@ -65,18 +66,19 @@ def sweep(
         raise InputError("--plan gives a whole plan, and this verb searches one at each point: leave it out")
     if output is not None and Path(output).suffix not in FORMATS:
         raise InputError(f"{output}: a sweep is saved as {', '.join(FORMATS)}")
-    sizes = parse_list(hosts, "--hosts")
-    batches = parse_list(global_batch, "--global-batch") if global_batch else [None]
+    sizes = parse_list(hosts, "--hosts") if hosts is not None else [None]
+    batches = parse_list(global_batch, "--global-batch") if global_batch is not None else [None]
     if len(sizes) > 1 and len(batches) > 1:
         raise InputError("--hosts and --global-batch are both lists: sweep one, and give one number for the other")
     console = make_console(as_json)
-    first = find_cluster(console, cluster, sizes[0])
-    if cluster == "local" and sizes != [1]:
+    first = asked_cluster(console, cluster, sizes[0])
+    if cluster == "local" and sizes not in ([None], [1]):
         raise InputError("'local' is this machine alone: sweep --global-batch, or name a cluster for --hosts")
+    check_budget(memory, first)
     precision = flags.request.precision or plain_precision(first)
     searching = prepare(model, precision, memory=memory, method=search, prefer_fastest=prefer_fastest)
     points = [
-        (first if size == first.num_hosts else find_cluster(console, cluster, size), batch)
+        (first if size in (None, first.num_hosts) else asked_cluster(console, cluster, size), batch)
         for size in sizes
         for batch in batches
     ]
@@ -153,14 +155,18 @@ def save(found: Sweep, output: str) -> None:
     from pathlib import Path
 
     from meshwright.core.codec import write_whole
+    from meshwright.core.errors import InputError
     from meshwright.report.sweep import as_csv, as_rows
     from meshwright.report.sweep_page import sweep_page
 
     target = Path(output)
-    if target.suffix == ".json":
-        found.save(target)
-    else:
-        write_whole(target, sweep_page(found) if target.suffix == ".html" else as_csv(as_rows(found)))
+    try:
+        if target.suffix == ".json":
+            found.save(target)
+        else:
+            write_whole(target, sweep_page(found) if target.suffix == ".html" else as_csv(as_rows(found)))
+    except OSError as error:
+        raise InputError(f"{output} cannot be written: {error.strerror}") from error
 
 
 def as_object(found: Sweep) -> dict[str, Any]:

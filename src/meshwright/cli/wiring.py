@@ -32,16 +32,26 @@ def find_cluster(
 
 def probe_with_notice(console: Console, nproc: int | None, device: str, backend: str, fresh: bool = False) -> Cluster:
     from meshwright.cli.choices import check_choice
-    from meshwright.measure.probe import cache_file, default_num_ranks, probe
+    from meshwright.measure.others import BUSY_SHARE
+    from meshwright.measure.probe import default_num_ranks, probe
     from meshwright.runtime.launch import check_num_ranks
 
     check_choice("--device", device, ("auto", "cpu", "cuda"))
     check_choice("--backend", backend, ("auto", "gloo", "nccl"))
     num_ranks = nproc if nproc is not None else default_num_ranks(device)  # type: ignore[arg-type]
     check_num_ranks(num_ranks)
-    if fresh or not cache_file(num_ranks, device, backend).exists():
+
+    def say() -> None:
         console.print(f"measuring this machine with {num_ranks} ranks at once (about ten seconds, then cached) …")
-    return probe(num_ranks, device=device, backend=backend, fresh=fresh)  # type: ignore[arg-type]
+
+    cluster = probe(num_ranks, device=device, backend=backend, fresh=fresh, on_start=say)  # type: ignore[arg-type]
+    if cluster.others_share > BUSY_SHARE:
+        console.print(
+            f"other programs took {cluster.others_share:.0%} of the cores while this machine was measured: predictions are "
+            "those of a busy machine. It is measured again once it is quieter, or by `meshwright probe --fresh`",
+            highlight=False,
+        )
+    return cluster
 
 
 def plan_from_flags(flags: PlanFlags, graph: Graph, cluster: Cluster, devices: int | None = None) -> Plan:

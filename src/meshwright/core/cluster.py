@@ -121,6 +121,8 @@ class Cluster(Value, kw_only=True):
     collectives: tuple[CollectiveTime, ...] = ()
     host_memory_bytes: Annotated[int, Meta(ge=0)] | None = None
     notes: tuple[str, ...] = ()
+    others_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Of the cores' time, what other programs took while it was measured."""
 
     def seen_by(self, world: int) -> Cluster:
         """As a plan of so many ranks finds it: one rank has the host to itself."""

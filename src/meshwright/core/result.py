@@ -60,8 +60,18 @@ def describe(plan: Plan) -> str:
     if plan.recompute:
         parts.append(f"recompute {' + '.join(dict.fromkeys(rule.mode for rule in plan.recompute))}")
     if plan.offload.what != "none":
-        share = "" if plan.offload.share == 1 else f"{plan.offload.share:.0%} of "
-        parts.append(f"offload {share}{plan.offload.what}")
+        parts.append(offload_in_short(plan))
     if plan.compile:
         parts.append("compiled")
     return " · ".join([*parts, plan.precision])
+
+
+def offload_in_short(plan: Plan) -> str:
+    """What leaves the device: `offload 46% of optimizer`; where nothing does, how its parameters are kept."""
+    offload = plan.offload
+    if offload.what == "none":
+        return "no offload"
+    if offload.what == "optimizer" and offload.share == 0:
+        return f"parameters in {plan.precision}, masters beside" if plan.stores_16_bits else "offload nothing"
+    share = "" if offload.share == 1 else f"{offload.share:.0%} of "
+    return f"offload {share}{offload.what}"

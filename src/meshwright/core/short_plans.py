@@ -66,9 +66,13 @@ def _meaning(word: str, text: str) -> dict[str, object]:
 
 
 def contenders(shorts: tuple[str, ...], nprocs: tuple[int, ...]) -> tuple[list[Contender], list[str]]:
-    """Every plan on every number of ranks it can run on, each once; and why the others are left out."""
+    """Every plan on every number of ranks it can run on, each once; and why the others are left out.
+
+    Whoever asks for one rank gets one: where plans are the same there, it is run as the plan 'one', before all others.
+    """
     found: list[Contender] = []
     left_out = []
+    same_on_one = False
     for short in dict.fromkeys(shorts):
         request = parse_short(short)
         needed = (request.tp or 1) * (request.pp or 1) * (request.cp or 1) * (request.dp or 1)
@@ -78,6 +82,9 @@ def contenders(shorts: tuple[str, ...], nprocs: tuple[int, ...]) -> tuple[list[C
                 left_out.append(f"{one.name}: it runs on multiples of {needed}" if short != "one" else "")
             elif count == 1 and needed == 1 and not one.is_searched and short != "one":
                 left_out.append(f"{one.name}: on one rank it is the plan 'one'")
+                same_on_one = True
             else:
                 found.append(one)
+    if same_on_one and "one" not in shorts:
+        found.insert(0, Contender(short="one", num_ranks=1))
     return found, [words for words in left_out if words]

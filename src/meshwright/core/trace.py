@@ -13,6 +13,9 @@ Part = Literal[
     "forward", "recompute", "backward", "update", "waiting", "other", "host_to_device", "device_to_host", CollectiveKind
 ]
 
+WARMUP_STEPS = 3
+"""Steps left out of the timings where there are more."""
+
 
 class StepRecord(Value, kw_only=True):
     """One step as one rank saw it."""
@@ -24,6 +27,12 @@ class StepRecord(Value, kw_only=True):
     tokens: int
     sampled: bool = False
     """Sampled steps run under the recorder and are left out of the timings."""
+
+
+def steps_that_count(records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
+    """Without warm-up and sampled steps, where enough others remain."""
+    plain = tuple(record for record in records if not record.sampled)
+    return plain[WARMUP_STEPS:] if len(plain) > 2 * WARMUP_STEPS else plain[1:] or plain
 
 
 class Interval(Value, kw_only=True):

@@ -170,7 +170,7 @@ class Estimator:
 
     # ------------------------------------------------------------ memory
 
-    @property
+    @cached_property
     def streamed(self) -> StreamedCost | None:
         """Where the plan streams its parameters: blocks run in another order, and other things are held."""
         if not is_streamed(self.plan):
@@ -191,7 +191,9 @@ class Estimator:
     def needed_bytes(self) -> list[int]:
         """What a device of each coordinate must have."""
         found = []
-        for moment in self.memory.peaks(self.memory_order, self.cluster.device):
+        streamed = self.streamed
+        moments = self.memory.peaks(self.memory_order, self.cluster.device) if streamed is None else [streamed.worst()]
+        for moment in moments:
             reserved, context = self.beside(moment.memory.total)
             found.append(max(moment.memory.total, reserved) + context)
         return found
@@ -275,6 +277,8 @@ def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:
             f"the plan needs {plan.world} devices, but '{cluster.name}' has {cluster.num_hosts} × {cluster.devices_per_host} = "
             f"{cluster.num_devices}: lower a degree, or add hosts with --hosts"
         )
+    if plan.mesh.ep > 1 and not any(parameter.expert for parameter in graph.parameters):
+        raise PlanError(f"ep={plan.mesh.ep}, but the model has no experts in stacked parameters: set ep to 1")
     check_blocks(graph, plan)
 
 

@@ -79,6 +79,8 @@ class MemoryCost:
         self.footprints = Footprints(plan, recipe, like, modes)
         self._kept: dict[int, float] = {}
         self._held_by_row: dict[int, tuple[Held, ...]] = {}
+        self._peaks: dict[int, tuple[object, Moment]] = {}
+        """By coordinate, with the row of actions they are of."""
 
     def worst(self, order: Order, device: Device) -> Moment:
         """The fullest moment of the fullest coordinate."""
@@ -121,7 +123,12 @@ class MemoryCost:
         )
 
     def peak(self, coordinate: int, order: Order, device: Device) -> Moment:
-        return max(self.moments(coordinate, order, device), key=lambda moment: moment.memory.total)
+        """Found once for each row of an order: what fits and what is shown ask for the same."""
+        row, known = order[coordinate], self._peaks.get(coordinate)
+        if known is None or known[0] is not row:
+            fullest = max(self.moments(coordinate, order, device), key=lambda moment: moment.memory.total)
+            known = self._peaks[coordinate] = (row, fullest)
+        return known[1]
 
     def moments(self, coordinate: int, order: Order, device: Device) -> Iterator[Moment]:
         """Memory in every pass of a microbatch on one coordinate, and in the update."""

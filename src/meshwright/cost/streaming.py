@@ -196,18 +196,35 @@ class StreamedCost:
     # ------------------------------------------------------------ time
 
     def seconds(self, cluster: Cluster, stages: Sequence[StageCost]) -> StreamedTime:
-        assert cluster.host_link is not None
-        link, degree, count = cluster.host_link.bytes_per_second, self.plan.mesh.dp, self.plan.num_microbatches
+        count = self.plan.num_microbatches
         forward = count * sum(stage.forward_seconds for stage in stages)
         backward = count * sum(stage.backward_seconds for stage in stages)
-        parameters, gradients = self.total * self.working / degree / link, self.total * self.stored / degree / link
-        stash = self._stash_traffic() / link
-        exposed = max(0.0, max(parameters, stash) - forward) + max(0.0, max(parameters + stash, gradients) - backward)
-        update = self.total / degree / host_update_rate(self.plan, cluster)
-        last = (update + gradients) / max(len(self.elements), 1)
+        return self.seconds_beside(cluster, forward, backward)
+
+    def seconds_beside(self, cluster: Cluster, forward: float, backward: float) -> StreamedTime:
+        """What shows beside a step's forward and backward of so many seconds."""
+        into, out = self._link_seconds(cluster)
+        stash = self._stash_traffic() / self._link(cluster)
+        exposed = max(0.0, max(into, stash) - forward) + max(0.0, self.backward_link_seconds(cluster) - backward)
+        update = self.total / self.plan.mesh.dp / host_update_rate(self.plan, cluster)
+        last = (update + out) / max(len(self.elements), 1)
         beside = update_seconds(_count(self._all_outside, trainable_only=True), cluster.device)
         written = self._disk_seconds(cluster)
         return StreamedTime(exposed + max(0.0, written - backward), max(last, update - backward, beside) + written)
+
+    def backward_link_seconds(self, cluster: Cluster) -> float:
+        """Of the link, by the way that is busier while backward runs."""
+        into, out = self._link_seconds(cluster)
+        return max(into + self._stash_traffic() / self._link(cluster), out)
+
+    def _link_seconds(self, cluster: Cluster) -> tuple[float, float]:
+        """All blocks' parameters into the device once, and their gradients out."""
+        share = self.total / self.plan.mesh.dp / self._link(cluster)
+        return share * self.working, share * self.stored
+
+    def _link(self, cluster: Cluster) -> float:
+        assert cluster.host_link is not None
+        return cluster.host_link.bytes_per_second
 
     def _disk_seconds(self, cluster: Cluster) -> float:
         """To read, or to write for good, the masters and states of one step."""

@@ -6,7 +6,8 @@ In this order:
     communication_buffers                     born in a collective, or when fully_shard packs tensors into one for it
     gathered_parameters                       born when fully_shard unpacks parameters, and alive after
     gradients                                 born when fully_shard converts a gradient, and alive after
-    activations                               born in a forward, or a recompute, and alive when it ends
+    activations                               born in a forward, or a recompute, and alive when it ends; or born in a backward for
+                                              inputs, and dead in the backward for weights that it was kept for
     temporaries                               all else
 
 A replica's gradients lie in its buckets: these are gradients, kept from step to step.
@@ -38,6 +39,8 @@ class Categories:
             Spans(span for span in profile.annotations if span.name.partition(" (")[0] in names)
             for names in (PACKS, UNPACKS, CONVERTS)
         )
+        self._backwards = Spans(span for span in profile.regions if span.name == "backward")
+        self._weights = Spans(profile.weights)
         self._backends = by_thread(profile.backends)
 
     def of(self, allocation: Allocation) -> str:
@@ -51,7 +54,13 @@ class Categories:
             return "gathered_parameters"
         if _outlives(allocation, self._converted_in):
             return "gradients"
-        return "activations" if _outlives(allocation, self._kept_in) else "temporaries"
+        return "activations" if self._is_kept(allocation) else "temporaries"
+
+    def _is_kept(self, allocation: Allocation) -> bool:
+        """For backward; or for the gradients of weights, where these are put off."""
+        if _outlives(allocation, self._kept_in):
+            return True
+        return _outlives(allocation, self._backwards) and self._weights.around(allocation.died) is not None
 
     def _in_backend(self, allocation: Allocation) -> bool:
         regions = self._backends.get(allocation.thread)

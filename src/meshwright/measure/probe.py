@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from meshwright.core.errors import InputError
 from meshwright.measure import kernels, links
 from meshwright.measure.host import measure_disk, measure_host
 from meshwright.measure.host_links import measure_host_links, notes_on
+from meshwright.measure.others import BUSY_SHARE, Others, share_now
 from meshwright.measure.sharding import measure_shard_call
 from meshwright.measure.splitting import measure_halves_launch, measure_split_launch
 from meshwright.runtime.host_memory import physical_bytes
@@ -47,21 +49,42 @@ PROBE_VERSION = 9
 
 
 def probe(
-    nproc: int | None = None, *, device: DeviceChoice = "auto", backend: BackendChoice = "auto", fresh: bool = False
+    nproc: int | None = None,
+    *,
+    device: DeviceChoice = "auto",
+    backend: BackendChoice = "auto",
+    fresh: bool = False,
+    on_start: Callable[[], None] | None = None,
 ) -> Cluster:
-    """This machine as a Cluster of `nproc` devices; measured once, then read from the cache."""
+    """This machine as a Cluster of `nproc` devices; measured once, then read from the cache.
+
+    What was measured while others used the cores is measured again when they use them less. on_start: called before anything
+    is measured, which takes some seconds.
+    """
     num_ranks = nproc or default_num_ranks(device)
     path = cache_file(num_ranks, device, backend)
-    if not fresh and path.exists():
-        try:
-            return Cluster.load(path)
-        except InputError:
-            path.unlink()  # written by another version: measure again
+    known = None if fresh else read_cache(path)
+    if known is not None and not (known.others_share > BUSY_SHARE and share_now() < known.others_share / 2):
+        return known
+    if on_start is not None:
+        on_start()
+    others = Others()
     cluster = Cluster.from_json(
         launch("meshwright.measure.probe:probe_rank", {"device": device, "backend": backend}, num_ranks)
     )
+    cluster = msgspec.structs.replace(cluster, others_share=round(others.share(), 2))
     cluster.save(path)
     return cluster
+
+
+def read_cache(path: Path) -> Cluster | None:
+    if not path.exists():
+        return None
+    try:
+        return Cluster.load(path)
+    except InputError:
+        path.unlink()  # written by another version: measure again
+        return None
 
 
 def default_num_ranks(device: DeviceChoice = "auto") -> int:

@@ -4,7 +4,8 @@ The profiler's exported trace is the one public form that holds allocations, hos
 clock. What the recorder itself learns while the step runs is put on the same clock as ranges with speaking names:
 
     meshwright/forward, recompute, backward, update, step      a region of the step; waiting: for what another stage sends
-    meshwright/note/CATEGORY/ADDRESS                           memory at this address is of this category
+    meshwright/weights                                         a backward that makes the gradients of weights that were put off
+    meshwright/note/CATEGORY/ADDRESS                           memory at this address is of this category; passed: used in a call
     meshwright/call/KIND/AXIS/BYTES                            a collective is called
 
 Kernels and copies carry the correlation number of the host call that launched them: what a kernel was for is what the host
@@ -98,6 +99,8 @@ class Profile:
     """Kernels and copies; none on a CPU."""
     changes: tuple[Change, ...]
     """On the device the step runs on, in order."""
+    weights: tuple[Span, ...] = ()
+    """Backwards for weights alone, where a schedule puts them off."""
 
     @property
     def backends(self) -> tuple[Span, ...]:
@@ -163,6 +166,7 @@ def parse(text: bytes, device_type: str) -> Profile:
         ops=tuple(_span(event, step) for event in by_category.get("cpu_op", []) if event.tid == step.tid),
         device_work=_in_order(_span(event, step, launches.get(event.args.correlation)) for event in work),
         changes=_changes(events, step, 1 if device_type == "cuda" else 0),
+        weights=_under(named, "meshwright/", ("weights",)),
     )
 
 

@@ -5,6 +5,8 @@ profiler does not follow it there. On a busy core this happens often, and the te
 used again. What is known about such tensors:
 
     a copy that a backend makes for a collective    is gone when the collective is
+    what was passed to a collective                 is gone when the collective is: had the step held it longer, it would have died
+                                                    in a thread that is followed
     what fully_shard gathers into                   is gone when it is unpacked; in forward, when the next group is
     what fully_shard reduces from                   is gone before the next group is reduced
 """
@@ -17,7 +19,8 @@ from dataclasses import replace
 
 from meshwright.measure.allocations import Allocation
 from meshwright.measure.profile import Profile, Span
-from meshwright.measure.spans import by_thread
+from meshwright.measure.running import running_collectives
+from meshwright.measure.spans import Spans, by_thread
 
 GATHER, UNPACK = "FSDP::all_gather", "FSDP::all_gather_copy_out"
 REDUCE, REDUCED = "FSDP::post_backward_reduce", "FSDP::post_backward_rs_wait"
@@ -40,6 +43,13 @@ class _Ends:
             for name in (GATHER, UNPACK, REDUCE, REDUCED)
         )
         self.forwards = [span for span in profile.regions if span.name == "forward"]
+        self.calls = Spans(profile.calls)
+        self.ends_of_calls = {one.called: one.span.end for one in running_collectives(profile)}
+        self.passed: dict[int, list[Span]] = {}
+        for note in profile.notes:
+            category, _, place = note.name.partition("/")
+            if category == "passed":
+                self.passed.setdefault(int(place), []).append(note)
 
     def of(self, allocation: Allocation) -> list[float]:
         """None or one."""
@@ -54,7 +64,16 @@ class _Ends:
                 return self._unpacked(gather)[in_forward:][:1]
         if any(_around(span, allocation) for span in self.reduces):
             return [span.end for span in self.reduced if span.start > allocation.born][:1]
-        return []
+        return self._last_passed(allocation)
+
+    def _last_passed(self, allocation: Allocation) -> list[float]:
+        """The end of the last collective that used it, where that is known."""
+        used = [
+            note for note in self.passed.get(allocation.address, ()) if allocation.born <= note.start < allocation.died
+        ]
+        call = self.calls.around(used[-1].start) if used else None
+        end = self.ends_of_calls.get(call.start) if call else None
+        return [] if end is None else [end]
 
     def _unpacked(self, gather: Span) -> list[float]:
         """Ends of the unpacking of one gathered group, and of all groups after it."""

@@ -7,6 +7,7 @@ collective is called along which axis with how many bytes. Nothing of it is inst
     gradients              a parameter's gradient, when backward has just added to it, and before the update; sums within a
                            sharding group, when the next microbatch begins
     inputs                 what the module is called with
+    passed                 what a collective reads or writes: no category, but it may die where the profiler does not look
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ class CollectiveWatch(TorchDispatchMode):
         axis: Axis = (named_axis() or "pp") if kind == "send" else self._axis(arguments)
         self.found.append(Collective(kind=kind, axis=axis, count=1, total_bytes=num_bytes))
         with record_function(f"meshwright/call/{kind}/{axis}/{num_bytes}"):
+            note("passed", [item for item in tree_leaves(arguments) if isinstance(item, Tensor)])
             return op(*arguments, **(options or {}))
 
     def _axis(self, arguments: Any) -> Axis:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.core.errors import InputError, ModelError
+from meshwright.core.errors import InputError, ModelError, nearest
 from meshwright.models.examples import ImageShape, Task, TextShape, random_examples
 from meshwright.models.reference import SMALL_DEPTH
 from meshwright.models.source import ModelSource
@@ -21,6 +21,11 @@ LONGEST_EXAMPLE = 2048
 SMALL_SEQ = 16
 SMALL_GRID = 4
 """Patches along one side of a shrunk image."""
+COUNTED = {
+    "num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "hidden_size", "n_embd", "d_model",
+    "num_attention_heads", "num_heads", "n_head", "num_key_value_heads", "intermediate_size", "vocab_size",
+}  # fmt: skip
+"""Of which a config has at least one."""
 RANDOM = ("drop", "jitter")
 """Words in the names of settings that make a forward random."""
 
@@ -61,27 +66,51 @@ def _limits(config: Any) -> dict[str, int]:
 
 def _read(text: str) -> Any:
     path = Path(text)
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder: name the config.json in it")
     if not path.is_file():
         raise InputError(f"{path}: no such file (a Hugging Face config.json is expected)")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON: {error}") from error
-    if "model_type" not in fields:
+    if not isinstance(fields, dict) or "model_type" not in fields:
         raise InputError(f"{path}: has no 'model_type': is it a Hugging Face config?")
     try:
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError:
         raise ModelError(f"hf:{path} needs transformers: pip install 'meshwright[hf]'") from None
-    return AutoConfig.for_model(**fields)
+    kind = str(fields["model_type"])
+    if kind not in CONFIG_MAPPING:
+        raise InputError(f"{path}: transformers knows no model_type '{kind}': {nearest(kind, CONFIG_MAPPING)}")
+    for key in set(fields) & COUNTED:
+        if isinstance(fields[key], int) and fields[key] < 1:
+            raise InputError(f"{path}: {key} is {fields[key]}: give 1 or more")
+    try:
+        return AutoConfig.for_model(**fields)
+    except Exception as error:  # each version of transformers has its own
+        raise InputError(f"{path}: not a config of '{kind}': {' '.join(str(error).split())}") from error
 
 
 def _build(config: Any) -> nn.Module:
-    import transformers
-
+    """What the config names, or else what its kind is mostly trained as."""
     config.use_cache = False  # keys and values of past tokens are for generation
     named = (config.architectures or [None])[0]
+    try:
+        return _make(config, named)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"'{named}' of this config" if named else f"a model of type '{config.model_type}'"
+        raise ModelError(f"transformers cannot build {what}: {type(error).__name__}: {error}") from error
+
+
+def _make(config: Any, named: str | None) -> nn.Module:
+    import transformers
+
     if named is not None and hasattr(transformers, named):
+        if "For" not in named and "Head" not in named:
+            raise ModelError(
+                f"the config's architecture '{named}' has no head to train: name one that has, as in 'LlamaForCausalLM'"
+            )
         return getattr(transformers, named)(config)
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM.from_config(config)

@@ -47,6 +47,8 @@ class MoEOptions(GPTOptions):
             raise ValueError(f"top={self.top}: a token goes to 1 expert (Switch) or 2 (GShard)")
         if self.top > self.experts:
             raise ValueError(f"top={self.top} is more than experts={self.experts}")
+        if self.every > self.layers:
+            raise ValueError(f"every={self.every} is more than layers={self.layers}: no block would have experts")
         if self.capacity < 0 or self.balance < 0:
             raise ValueError(f"capacity={self.capacity} and balance={self.balance} must not be negative")
 

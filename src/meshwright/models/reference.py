@@ -67,7 +67,8 @@ Stack = TypeVar("Stack", GPTOptions, MoEOptions, BERTOptions)
 
 
 def small_moe(options: MoEOptions) -> MoEOptions:
-    return replace(small_stack(options), experts=min(options.experts, 4))
+    every = min(options.every, SMALL_DEPTH)  # some block keeps its experts
+    return replace(small_stack(replace(options, every=every)), experts=min(options.experts, 4))
 
 
 def small_stack(options: Stack) -> Stack:

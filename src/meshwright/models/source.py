@@ -8,6 +8,7 @@ hf:CONFIG.json                 a Hugging Face config, random weights
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,8 @@ def parse_options(name: str, text: str, kind: type[Any]) -> Any:
             raise ModelError(f"model '{name}' has no option '{key}': {nearest(key, fields)}")
         if not equals:
             raise ModelError(f"model '{name}': option '{key}' needs a value, like {key}={fields[key].default}")
+        if key in given:
+            raise ModelError(f"model '{name}': option '{key}' is given twice: keep one")
         given[key] = _parse_option(name, key, value, fields[key].default)
     try:
         return kind(**given)
@@ -92,6 +95,10 @@ def _parse_option(name: str, key: str, value: str, default: Any) -> Any:
         raise ModelError(f"model '{name}': option {key}='{value}' is not {wanted}") from None
     if isinstance(default, int) and number < 1:
         raise ModelError(f"model '{name}': option {key}={value} must be at least 1")
+    if isinstance(default, float) and not (math.isfinite(number) and number >= 0):
+        raise ModelError(f"model '{name}': option {key}={value} must be 0 or more")
+    if key == "dropout" and number >= 1:
+        raise ModelError(f"model '{name}': option dropout={value} is a share: give 0 or more, below 1")
     return number
 
 

@@ -12,13 +12,14 @@ A margin that does not exceed the noise is no margin.                           
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.report.histogram import histogram_of, shared_edges
 from meshwright.report.run import Run, median, percentile
 
 COMPARED_STEPS = 10
@@ -41,9 +42,11 @@ class Judgement:
 
     def __str__(self) -> str:
         beyond = "more than" if self.exceeds_noise else "not more than"
+        repeated = self.first.repeats or self.second.repeats
+        between = "between repeats" if repeated else "between the two halves of a run's steps"
         return (
             f"{self.first.name} is fastest: {self.margin:.1%} ahead of {self.second.name}, which is {beyond} the noise "
-            f"between repeats ({self.noise:.1%})"
+            f"{between} ({self.noise:.1%})"
         )
 
 
@@ -94,8 +97,34 @@ def loss_words(runs: Sequence[Run]) -> str:
     return "; ".join(words)
 
 
+def agreement_words(runs: Sequence[Run]) -> str:
+    """How well the losses agree; nothing where they do not, for then there is a warning."""
+    differences = [loss_difference(run, runs[0]) for run in runs[1:]]
+    known = [difference for difference in differences if difference is not None]
+    if not known or loss_words(runs):
+        return ""
+    return f"Losses agree within {max(known):.1g} of {runs[0].name}'s over the first {COMPARED_STEPS} steps."
+
+
+def said_about(runs: Sequence[Run]) -> tuple[str, ...]:
+    """Sentences about all runs together: who won, whether losses agree, what else the runs show."""
+    judgement, apart = judge(runs), loss_words(runs)
+    return (
+        *([f"{judgement}."] if judgement else []),
+        *([f"Warning: {apart}."] if apart else []),
+        *([words] if (words := agreement_words(runs)) else []),
+        *findings(runs),
+    )
+
+
 def _losses(run: Run) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in run.metrics if "loss" in line}
+
+
+def rows_of(runs: Sequence[Run], epoch_steps: int | None) -> list[dict[str, Any]]:
+    """All runs as plain figures; losses are compared with the first's."""
+    edges = shared_edges(runs)
+    return [{**row_of(run, runs[0], epoch_steps), "histogram": histogram_of(run, edges)} for run in runs]
 
 
 def row_of(run: Run, reference: Run, epoch_steps: int | None) -> dict[str, Any]:
@@ -141,8 +170,7 @@ def _optimizer(runs: Sequence[Run]) -> str:
     shown = [*([whole] if whole else []), *sharded]
     if not sharded or len(shown) < 2:
         return ""
-    sizes = (f"{run.name}: {format_bytes(_peak(run, 'optimizer_state'))}" for run in shown)
-    return f"Optimizer state per rank: {'; '.join(sizes)}."
+    return f"Optimizer state per rank: {_grouped((format_bytes(_peak(run, 'optimizer_state')), run) for run in shown)}."
 
 
 def _gradients(runs: Sequence[Run]) -> str:
@@ -152,15 +180,24 @@ def _gradients(runs: Sequence[Run]) -> str:
         sizes = [] if run.worst is None else [point.memory_bytes.gradients for point in run.worst.memory_over_time]
         most = max(sizes, default=0)
         if most:
-            shares.append(f"{run.name}: {min(sizes) / most:.0%}")
-    return f"Gradients outside backward, of their most: {'; '.join(shares)}." if shares else ""
+            shares.append((f"{min(sizes) / most:.0%}", run))
+    return f"Gradients outside backward, of their most: {_grouped(shares)}." if shares else ""
+
+
+def _grouped(figures: Iterable[tuple[str, Run]]) -> str:
+    """Each figure once, with the runs that have it."""
+    groups: dict[str, list[str]] = {}
+    for figure, run in figures:
+        groups.setdefault(figure, []).append(run.name)
+    return "; ".join(f"{figure} ({', '.join(names)})" for figure, names in groups.items())
 
 
 def _sharding(runs: Sequence[Run]) -> str:
     """Replicas against full sharding on as many ranks."""
     words = []
-    for shards in (run for run in runs if run.plan.zero == 3):
-        same = (run for run in runs if run.plan.zero == 0 and run.plan.mesh == shards.plan.mesh)
+    timed = [run for run in runs if run.step_seconds]
+    for shards in (run for run in timed if run.plan.zero == 3):
+        same = (run for run in timed if run.plan.zero == 0 and run.plan.mesh == shards.plan.mesh)
         for replicas in same:
             one, other = statistics.median(replicas.step_seconds), statistics.median(shards.step_seconds)
             faster, slower = (replicas, shards) if one <= other else (shards, replicas)

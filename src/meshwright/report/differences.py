@@ -11,6 +11,7 @@ from rich.text import Text
 from meshwright.core.codec import Value
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, TensorSharding
+from meshwright.core.result import offload_in_short
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.plan_words import CONTEXT_WORDS, SCHEDULE_WORDS, offload_words, recompute_words, stage_counts
 from meshwright.report.words import MEMORY_WORDS, TIME_WORDS
@@ -171,7 +172,7 @@ _SHORT: dict[str, Callable[[Plan], str]] = {
     "schedule": lambda plan: plan.schedule,
     "stages a rank": lambda plan: f"virtual {plan.virtual}",
     "microbatch": lambda plan: f"microbatch {plan.microbatch}",
-    "offload": lambda plan: f"offload {plan.offload.what}" if plan.offload.what != "none" else "no offload",
+    "offload": offload_in_short,
     "sequence parallel": lambda plan: "sequence parallel" if plan.sequence_parallel else "no sequence parallel",
     "attention under cp": lambda plan: f"context {plan.context}",
     "precision": lambda plan: plan.precision,

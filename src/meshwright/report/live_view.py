@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from rich.console import Group, RenderableType
@@ -13,13 +14,28 @@ from rich.text import Text
 from meshwright.core.live import RankState
 from meshwright.core.result import describe
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.report.run import Run
+from meshwright.report.run import Run, speed_words
 
+RANK_HEADS = ("rank", "step", "memory now", "peak", "of the promise", "waits", "said")
 SHOWN_RANKS = 16
 RECENT_STEPS = 20
 TREND = "▁▂▃▄▅▆▇█"
 LEAST_DIFFERENCE = 0.05
 """Of a step: ranks whose waiting differs by less are equally fast."""
+LEAST_SILENCE, SILENT_STEPS = 30.0, 20
+"""Seconds, and steps, after which a run that says nothing is remarked upon."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """What a page of a running job says beside its Run."""
+
+    every: float
+    """Seconds after which it asks for itself again."""
+    ranks: tuple[RankState, ...]
+    num_steps: int
+    now: float
+    """Seconds since 1970."""
 
 
 def live_view(run: Run, ranks: Sequence[RankState], num_steps: int, now: float) -> Group:
@@ -27,32 +43,49 @@ def live_view(run: Run, ranks: Sequence[RankState], num_steps: int, now: float) 
     lines = [line for line in run.metrics if "loss" in line]
     parts: list[RenderableType] = [Text(f"{run.name}: {describe(run.plan)}", style="bold")]
     if not lines:
-        return Group(*parts, Text("no step is done yet"))
-    last, recent = lines[-1], lines[-RECENT_STEPS:]
+        return Group(*parts, Text(progress_words(run, num_steps)))
+    recent = lines[-RECENT_STEPS:]
     speed = statistics.median(line["tokens_per_second"] for line in recent)
     seconds = statistics.median(line["seconds"] for line in recent)
-    left = max(0, num_steps - 1 - last["step"]) * seconds
     parts += [
-        Text(f"step {last['step'] + 1} of {num_steps}, about {format_seconds(left)} to go"),
-        Text(f"loss {last['loss']:.4f}  {trend([line['loss'] for line in lines])}"),
+        Text(progress_words(run, num_steps)),
+        Text(f"loss {lines[-1]['loss']:.4f}  {trend([line['loss'] for line in lines])}"),
         Text(
-            f"{speed:,.0f} tokens/s, {format_seconds(seconds)} per step "
+            f"{speed_words(speed)} {run.unit}/s, {format_seconds(seconds)} per step "
             f"(promised {format_seconds(run.estimate.step_seconds)})"
         ),
     ]
     if ranks:
         parts += [rank_table(ranks, run, now), Text(slowest_words(ranks))]
+    if silence := silent_words(ranks, seconds, now):
+        parts.append(Text(silence, style="yellow"))
     return Group(*parts)
 
 
+def progress_words(run: Run, num_steps: int) -> str:
+    """How far it is, and how long the rest takes at the speed of its last steps."""
+    lines = [line for line in run.metrics if "loss" in line]
+    if not lines:
+        return "no step is done yet"
+    seconds = statistics.median(line["seconds"] for line in lines[-RECENT_STEPS:])
+    left = max(0, num_steps - 1 - lines[-1]["step"]) * seconds
+    return f"step {lines[-1]['step'] + 1} of {num_steps}, about {format_seconds(left)} to go"
+
+
 def rank_table(ranks: Sequence[RankState], run: Run, now: float) -> Table:
-    """The fullest ranks first, where there are many."""
     table = Table(box=None, pad_edge=False)
-    for name in ("rank", "step", "memory now", "peak", "of the promise", "waits", "said"):
+    for name in RANK_HEADS:
         table.add_column(name, justify="right")
+    for row in rank_rows(ranks, run, now):
+        table.add_row(*row)
+    return table
+
+
+def rank_rows(ranks: Sequence[RankState], run: Run, now: float) -> list[tuple[str, ...]]:
+    """By rank; the fullest alone, where there are many."""
     fullest = sorted(ranks, key=lambda one: -(one.peak_bytes or one.memory_bytes))[:SHOWN_RANKS]
-    for one in sorted(fullest, key=lambda one: one.rank):
-        table.add_row(
+    return [
+        (
             str(one.rank),
             str(one.step + 1),
             format_bytes(one.memory_bytes),
@@ -61,7 +94,21 @@ def rank_table(ranks: Sequence[RankState], run: Run, now: float) -> Table:
             f"{one.waiting_share:.0%}" if one.waiting_share is not None else "",
             f"{format_seconds(max(0.0, now - one.at))} ago",
         )
-    return table
+        for one in sorted(fullest, key=lambda one: one.rank)
+    ]
+
+
+def silent_words(ranks: Sequence[RankState], step_seconds: float, now: float) -> str:
+    """Said where no rank has done a step for far longer than one takes: a run that was killed leaves no other sign."""
+    if not ranks:
+        return ""
+    silent = now - max(one.at for one in ranks)
+    if silent < max(LEAST_SILENCE, SILENT_STEPS * step_seconds):
+        return ""
+    return (
+        f"no rank has ended a step for {format_seconds(silent)}: it validates, saves or hangs, or the run was stopped; "
+        "`meshwright train --resume RUN_FOLDER` goes on from its last checkpoint"
+    )
 
 
 def slowest_words(ranks: Sequence[RankState]) -> str:

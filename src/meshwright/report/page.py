@@ -17,6 +17,8 @@ from meshwright.core.result import describe
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.comparison import comparison_sections
 from meshwright.report.differences import difference_words
+from meshwright.report.fullest import fullest_words
+from meshwright.report.live_view import RANK_HEADS, Live, progress_words, rank_rows, slowest_words
 from meshwright.report.page_data import page_data
 from meshwright.report.plan_words import plan_in_words
 from meshwright.report.run import Run, median, percentile
@@ -27,19 +29,19 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 SHOWN_RUNNERS_UP = 40
 
 
-def page(runs: Sequence[Run], title: str, live_seconds: float | None = None, said: Sequence[str] = ()) -> str:
-    """The whole page. live_seconds: it is served, and asks for itself that often. said: about all runs together."""
-    connect = "; connect-src 'self'" if live_seconds else ""
-    live = f' data-live="{live_seconds:g}"' if live_seconds else ""
+def page(runs: Sequence[Run], title: str, live: Live | None = None, said: Sequence[str] = ()) -> str:
+    """The whole page. live: it is served while its run goes on, and asks for itself. said: about all runs together."""
+    connect = "; connect-src 'self'" if live else ""
+    asks = f' data-live="{live.every:g}"' if live else ""
     data = msgspec.json.encode(page_data(runs)).decode().replace("<", "\\u003c")
     scripts = "\n".join(_asset(name) for name in SCRIPTS)
     return (
-        f'<!doctype html>\n<html lang="en"{live}><head><meta charset="utf-8">'
+        f'<!doctype html>\n<html lang="en"{asks}><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}{connect}"><link rel="icon" href="data:,">'
         f"<title>{escape(title)}</title><style>{_asset('page.css')}</style></head>\n<body>"
         f'<header><h1>{escape(title)}</h1><button type="button" class="theme">light or dark</button></header>\n'
-        f'<main>{"".join(_body(runs, said))}</main>\n<div id="tip" role="status"></div>\n'
+        f'<main>{"".join(_body(runs, live, said))}</main>\n<div id="tip" role="status"></div>\n'
         f'<script type="application/json" id="data">{data}</script>\n<script>{scripts}</script></body></html>\n'
     )
 
@@ -48,7 +50,7 @@ def _asset(name: str) -> str:
     return resources.files("meshwright.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _body(runs: Sequence[Run], said: Sequence[str]) -> Iterator[str]:
+def _body(runs: Sequence[Run], live: Live | None, said: Sequence[str]) -> Iterator[str]:
     if said:
         yield f'<div class="verdict">{"".join(f"<p>{escape(sentence)}</p>" for sentence in said)}</div>'
     if len(runs) > 1:
@@ -58,11 +60,16 @@ def _body(runs: Sequence[Run], said: Sequence[str]) -> Iterator[str]:
             for n, r in enumerate(runs)
         )
         yield f'<nav class="runs">{"".join(tabs)}</nav>'
+
+    def heading(run: Run) -> str:
+        return f"<h2>{escape(run.name)}</h2>" if len(runs) > 1 else ""
+
     for number, run in enumerate(runs):
-        yield f'<section class="run" id="run-{number}"{" hidden" if number else ""}>{"".join(_sections(run, number))}</section>\n'
+        inside = "".join((heading(run), *_sections(run, number, live)))
+        yield f'<section class="run" id="run-{number}"{" hidden" if number else ""}>{inside}</section>\n'
 
 
-def _sections(run: Run, number: int) -> Iterator[str]:
+def _sections(run: Run, number: int, live: Live | None) -> Iterator[str]:
     def place(name: str) -> str:
         return f'<div id="run-{number}-{name}"></div>'
 
@@ -70,13 +77,15 @@ def _sections(run: Run, number: int) -> Iterator[str]:
     measured = trace is not None
     bad = "" if run.estimate.fits else " bad"
     yield f'<div class="verdict{bad}">{"".join(f"<p>{escape(sentence)}</p>" for sentence in verdict(run))}</div>'
+    if live:
+        yield f"<h2>Now</h2>{_now(run, live)}"
     if run.remark:
         yield f'<p class="faint">{escape(run.remark)}</p>'
     yield f"<h2>The plan</h2>{_sentences(run)}{place('cluster')}"
     if run.forecast is not None or measured:
         yield f"<h2>The schedule</h2>{_schedule_words(run)}{place('gantt')}"
     if run.forecast is not None or (trace is not None and trace.memory_over_time):
-        yield f"<h2>Memory over the step</h2>{place('memory')}"
+        yield f"<h2>Memory over the step</h2>{_faint(fullest_words(run))}{place('memory')}"
     yield f"<h2>Where the time goes</h2>{place('time')}{_promise_table(run)}"
     if run.step_seconds:
         yield f"<h2>Step time</h2>{_step_words(run)}{place('steps')}"
@@ -91,6 +100,19 @@ def _sections(run: Run, number: int) -> Iterator[str]:
     if run.result is not None:
         yield f"<h2>Candidates considered</h2>{_candidates(run)}"
     yield f"<h2>To make it again</h2>{_again(run)}"
+
+
+def _now(run: Run, live: Live) -> str:
+    words = f"<p>{escape(progress_words(run, live.num_steps))}</p>"
+    if not live.ranks:
+        return words
+    return (
+        f"{words}{_table(RANK_HEADS, rank_rows(live.ranks, run, live.now))}<p>{escape(slowest_words(live.ranks))}</p>"
+    )
+
+
+def _faint(words: str) -> str:
+    return f'<p class="faint">{escape(words)}</p>' if words else ""
 
 
 def _sentences(run: Run) -> str:
@@ -111,15 +133,17 @@ def _schedule_words(run: Run) -> str:
         )
     if run.traces:
         words.append("measured: one sampled step, which the recorder makes slower than others")
-    return f'<p class="faint">{escape("; ".join(words))}</p>' if words else ""
+    return _faint("; ".join(words))
 
 
 def _promise_table(run: Run) -> str:
     trace = run.worst
     if trace is None:
         return ""
-    rows = [line.cells for section in comparison_sections(run.estimate, trace, run.unit) for line in section]
-    return _table(("", "predicted", "measured", "error"), rows)
+    lines = [line for section in comparison_sections(run.estimate, trace, run.unit) for line in section]
+    strong = [number for number, line in enumerate(lines) if line.is_total]
+    note = _faint("the last of its repeats") if run.repeats else ""
+    return note + _table(("", "predicted", "measured", "error"), [line.cells for line in lines], strong=strong)
 
 
 def _step_words(run: Run) -> str:
@@ -187,7 +211,6 @@ def _beside(runs: Sequence[Run]) -> str:
         rows.append(
             (
                 run.name,
-                describe(run.plan),
                 format_seconds(percentile(values, 0.5)) if values else "",
                 format_seconds(percentile(values, 0.95)) if values else "",
                 format_seconds(run.estimate.step_seconds),
@@ -195,17 +218,27 @@ def _beside(runs: Sequence[Run]) -> str:
                 format_bytes(run.estimate.peak_bytes),
                 format_bytes(sent),
                 "" if run.loss is None else f"{run.loss:.4f}",
+                describe(run.plan),
             )
         )
-    head = ("run", "plan", "step, median", "95 %", "predicted", "peak", "predicted", "bytes per step", "loss")
-    return _table(head, rows, words=(0, 1))
+    head = ("run", "step, median", "95 %", "predicted", "peak", "predicted", "bytes per step", "loss", "plan")
+    return _table(head, rows, words=(0, 8))
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,)) -> str:
+def _table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,), strong: Sequence[int] = ()
+) -> str:
+    """words: columns of text. strong: rows that stand out. A cell that begins with spaces is part of what stands above it."""
+
+    def cell(name: str, place: int, value: str) -> str:
+        kinds = [kind for kind, holds in (("words", place in words), ("part", value.startswith("  "))) if holds]
+        kind = f' class="{" ".join(kinds)}"' if kinds else ""
+        return f"<{name}{kind}>{escape(value.strip())}</{name}>"
+
     def cells(name: str, values: Sequence[str]) -> str:
-        kinds = (' class="words"' if place in words else "" for place in range(len(values)))
-        return "".join(f"<{name}{kind}>{escape(value)}</{name}>" for kind, value in zip(kinds, values, strict=True))
+        return "".join(cell(name, place, value) for place, value in enumerate(values))
 
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    marks = dict.fromkeys(strong, ' class="strong"')
+    body = "".join(f"<tr{marks.get(number, '')}>{cells('td', row)}</tr>" for number, row in enumerate(rows))
     top = f"<tr>{cells('th', head)}</tr>" if any(head) else ""
     return f'<div class="scroll"><table>{top}{body}</table></div>'

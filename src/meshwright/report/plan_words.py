@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph
+from meshwright.core.limits import not_yet
 from meshwright.core.names import compact_names, expand_names, is_list_item
 from meshwright.core.plan import Plan
 from meshwright.cost.links import Group, axis_group
@@ -141,12 +142,29 @@ def recompute_words(plan: Plan, graph: Graph | None = None) -> str:
 
 def offload_words(plan: Plan) -> str:
     offload = plan.offload
+    if offload.what == "optimizer" and offload.share == 0:
+        return _kept_words(plan)
     what = "optimizer state" if offload.what == "optimizer" else "parameters and optimizer state"
     share = "" if offload.share == 1 else f"{offload.share:.0%} of "
     place = "the hosts' memory" if offload.where == "host" else "the hosts' disks"
     narrow = ", moments in bf16" if offload.moments == "bf16" else ""
     late = ", updated one step late" if offload.delayed else ""
-    return f"{share}{what} in {place}{narrow}{late}"
+    return f"{share}{what} in {place}{narrow}{late}{_streaming_words(plan)}"
+
+
+def _kept_words(plan: Plan) -> str:
+    """Nothing leaves the device; what is left of the offload is how parameters and their masters are kept there."""
+    narrow = ", moments in bf16" if plan.offload.moments == "bf16" else ""
+    if plan.stores_16_bits:
+        return f"parameters in {plan.precision}, their masters and optimizer state beside them on the device{narrow}"
+    return f"all optimizer state on the device{narrow}"
+
+
+def _streaming_words(plan: Plan) -> str:
+    if plan.offload.what != "parameters" or not_yet(plan):
+        return ""
+    waits = "the device" if plan.offload.stash == "device" else "the host"
+    return f", streamed through a window of {_blocks(plan.offload.window)}; block inputs wait on {waits}"
 
 
 def _numbers(plan: Plan) -> str:

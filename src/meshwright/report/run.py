@@ -12,7 +12,7 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.forecast import Forecast
 from meshwright.core.plan import Plan
 from meshwright.core.result import SearchResult
-from meshwright.core.trace import Trace
+from meshwright.core.trace import Trace, steps_that_count
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Run:
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
-        """Of every step that counts, repeats included: not sampled, and not the first, which warms up."""
+        """Of every step that counts, repeats included."""
         return (*self.own_seconds, *(seconds for repeat in self.repeats for seconds in repeat))
 
     @property
@@ -57,8 +57,7 @@ class Run:
         if trace is None:
             seconds = [line["seconds"] for line in self.metrics if "seconds" in line]
             return tuple(seconds[1:] or seconds)
-        plain = [record.seconds for record in trace.steps if not record.sampled]
-        return tuple(plain[1:] or plain)
+        return tuple(record.seconds for record in steps_that_count(trace.steps))
 
     @property
     def loss(self) -> float | None:

@@ -52,13 +52,13 @@ def estimate_table(plan: Plan, estimate: Estimate) -> Table:
     return table
 
 
-def comparison_table(estimate: Estimate, trace: Trace) -> Table:
-    """Predicted against measured: step time and its parts, memory by category, collectives."""
+def comparison_table(estimate: Estimate, trace: Trace, unit: str = "tokens") -> Table:
+    """Predicted against measured: step time and its parts, memory by category, collectives. unit: what the speed counts."""
     table = Table(title="predicted against measured", title_justify="left")
     table.add_column("")
     for name in ("predicted", "measured", "error"):
         table.add_column(name, justify="right")
-    for section in comparison_sections(estimate, trace):
+    for section in comparison_sections(estimate, trace, unit):
         for row in section:
             table.add_row(*row.cells, style="bold" if row.is_total else None)
         table.add_section()
@@ -156,6 +156,8 @@ def cluster_table(cluster: Cluster) -> Table:
             speed = link.bytes_per_second
             words = f"{speed / 1e9:,.1f} GB/s" if speed >= 1e9 else f"{speed / 1e6:,.1f} MB/s"
             table.add_row(place, f"{words} ({link.origin})")
+    if cluster.others_share:
+        table.add_row("cores taken by others meanwhile", f"{cluster.others_share:.0%}")
     return table
 
 

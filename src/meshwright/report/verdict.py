@@ -10,7 +10,7 @@ from meshwright.core.estimate import TimeParts
 from meshwright.core.result import describe
 from meshwright.core.trace import Trace
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.report.run import Run, speed_words
+from meshwright.report.run import Run, median, speed_words
 from meshwright.report.straggler import find_straggler
 from meshwright.report.words import TIME_WORDS
 
@@ -54,15 +54,23 @@ def _going(run: Run) -> tuple[str, str, str]:
 
 def _did(run: Run, trace: Trace) -> str:
     loss = f"; the loss is {run.loss:.4f}" if run.loss is not None else ""
+    times = f" {1 + len(run.repeats)} times" if run.repeats else ""
+    seconds = _step_seconds(run, trace)
+    speed = trace.tokens_per_second * trace.step_seconds / seconds if seconds else 0.0
     return (
-        f"{describe(run.plan)} ran {trace.num_steps:,} steps, {format_seconds(trace.step_seconds)} each by the median, "
-        f"{speed_words(trace.tokens_per_second)} {run.unit}/s{loss}."
+        f"{describe(run.plan)} ran {trace.num_steps:,} steps{times}, {format_seconds(seconds)} each by the median, "
+        f"{speed_words(speed)} {run.unit}/s{loss}."
     )
+
+
+def _step_seconds(run: Run, trace: Trace) -> float:
+    """By the median, over all repeats where there are some."""
+    return (median(run.step_seconds) if run.repeats else None) or trace.step_seconds
 
 
 def _promised(run: Run, trace: Trace) -> str:
     estimate = run.estimate
-    slower = trace.step_seconds / estimate.step_seconds - 1 if estimate.step_seconds else 0.0
+    slower = _step_seconds(run, trace) / estimate.step_seconds - 1 if estimate.step_seconds else 0.0
     words = f"It was promised {format_seconds(estimate.step_seconds)} per step: {_off(slower, 'slower', 'faster', PROMISED_TIME)}"
     if trace.peak_bytes is None:
         return words + "; no step was sampled, so its memory is not known."

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CPU_WORDS = ("can't allocate memory", "not enough memory")
 SHOWN_TENSORS = 5
+PASSING = ("activations", "gathered_parameters", "communication_buffers", "temporaries")
+"""Categories that are empty between steps."""
 
 
 @contextmanager
@@ -56,12 +58,36 @@ def explain(program: Program, batch: Batch, error: BaseException) -> str:
     what = "activations, gathered parameters, buffers and temporaries"
     if device.type != "cuda":
         what += ", and the process itself"
-    lines = [f"{place} is out of memory: {_first_line(error)}", f"in use then: {format_bytes(in_use)}"]
+    where = where_it_happened(program, error)
+    lines = [f"{place} is out of memory{f' in {where}' if where else ''}: {_first_line(error)}"]
+    lines.append(f"in use then: {format_bytes(in_use)}")
     lines += [f"  {name.replace('_', ' ')}: {format_bytes(size)}" for name, size in held.items()]
     lines.append(f"  {what}: {format_bytes(max(0, rest))}")
+    lines += _as_sampled(program)
     lines.append("largest tensors that stay between steps:")
     lines += [f"  {name}: {format_bytes(size)}" for name, size in largest_tensors(program)]
     return "\n".join(lines)
+
+
+def where_it_happened(program: Program, error: BaseException) -> str:
+    """The innermost module that was running; none in a backward that redoes no forward."""
+    names = {id(module): name for name, module in program.module.named_modules() if name}
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
+
+
+def _as_sampled(program: Program) -> Iterator[str]:
+    """What comes and goes in a step, as the last sampled one had it at its peak: when memory is full there is none left to ask."""
+    if program.watch.sample is None:
+        return
+    sizes = msgspec.structs.asdict(program.watch.sample.memory_bytes)
+    passing = [f"{name.replace('_', ' ')} {format_bytes(sizes[name])}" for name in PASSING if sizes[name]]
+    if passing:
+        yield f"  of these, at the peak of the last sampled step: {', '.join(passing)}"
 
 
 def largest_tensors(program: Program) -> list[tuple[str, int]]:

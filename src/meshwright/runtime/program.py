@@ -224,7 +224,7 @@ class Program:
             with self.watch.region("backward"):
                 pipeline.backward(action, tally.scale(action.microbatch))
         elif action.kind == "backward_weights":
-            with self.watch.region("backward"):
+            with self.watch.region("backward"), self.watch.region("weights"):
                 pipeline.backward_weights(action)
         else:
             with self.watch.region("waiting" if action.kind.startswith("receive") else "transfer"):

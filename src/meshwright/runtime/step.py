@@ -21,8 +21,6 @@ PARTS = {
 }  # fmt: skip
 """Action → the part of the step it counts as, where that has another name. A receive waits: for the other stage's work, and
 then for the message itself, which cannot be told apart here."""
-WARMUP_STEPS = 3
-"""Steps left out of the timings where there are more."""
 
 
 @dataclass
@@ -106,12 +104,6 @@ class StepOutput:
             total, *others = self._sums.tolist()
             self._resolved = (total / max(float(self._count), 1.0), *others)
         return self._resolved
-
-
-def steps_that_count(records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
-    """Without warm-up and sampled steps, where enough others remain."""
-    plain = tuple(record for record in records if not record.sampled)
-    return plain[WARMUP_STEPS:] if len(plain) > 2 * WARMUP_STEPS else plain[1:] or plain
 
 
 def median_parts(records: tuple[StepRecord, ...]) -> TimeParts:

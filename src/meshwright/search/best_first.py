@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from math import inf
 
@@ -13,16 +14,32 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, ScheduleKind
 from meshwright.search.bounds import Needs
 from meshwright.search.cuts import FEW_CUTS, best_cut, every_cut, num_cuts
-from meshwright.search.drafts import LARGE_MICROBATCH, Drafts
+from meshwright.search.drafts import Drafts
 from meshwright.search.fitting import fitted
 from meshwright.search.problem import Problem
 from meshwright.search.room import cut_fits
-from meshwright.search.space import Point, Shape, families, meshes, states, turns, worlds
+from meshwright.search.shares import with_best_share
+from meshwright.search.space import (
+    Point,
+    Shape,
+    Way,
+    context_degrees,
+    family,
+    meshes,
+    states,
+    tensor_degrees,
+    turns,
+    ways,
+    worlds,
+)
+from meshwright.search.streamed import fitted_streamed
+from meshwright.search.tables import LARGE_MICROBATCH
 from meshwright.search.units import Cut
+from meshwright.search.work import UnitTable
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
-MOST_OPENED = 2000
+MOST_OPENED = 2300
 """Nodes of all levels, likewise."""
 EVEN_SLACK = 0.97
 """A sample is quickest in the largest microbatch, but for this: kernels of a smaller one may fill a device a little better."""
@@ -80,15 +97,27 @@ class BestFirst:
     # ------------------------------------------------------------ levels
 
     def _worlds(self) -> Opened:
-        least = EVEN_SLACK * self.drafts.least_device_seconds()
         for world in worlds(self.problem):
-            yield least / world, lambda world=world: self._families(world)  # type: ignore[misc]
+            yield self._evenly(1, 1, world), lambda world=world: self._tensor(world)  # type: ignore[misc]
 
-    def _families(self, world: int) -> Opened:
-        for mesh in meshes(self.problem, world):
-            for family in families(self.problem, mesh):
-                if family:
-                    yield self._family_bound(family), lambda family=family: self._shapes(family)  # type: ignore[misc]
+    def _tensor(self, world: int) -> Opened:
+        for tp in tensor_degrees(self.problem, world):
+            yield self._evenly(tp, 1, world), lambda tp=tp: self._submeshes(world, tp)  # type: ignore[misc]
+
+    def _submeshes(self, world: int, tp: int) -> Opened:
+        for cp in context_degrees(self.problem, world, tp):
+            for way in ways(self.problem, tp, cp):
+                bound = EVEN_SLACK * self.drafts.tables.device_seconds(tp, cp, way) / world
+                yield bound, lambda cp=cp, way=way: self._families(world, tp, cp, way)  # type: ignore[misc]
+
+    def _evenly(self, tp: int, cp: int, world: int) -> float:
+        """All of the work shared out over all devices: no further split makes a sample cheaper."""
+        return EVEN_SLACK * self.drafts.tables.least_device_seconds(tp, cp) / world
+
+    def _families(self, world: int, tp: int, cp: int, way: Way) -> Opened:
+        for mesh in meshes(self.problem, world, tp, cp):
+            if found := family(self.problem, mesh, way):
+                yield self._family_bound(found), lambda found=found: self._shapes(found)  # type: ignore[misc]
 
     def _shapes(self, family: list[Shape]) -> Opened:
         for shape in family:
@@ -113,13 +142,13 @@ class BestFirst:
     def _of_family(self, family: list[Shape]) -> float:
         """The work of its largest microbatch, and the state that adds least to it of those that fit with the smallest."""
         best = inf
-        if self.drafts.sharding(family[0]) is None:
+        if self.drafts.tables.sharding(family[0]) is None:
             return inf
         largest = next((shape for shape in family if shape.microbatch <= LARGE_MICROBATCH), family[-1])
         smallest = family[-1]
         for zero, hybrid, offload in states(self.problem, smallest):
             point = Point(smallest, "1f1b", 1, zero, hybrid, offload)
-            bounds = self.drafts.bounds(largest, sharded=point.casts_ahead)
+            bounds = self.drafts.tables.bounds(largest, sharded=point.casts_ahead)
             if bounds is not None and self.drafts.needs(point) is not None:
                 once = self.drafts.once(replace(point, shape=largest))
                 best = min(best, EVEN_SLACK * bounds.of_shape(largest) + once)
@@ -130,10 +159,10 @@ class BestFirst:
         ways = list(turns(self.problem, shape))
         best = inf
         for needs, sharded in sorted(self._fitting_states(shape), key=lambda one: one[0].seconds):
-            bounds = self.drafts.bounds(shape, sharded=sharded)
+            bounds = self.drafts.tables.bounds(shape, sharded=sharded)
             if needs.seconds >= best or bounds is None:
                 break  # no turns are quicker than none
-            best = min(best, *(bounds.with_turns(shape, needs, *way) for way in ways))
+            best = min([best, *(bounds.with_turns(shape, needs, *way) for way in ways)])
         return best
 
     def _fitting_states(self, shape: Shape) -> Iterator[tuple[Needs, bool]]:
@@ -145,7 +174,9 @@ class BestFirst:
                 yield needs, point.casts_ahead
 
     def _turns(self, shape: Shape) -> Opened:
-        known = [one for sharded in (False, True) if (one := self.drafts.bounds(shape, sharded=sharded)) is not None]
+        known = [
+            one for sharded in (False, True) if (one := self.drafts.tables.bounds(shape, sharded=sharded)) is not None
+        ]
         for schedule, virtual in turns(self.problem, shape):
             bound = min(one.of_turns(shape, schedule, virtual) for one in known)
             yield bound, lambda schedule=schedule, virtual=virtual: self._points(shape, schedule, virtual)  # type: ignore[misc]
@@ -153,15 +184,17 @@ class BestFirst:
     def _points(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> Opened:
         for zero, hybrid, offload in states(self.problem, shape):
             point = Point(shape, schedule, virtual, zero, hybrid, offload)
-            bounds = self.drafts.bounds(shape, sharded=point.casts_ahead)
-            if bounds is not None and self.drafts.runs(point):
+            if (bound := self.drafts.bound(point)) is not None:
                 self.drafts.points.add(point)
-                yield bounds.of_point(point, self.drafts.room(point)), lambda point=point: self._cuts(point)  # type: ignore[misc]
+                yield bound, lambda point=point: self._cuts(point)  # type: ignore[misc]
 
     def _cuts(self, point: Point) -> Opened:
-        bounds = self.drafts.bounds(point.shape, sharded=point.casts_ahead)
+        bounds = self.drafts.tables.bounds(point.shape, sharded=point.casts_ahead)
         assert bounds is not None
         room, units = self.drafts.room(point), bounds.table.num_units
+        if point.offload == "parameters":  # in one stage; its room was looked at
+            yield 0.0, lambda: self.cost(point, (units,))
+            return
         found: Iterable[tuple[Cut, float]]
         if num_cuts(units, point.num_stages) <= FEW_CUTS:
             found = ((cut, 0.0) for cut in every_cut(units, point.num_stages))
@@ -196,15 +229,24 @@ class BestFirst:
 
     def _fitted(self, point: Point, cut: Cut, plan: Plan) -> tuple[Plan, Estimate] | None:
         """Found once by all parts of the search; None where it does not fit, though it must."""
-        table = self.drafts.table(point.shape, sharded=point.casts_ahead)
+        table = self.drafts.tables.table(point.shape, sharded=point.casts_ahead)
         assert table is not None
         key = (*identity(plan), self.problem.request.recompute)
         known = self.drafts.fitted
         if key not in known or (known[key] is None and not self._must_fit):
-            microbatch = self.drafts.microbatch(plan)
-            found = fitted(self.problem, point, cut, plan, table, microbatch, must_fit=self._must_fit)
-            known[key] = found if found is not None and self.problem.hosts_hold(found[1]) else None
+            found = self._fit(point, cut, plan, table)
+            known[key] = found if found is not None and self.problem.hosts_hold(found[1].host_bytes) else None
         return known[key]
+
+    def _fit(self, point: Point, cut: Cut, plan: Plan, table: UnitTable) -> tuple[Plan, Estimate] | None:
+        """With the recompute it needs, and as much away as is best."""
+        problem, microbatch, must_fit = self.problem, self.drafts.tables.microbatch(plan), self._must_fit
+        if point.offload == "parameters":
+            return fitted_streamed(problem, plan, microbatch, must_fit=must_fit)
+        fit = partial(fitted, problem, point, cut, table=table, microbatch=microbatch, must_fit=must_fit)
+        if point.offload == "optimizer":
+            return with_best_share(problem, plan, fit, self.best_seconds)
+        return fit(plan)
 
 
 def identity(plan: Plan) -> tuple[object, ...]:

@@ -90,14 +90,14 @@ class Bounds:
 
     def of_once(self, point: Point) -> float:
         """Seconds that the state adds at least once a step, whatever the schedule and the number of microbatches."""
-        each, once = self._exposed(point)
-        return SLACK * (each + once + self._after(point))
+        each, once = self.exposed(point)
+        return SLACK * (each + once + self.after(point))
 
     def needs(self, point: Point, again: float) -> Needs:
         """again: seconds of recompute that a microbatch needs, over all stages."""
-        exposed, once = self._exposed(point, again)
+        exposed, once = self.exposed(point, again)
         shape = point.shape
-        each, once = exposed + again / shape.pp, once + self._after(point)
+        each, once = exposed + again / shape.pp, once + self.after(point)
         total = (self.forward_seconds + self.backward_seconds) / shape.pp + each
         seconds = SLACK * (shape.num_microbatches * max(total, max(self.unit_seconds)) + once)
         return Needs(each, once, seconds)
@@ -138,7 +138,7 @@ class Bounds:
             seconds = max(seconds, total + max(rests))
         if point.schedule in ("1f1b", "gpipe") and largest:
             seconds = max(seconds, total + largest)
-        return max(least, SLACK * (seconds + self._after(point)))
+        return max(least, SLACK * (seconds + self.after(point)))
 
     # ------------------------------------------------------------ the schedule
 
@@ -188,36 +188,42 @@ class Bounds:
 
     # ------------------------------------------------------------ the state
 
-    def _exposed(self, point: Point, again: float = 0.0) -> tuple[float, float]:
+    def exposed(self, point: Point, again: float = 0.0) -> tuple[float, float]:
         """Seconds that gathers and reductions add, in each microbatch and once a step, on an average coordinate; what is done
         again hides them too."""
         shape, zero = point.shape, point.zero
-        ranks = shape.dp * shape.cp
-        if ranks == 1:
+        if shape.dp * shape.cp == 1:
             return 0.0, 0.0
-        num_elements = float(self.table.elements[-1]) / shape.pp
-        everyone = Group(ranks, shape.tp)
         forward, backward = self.forward_seconds / shape.pp, (self.backward_seconds + again) / shape.pp
-        gradient = self._gradient_bytes * num_elements
-        if zero == 0:
-            return 0.0, self._shown(self._seconds("all_reduce", gradient, everyone), backward)
-        degree = point.hybrid or ranks
-        inner, outer = Group(degree, shape.tp), Group(ranks // degree, shape.tp * degree)
-        gather = self._of_groups("all_gather", self._gathered_bytes * num_elements / degree, inner, shape.pp)
-        reduce = self._of_groups("reduce_scatter", gradient, inner, shape.pp)
-        across = self._seconds("all_reduce", gradient / degree, outer)
-        if zero == 1:
+        num_dense, num_expert = float(self.table.elements[-1]), float(self.table.expert_elements[-1])
+        blocks = max(1, self.table.num_units // shape.pp)
+        of_dense = self._of_state(point, num_dense / shape.pp, Group(shape.dp * shape.cp, shape.tp), blocks)
+        of_experts = self._of_state(point, num_expert / shape.pp, _expert_ranks(shape), 1)
+        gather, reduce, across = map(sum, zip(of_dense, of_experts, strict=True))
+        if zero <= 1:
             return 0.0, self._shown(gather, forward) + self._shown(reduce + across, backward)
         last = self._shown(reduce + across, backward) - self._shown(reduce, backward)
         if zero == 2:
             return self._shown(reduce, backward), self._shown(gather, forward) + last
         return self._shown(gather, forward) + self._shown(gather + reduce, backward), last
 
-    def _of_groups(self, kind: str, num_bytes: float, group: Group, pp: int) -> float:
-        """Of a coordinate's blocks, each a group of its own, with what is packed around them."""
-        if group.size == 1:
+    def _of_state(self, point: Point, elements: float, everyone: Group, count: int) -> tuple[float, float, float]:
+        """Seconds of gathers, of reductions, and of reductions between sharding groups; everyone: the ranks that hold these
+        elements; count: in so many groups of parameters."""
+        gradient = self._gradient_bytes * elements
+        if point.zero == 0:
+            return 0.0, self._seconds("all_reduce", gradient, everyone), 0.0
+        degree = min(point.hybrid or point.shape.dp * point.shape.cp, everyone.size)
+        inner = Group(degree, everyone.stride)
+        outer = Group(everyone.size // degree, everyone.stride * degree)
+        gather = self._of_groups("all_gather", self._gathered_bytes * elements / degree, inner, count)
+        reduce = self._of_groups("reduce_scatter", gradient, inner, count)
+        return gather, reduce, self._seconds("all_reduce", gradient / degree, outer)
+
+    def _of_groups(self, kind: str, num_bytes: float, group: Group, count: int) -> float:
+        """In so many calls, with what is packed around them."""
+        if group.size == 1 or not num_bytes:
             return 0.0
-        count = max(1, self.table.num_units // pp)
         copied = 0.0
         if not self.problem.recipe.master_item_bytes and self.problem.cluster.device.constants is not None:
             rate = self.problem.cluster.device.bytes_per_second or inf
@@ -226,8 +232,10 @@ class Bounds:
         return count * self._seconds(kind, num_bytes / count, group) + copied
 
     def _seconds(self, kind: str, num_bytes: float, group: Group) -> float:
-        if group.size == 1 or self.problem.cluster.collectives:
-            return 0.0 if group.size == 1 else self._measured(kind, num_bytes, group)
+        if group.size == 1 or not num_bytes:
+            return 0.0
+        if self.problem.cluster.collectives:
+            return self._measured(kind, num_bytes, group)
         return collective_seconds(kind, num_bytes, group, self.problem.cluster)  # type: ignore[arg-type]
 
     def _measured(self, kind: str, num_bytes: float, group: Group) -> float:
@@ -255,7 +263,7 @@ class Bounds:
     def _gathered_bytes(self) -> int:
         return self.problem.recipe.gather_item_bytes or 2
 
-    def _after(self, point: Point) -> float:
+    def after(self, point: Point) -> float:
         """The update, and what a step takes beside its work."""
         constants = self.problem.cluster.device.constants
         return self._update(point) + (constants.step_overhead_seconds if constants else 0.0)
@@ -268,6 +276,13 @@ class Bounds:
         rest = max(1, degree // shape.ep)
         held = float(self.table.elements[-1]) / degree + float(self.table.expert_elements[-1]) / rest
         return update_seconds(held / shape.pp, self.problem.cluster.device, self.problem.recipe.optimizer_slots)
+
+
+def _expert_ranks(shape: Shape) -> Group:
+    """Those that hold the same experts: fewer than hold the same of the rest, and further apart (cost/step_calls.py)."""
+    if shape.dp == shape.ep:
+        return axis_group(shape.mesh, "cp")
+    return Group(shape.dp // shape.ep * shape.cp, shape.tp * shape.ep)
 
 
 @lru_cache(maxsize=65536)

@@ -13,12 +13,12 @@ from functools import cached_property
 from meshwright.core.errors import PlanError
 from meshwright.core.legal import Key, LegalSharding, key_of
 from meshwright.core.limits import not_yet
-from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Recompute, ScheduleKind, ZeroStage
-from meshwright.core.request import count_microbatches
+from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
+from meshwright.core.request import count_microbatches, recompute_rules
 from meshwright.core.sharding import plain_sharding
 from meshwright.core.stages import cut_stages, even_counts
 from meshwright.cost.division import check_divides
-from meshwright.search.problem import Problem
+from meshwright.search.problem import OffloadKind, Problem
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Point:
     hybrid: int | None = None
     schedule: ScheduleKind = "1f1b"
     virtual: int = 1
-    offload: str = "none"
+    offload: OffloadKind = "none"
     compile: bool = False
     context: ContextWay = "heads"
 
@@ -49,8 +49,14 @@ class Builder:
         self.repeated = problem.graph.repeated_blocks
         self._refused: dict[tuple[Mesh, bool, ContextWay], str] = {}
 
-    def plan(self, point: Point, counts: Sequence[int], recompute: tuple[Recompute, ...] = ()) -> Plan:
-        """A PlanError says why there is none."""
+    def plan(
+        self,
+        point: Point,
+        counts: Sequence[int],
+        recompute: tuple[Recompute, ...] = (),
+        offload: Offload | None = None,
+    ) -> Plan:
+        """A PlanError says why there is none. offload: of the point's kind; without it, the plain one."""
         problem, request = self.problem, self.problem.request
         return Plan(
             model=problem.graph.model,
@@ -64,7 +70,7 @@ class Builder:
             zero=point.zero,
             hybrid=point.hybrid,
             recompute=recompute,
-            offload=self.problem.request.offloading(point.offload),
+            offload=offload or self.problem.request.offloading(point.offload),
             schedule=point.schedule,
             virtual=point.virtual,
             microbatch=point.microbatch,
@@ -87,10 +93,14 @@ class Builder:
                 f"{len(self.repeated)}"
             )
         try:
-            plan = self.even(point)
+            plan = self.even(point, self._least_recompute(point))
         except PlanError as error:
             return str(error)
         return self._refusal_of_mesh(plan) or ", ".join(f"{words} cannot run yet" for words in not_yet(plan))
+
+    def _least_recompute(self, point: Point) -> tuple[Recompute, ...]:
+        """Streamed parameters go with full recompute only."""
+        return recompute_rules("full", self.repeated) if point.offload == "parameters" else ()
 
     def _refusal_of_mesh(self, plan: Plan) -> str:
         """Found once for every mesh: neither settings nor stages change it."""

@@ -6,6 +6,7 @@ How complicated: the mechanisms it uses, counted                                
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import log
 
 from meshwright.core.cluster import Cluster
@@ -47,6 +48,11 @@ def complexity(plan: Plan) -> int:
         plan.compile,
     )
     return 2 * axes + 2 * (plan.offload.what != "none") + sum(others)
+
+
+def each_once(costed: Iterable[Costed]) -> list[Costed]:
+    """Parts of a search that look at the same plan find it twice."""
+    return list(dict(costed).items())
 
 
 def ordered(fitting: list[Costed]) -> list[Costed]:

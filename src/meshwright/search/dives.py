@@ -34,7 +34,7 @@ def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]
         {"cp": 1, "schedule": "1f1b", "tp": tp, **({"sequence_parallel": True} if tp > 1 else {})} for tp in degrees
     ]
     for fixed in parts:
-        narrow = _narrowed(problem, fixed)
+        narrow = narrowed(problem, fixed)
         if narrow is None or not world:
             continue
         here = replace(narrow, world=world[0]) if "schedule" in fixed else narrow
@@ -44,7 +44,7 @@ def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]
     if best is None or best.fastest is None:
         return costed
     mesh = best.fastest[0].mesh
-    same = _narrowed(problem, {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep})
+    same = narrowed(problem, {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep})
     assert same is not None
     then = BestFirst(same, drafts, known=costed, most_costed=2 * MOST_DIVED, most_opened=FEW_OPENED)
     then.run()
@@ -70,7 +70,7 @@ def simpler_plans(problem: Problem, found: BestFirst) -> list[tuple[Plan, Estima
     costed = []
     limit = found.best_seconds * (1 + error_band(problem.cluster))
     for applies, fixed in restrictions:
-        narrow = _narrowed(problem, fixed) if applies else None
+        narrow = narrowed(problem, fixed) if applies else None
         if narrow is not None:
             part = BestFirst(
                 narrow, found.drafts, limit_seconds=limit, most_costed=MOST_SIMPLER, most_opened=FEW_OPENED
@@ -80,7 +80,7 @@ def simpler_plans(problem: Problem, found: BestFirst) -> list[tuple[Plan, Estima
     return costed
 
 
-def _narrowed(problem: Problem, fixed: dict[str, object]) -> Problem | None:
+def narrowed(problem: Problem, fixed: dict[str, object]) -> Problem | None:
     """The problem with these parts fixed too; None where the request says otherwise."""
     asked = msgspec.structs.asdict(problem.request)
     if any(asked[name] not in (None, value) for name, value in fixed.items()):

@@ -9,7 +9,9 @@ A plan is a point, a cut and the rules of recompute. A point is one of          
                   divisor of dp from 2 to less than all                                                   -> _shardings
     × microbatch  all divisors of a dp rank's samples
     × schedule    1f1b where pp = 1; else gpipe, 1f1b, zb, zbv, and interleaved for all v with n ≥ v · pp -> _schedules
-    × offload     none; and optimizer and parameters, where the hosts' memory and the link to it are known and hold them
+    × offload     none; and optimizer and parameters, where the hosts' memory and the link to it are known and hold them;
+                  the optimizer's state in all shares that differ, of many a few; parameters in windows of WINDOWS blocks,
+                  whose inputs wait on the device or on the host                                        -> offloadings
     × compile     no; and yes, on a GPU
 
 n repeated blocks are cut into s = pp · v stages in all C(n-1, s-1) ways of giving each stage at least one -> cuts
@@ -30,23 +32,30 @@ from functools import lru_cache
 from itertools import combinations, pairwise, product
 from math import comb
 
+import msgspec
+
 from meshwright.core.errors import PlanError, ScheduleError
 from meshwright.core.estimate import Estimate
 from meshwright.core.limits import check_runs, not_yet
 from meshwright.core.names import compact_names
-from meshwright.core.plan import Mesh, Plan, Recompute, ScheduleKind, ZeroStage
+from meshwright.core.plan import Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
 from meshwright.core.request import PlanRequest, plain_plan, recompute_rules
 from meshwright.cost.division import check_divides
 from meshwright.cost.redone import core_ops
 from meshwright.search.builder import Builder
 from meshwright.search.builder import Point as Point
-from meshwright.search.problem import Outcome, Problem
+from meshwright.search.problem import OffloadKind, Outcome, Problem
+from meshwright.search.shares import FEW_SHARES, coarse_shares, shares_of
 from meshwright.search.space import context_ways, divisors
 
 MOST_PLANS = 20_000
 """A few minutes for a model of a few blocks."""
 SMALL_MODEL_BLOCKS = 6
 """Up to so many repeated blocks, every stage may recompute a number of its own."""
+
+WINDOWS = (2, 3)
+"""Blocks of streamed parameters on the device: the fewest, and more."""
+STASHES = ("device", "host")
 
 Counts = tuple[int, ...]
 Rules = tuple[Recompute, ...]
@@ -60,7 +69,7 @@ def exhaustive(problem: Problem, most_plans: int = MOST_PLANS) -> Outcome:
             found = problem.cost(plan)
         except (PlanError, ScheduleError):
             continue  # the model cannot be cut there, or the schedule needs more microbatches
-        if problem.hosts_hold(found):
+        if problem.hosts_hold(found.host_bytes):
             costed.append((plan, found))
     if not costed:
         raise no_plan(problem)
@@ -76,8 +85,9 @@ def plans(problem: Problem) -> Iterator[Plan]:
     builder = Builder(problem)
     for point in points(problem):
         for counts in cuts(len(builder.repeated), point.num_stages):
-            for rules in recomputes(problem, counts):
-                plan = builder.plan(point, counts, rules)
+            ways = offloadings(problem, builder.plan(point, counts))
+            for rules, offload in product(recomputes(problem, counts), ways):
+                plan = builder.plan(point, counts, rules, offload)
                 if not not_yet(plan):
                     yield plan
 
@@ -97,7 +107,7 @@ def points(problem: Problem) -> Iterator[Point]:
             _schedules(problem.request, mesh, len(builder.repeated)),
             problem.offloads,
             _compiles(problem),
-            context_ways(problem.request, mesh),
+            context_ways(problem.request, mesh.cp),
         )
         for sequence_parallel, (zero, hybrid), microbatch, (schedule, virtual), offload, compiled, context in settings:
             point = Point(
@@ -164,6 +174,19 @@ def _compiles(problem: Problem) -> list[bool]:
     return [False, True] if problem.cluster.device.kind == "cuda" else [False]
 
 
+def offloadings(problem: Problem, plan: Plan) -> list[Offload]:
+    """Every way to offload what the plan does."""
+    plain = plan.offload
+    if plain.what == "parameters":
+        ways = product(WINDOWS, STASHES)
+        return [msgspec.structs.replace(plain, window=window, stash=stash) for window, stash in ways]
+    if plain.what == "none" or problem.request.offload_share is not None:
+        return [plain]
+    shares = shares_of(problem, plan)
+    few = shares if len(shares) <= FEW_SHARES else coarse_shares()
+    return [msgspec.structs.replace(plain, share=share) for share in few]
+
+
 # ---------------------------------------------------------------- cuts and recompute
 
 
@@ -214,15 +237,23 @@ def _by_stage(blocks: tuple[str, ...], counts: Counts) -> Iterator[Rules]:
 
 
 def count_plans(problem: Problem, most: int | None = None) -> int:
-    """How many plans the space has, by counting cuts rather than making them; stops behind `most`."""
+    """How many plans the space has, by counting cuts rather than making them, and those that offload as if all ran; stops behind
+    `most`."""
     total = 0
     num_repeated = len(problem.graph.repeated_blocks)
     choices = lru_cache(maxsize=None)(lambda num_stages: _num_choices(problem, num_repeated, num_stages))
     for point in points(problem):
-        total += choices(point.num_stages)
+        total += choices(point.num_stages) * _most_ways(problem, point.offload)
         if most is not None and total > most:
             break
     return total
+
+
+def _most_ways(problem: Problem, offload: OffloadKind) -> int:
+    """To offload: of shares there are no more than parameters."""
+    if offload == "optimizer" and problem.request.offload_share is None:
+        return min(FEW_SHARES, len(problem.graph.parameters))
+    return len(WINDOWS) * len(STASHES) if offload == "parameters" else 1
 
 
 def _num_choices(problem: Problem, num_repeated: int, num_stages: int) -> int:

@@ -28,6 +28,7 @@ from meshwright.search.builder import Builder, Point
 from meshwright.search.exhaustive import has_attention, meshes, no_plan
 from meshwright.search.loads import Loads, loads_of
 from meshwright.search.problem import Outcome, Problem
+from meshwright.search.shares import with_least_shares
 from meshwright.search.space import context_ways
 
 LARGEST_MICROBATCH = 32
@@ -130,7 +131,7 @@ def shortlist(builder: Builder, found: list[Layout]) -> Outcome:
         fits = fits or estimate.fits
     if not costed:
         raise no_plan(builder.problem)
-    return Outcome(tuple(costed), len(found))
+    return with_least_shares(Outcome(tuple(costed), len(found)), builder.problem)
 
 
 def frames(problem: Problem, builder: Builder) -> list[Frame]:
@@ -176,13 +177,13 @@ def _frame(problem: Problem, builder: Builder, mesh: Mesh) -> Frame | None:
     sizes = tuple(_microbatches(share, mesh.pp)) if request.microbatch is None else (request.microbatch,)
     wishes = (True, False) if request.sequence_parallel is None else (request.sequence_parallel,)
     schedule = request.schedule or "1f1b"
-    for sequence_parallel, context in product(wishes, context_ways(request, mesh)):
+    for sequence_parallel, context in product(wishes, context_ways(request, mesh.cp)):
         point = Point(
             mesh,
             sizes[0],
             sequence_parallel,
             schedule=schedule,
-            offload=request.offload or "none",
+            offload=problem.offloads[0],
             compile=bool(request.compile),
             context=context,
         )
@@ -211,6 +212,8 @@ def _rungs(problem: Problem, mesh: Mesh) -> Iterator[Rung]:
             zero = zero or 1
         if request.recompute is not None:
             words = request.recompute
+        elif request.offload == "parameters" and blocks:  # streamed blocks are recomputed in full
+            words = "full"
         elif (words == "selective" and not has_attention(problem)) or not blocks:
             words = "none"
         if (zero, words) not in seen:

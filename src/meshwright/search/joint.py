@@ -4,6 +4,8 @@ A node stands for all plans below it and has a bound on their seconds (search/bo
 opened next:
 
     world        how many devices                                     bound: the work of one device, evenly shared out
+     tensor      tp                                                   bound: the work under it, evenly shared out
+      submesh    cp, and how tp and cp are run                        bound: likewise, whatever pp and dp are
       family     mesh, sequence parallel, compile                     bound: the work of its largest microbatch
        shape     and the microbatch                                   bound: the quickest turns under the best state that fits
         turns    schedule and stages a coordinate                     bound: with the schedule's bubble
@@ -13,7 +15,8 @@ opened next:
                  costed with the least recompute that fits (search/fitting.py)
 
 Short dives find good plans to begin with (search/dives.py): those without stages, 1f1b without cp for each tp inside a host, then
-everything on the best mesh so far. Where nothing fits, the nearest misses are costed (search/nearest.py).
+everything on the best mesh so far. Where nothing fits, the nearest misses are costed (search/nearest.py). Where one plan
+leaves out all others, a few of these are costed all the same, to tell why they lost (search/comparisons.py).
 The search ends when no open node can be faster than the best plan that fits: that plan is the fastest there is (of all cuts, where
 all were tried). After `MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too, and the least bound that is open says how far from the
 best the answer may be. Nodes are counted, not seconds, and ties are broken by the order of opening: the same input gives the same
@@ -25,6 +28,7 @@ from __future__ import annotations
 from math import inf
 
 from meshwright.search.best_first import MOST_COSTED, MOST_OPENED, BestFirst
+from meshwright.search.comparisons import comparisons
 from meshwright.search.dives import first_plans, simpler_plans
 from meshwright.search.drafts import Drafts
 from meshwright.search.nearest import nearest_misses
@@ -46,5 +50,7 @@ def joint(problem: Problem) -> Outcome:
         costed += simpler_plans(problem, found)
     if found.fastest is None:
         costed = nearest_misses(found)
+    else:
+        costed += comparisons(found, costed)
     bound = found.bound_seconds if found.bound_seconds is not None else found.best_seconds
     return Outcome(tuple(costed), max(len(drafts.points), len(costed)), bound if bound < inf else None)

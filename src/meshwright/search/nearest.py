@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import heapq
+from itertools import islice
 from math import prod
 
 import msgspec
 
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import PlanError, ScheduleError
 from meshwright.core.estimate import Estimate
 from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.request import plain_plan
+from meshwright.core.schedules import make_order
 from meshwright.cost.division import check_divides
+from meshwright.cost.estimate import check_costable
 from meshwright.search.best_first import BestFirst
 from meshwright.search.drafts import Drafts
 from meshwright.search.problem import Problem
-from meshwright.search.room import least_bytes
-from meshwright.search.space import Point, Shape, families, meshes, states, worlds
+from meshwright.search.space import Point, Shape, families, meshes, states, turns, worlds
 from meshwright.search.units import even_cut
 
 MOST_NEAREST = 8
@@ -43,15 +45,14 @@ def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
 
 
 def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) -> list[tuple[float, int, Point]]:
-    """The smallest microbatch of a family under every state, each with the bytes it needs at least."""
+    """The smallest microbatch of a family under every state and the first turns, each with the bytes it needs at least."""
     found: list[tuple[float, int, Point]] = []
     for shape in shapes:
-        for zero, hybrid, offload in states(problem, shape):
-            point = Point(shape, "1f1b", 1, zero, hybrid, offload)
-            bounds = drafts.bounds(shape, sharded=point.casts_ahead)
-            if bounds is not None and drafts.runs(point):
-                needed = least_bytes(bounds.table, point, drafts.room(point))
-                found.append((needed, number + len(found), point))
+        for schedule, virtual in islice(turns(problem, shape), 1):
+            for zero, hybrid, offload in states(problem, shape):
+                point = Point(shape, schedule, virtual, zero, hybrid, offload)
+                if (needed := drafts.least_bytes(point)) is not None:
+                    found.append((needed, number + len(found), point))
     return found
 
 
@@ -68,11 +69,17 @@ def _nothing(problem: Problem, drafts: Drafts) -> PlanError:
         return PlanError(f"{asked} needs {needed} ranks, but there are {problem.world}: make them equal")
     world = needed if problem.request.dp is not None else worlds(problem)[0]
     wish = msgspec.structs.replace(problem.request, global_batch=problem.global_batch)
+    if wish.hybrid is not None and wish.zero is None:
+        wish = msgspec.structs.replace(wish, zero=1)  # the least that has sharding groups
+    if wish.offload == "parameters" and problem.graph.repeated_blocks:
+        wish = msgspec.structs.replace(wish, recompute=wish.recompute or "full")  # as every streamed plan has it
     try:
         plan = plain_plan(wish, problem.graph, world, problem.cluster_hash)
+        check_costable(problem.graph_of(plan), plan, problem.cluster)
         check_divides(problem.graph_of(plan), plan)
         check_runs(plan)
-    except PlanError as error:
-        return error
+        make_order(plan.schedule, plan.mesh.pp, problem.global_batch // plan.mesh.dp, plan.virtual)
+    except (PlanError, ScheduleError) as error:
+        return PlanError(str(error))
     refused = drafts.refusals[-1] if drafts.refusals else "leave a degree open"
     return PlanError(f"no plan for {world} ranks agrees with what was asked for: {refused}")

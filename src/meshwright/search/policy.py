@@ -32,6 +32,7 @@ from meshwright.search.builder import Builder, Point
 from meshwright.search.exhaustive import no_plan
 from meshwright.search.frames import frames
 from meshwright.search.problem import Outcome, Problem
+from meshwright.search.shares import with_least_shares
 
 NUM_SAMPLES = 320
 BATCH = 16
@@ -188,4 +189,4 @@ def policy(problem: Problem, num_samples: int = NUM_SAMPLES, seed: int = 0) -> O
     costed = tuple(pair for pair in trials.costed.values() if pair is not None)
     if not costed:
         raise no_plan(problem)
-    return Outcome(costed, len(costed))
+    return with_least_shares(Outcome(costed, len(costed)), problem)

@@ -94,11 +94,11 @@ class Problem:
         asked = msgspec.structs.replace(request, global_batch=self.global_batch)
         return replace(self, cluster=self.cluster.seen_by(1), request=asked, world=1)
 
-    def hosts_hold(self, found: Estimate) -> bool:
+    def hosts_hold(self, host_bytes: int) -> bool:
         """Whether the hosts have room for what leaves the devices; who asks for an offload may see what it would take."""
         room = self.cluster.host_memory_bytes
         free = room is None or self.request.offload is not None or self.cluster.device.kind == "cpu"
-        return free or found.host_bytes <= room  # type: ignore[operator]
+        return free or host_bytes <= room  # type: ignore[operator]
 
     def graph_of(self, plan: Plan) -> Graph:
         """The model as the plan runs it."""

@@ -20,7 +20,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import RunnerUp, SearchResult, describe
 from meshwright.core.units import format_bytes
-from meshwright.search.choice import Costed, chosen, error_band, ordered, varied
+from meshwright.search.choice import Costed, chosen, each_once, error_band, ordered, varied
 from meshwright.search.exhaustive import exhaustive
 from meshwright.search.joint import joint
 from meshwright.search.placement import placement
@@ -28,7 +28,6 @@ from meshwright.search.policy import policy
 from meshwright.search.problem import Method, Outcome, Problem
 from meshwright.search.profile import profile
 from meshwright.search.reasons import reason_lost
-from meshwright.search.shares import with_least_shares
 from meshwright.search.ways_out import infeasible
 
 METHODS: dict[str, Method] = {
@@ -73,8 +72,7 @@ def search(
         legal,
         prefer_fastest,
     )
-    outcome = with_least_shares(_outcome(METHODS[method], problem), problem)
-    result = _result(outcome, problem, method)
+    result = _result(_outcome(METHODS[method], problem), problem, method)
     return msgspec.structs.replace(result, search_seconds=time.perf_counter() - started)
 
 
@@ -94,8 +92,9 @@ def _outcome(method: Method, problem: Problem) -> Outcome:
 
 
 def _result(outcome: Outcome, problem: Problem, method: str) -> SearchResult:
-    fitting = ordered([pair for pair in outcome.costed if pair[1].fits])
-    missing = sorted((pair for pair in outcome.costed if not pair[1].fits), key=lambda pair: pair[1].peak_bytes)
+    costed = each_once(outcome.costed)
+    fitting = ordered([pair for pair in costed if pair[1].fits])
+    missing = sorted((pair for pair in costed if not pair[1].fits), key=lambda pair: pair[1].peak_bytes)
     if not fitting:
         raise _infeasible(missing, problem)
     band = 0.0 if problem.prefer_fastest else error_band(problem.cluster)
@@ -109,7 +108,7 @@ def _result(outcome: Outcome, problem: Problem, method: str) -> SearchResult:
         num_candidates=outcome.num_candidates,
         search_seconds=0.0,
         method=method,
-        num_costed=len(outcome.costed),
+        num_costed=len(costed),
         gap=_gap(outcome, fastest),
         remark=_remark(fitting[0], (plan, best), band),
     )
@@ -129,7 +128,7 @@ def _runner_up(other: Costed, best: Costed, band: float) -> RunnerUp:
 def _gap(outcome: Outcome, fastest_seconds: float) -> float | None:
     if outcome.bound_seconds is None:
         return None
-    return max(0.0, fastest_seconds / outcome.bound_seconds - 1)
+    return max(0.0, float(fastest_seconds / outcome.bound_seconds) - 1)
 
 
 def _remark(fastest: Costed, taken: Costed, band: float) -> str:

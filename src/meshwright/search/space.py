@@ -9,7 +9,7 @@
     sharding       ZeRO 0 to 3 where dp · cp > 1, in groups of any divisor of a small dp, or of 1, 2, 4 … hosts' ranks
     context        cp > 1: heads exchanged, or keys and values in a ring
     compile        on a GPU, where no rule of tp or cp is in its way
-    offload        what the runtime can run
+    offload        what the runtime can run: the optimizer's state anywhere, parameters on one device or over dp with ZeRO 3
 
 A *Shape* is the part that a microbatch's work follows from (mesh, sequence parallel, microbatch, compile); a *Point* is a shape
 with schedule and state. What a request fixes stays fixed.
@@ -102,16 +102,44 @@ def worlds(problem: Problem) -> list[int]:
     if len(found) <= MANY_HOSTS:
         return [*found, *parts]
     smaller = (world for world in found[1:] if next(meshes(problem, world), None) is not None)
-    return [found[0], *islice(smaller, FEW_WORLDS)]
+    near = [found[0], *islice(smaller, FEW_WORLDS)]
+    return near if _can_fill(problem, near[-1]) else [*near, *_halves(near[-1])]
 
 
-def meshes(problem: Problem, world: int) -> Iterator[Mesh]:
-    """Every mesh of so many ranks that the request, the batch and the number of blocks allow."""
+def _can_fill(problem: Problem, world: int) -> bool:
+    """Whether a sample on each dp rank, a block on each stage and tp inside hosts make so many ranks."""
+    most_stages = max(1, len(problem.graph.repeated_blocks))
+    return problem.global_batch * most_stages * problem.cluster.devices_per_host >= world
+
+
+def _halves(world: int) -> list[int]:
+    return [world >> times for times in range(1, world.bit_length())]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a microbatch is run over the ranks of tp and cp."""
+
+    sequence_parallel: bool
+    compile: bool
+    context: ContextWay
+
+
+def tensor_degrees(problem: Problem, world: int) -> list[int]:
+    return [tp for tp in _open(problem.request.tp, divisors(world)) if world % tp == 0]
+
+
+def context_degrees(problem: Problem, world: int, tp: int) -> list[int]:
+    return [cp for cp in _open(problem.request.cp, divisors(world // tp)) if world % (tp * cp) == 0]
+
+
+def meshes(problem: Problem, world: int, tensor: int | None = None, context: int | None = None) -> Iterator[Mesh]:
+    """Every mesh of so many ranks that the request, the batch and the number of blocks allow. tensor, context: tp and cp alone."""
     request, batch = problem.request, problem.global_batch
     most_stages = max(1, len(problem.graph.repeated_blocks))
     for pp in _open(request.pp, [part for part in divisors(world) if part <= most_stages]):
-        for tp in _open(request.tp, divisors(world // pp) if world % pp == 0 else []):
-            for cp in _open(request.cp, divisors(world // (pp * tp)) if world % (pp * tp) == 0 else []):
+        for tp in _open(tensor or request.tp, divisors(world // pp) if world % pp == 0 else []):
+            for cp in _open(context or request.cp, divisors(world // (pp * tp)) if world % (pp * tp) == 0 else []):
                 dp, left = divmod(world, pp * tp * cp)
                 if left or batch % dp or request.dp not in (None, dp):
                     continue
@@ -120,22 +148,31 @@ def meshes(problem: Problem, world: int) -> Iterator[Mesh]:
                         yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
 
 
-def families(problem: Problem, mesh: Mesh) -> Iterator[list[Shape]]:
-    """Shapes that differ in the microbatch only, the largest first."""
+def ways(problem: Problem, tp: int, cp: int) -> Iterator[Way]:
     request = problem.request
-    share = problem.global_batch // mesh.dp
-    compiles = problem.cluster.device.kind == "cuda" and mesh.tp == mesh.cp == 1
-    sizes = [size for size in _open(request.microbatch, divisors(share)) if share % size == 0]
-    for parallel in _open(request.sequence_parallel, [False, True] if mesh.tp > 1 else [False]):
+    compiles = problem.cluster.device.kind == "cuda" and tp == cp == 1
+    for parallel in _open(request.sequence_parallel, [False, True] if tp > 1 else [False]):
         for compiled in _open(request.compile, [False, True] if compiles else [False]):
-            degrees = (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)
-            for context in context_ways(request, mesh):
-                yield [Shape(*degrees, parallel, size, share // size, compiled, context) for size in reversed(sizes)]
+            for context in context_ways(request, cp):
+                yield Way(parallel, compiled, context)
 
 
-def context_ways(request: PlanRequest, mesh: Mesh) -> list[ContextWay]:
+def family(problem: Problem, mesh: Mesh, way: Way) -> list[Shape]:
+    """Shapes that differ in the microbatch only, the largest first."""
+    share = problem.global_batch // mesh.dp
+    sizes = [size for size in _open(problem.request.microbatch, divisors(share)) if share % size == 0]
+    degrees = (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)
+    of_way = (way.compile, way.context)
+    return [Shape(*degrees, way.sequence_parallel, size, share // size, *of_way) for size in reversed(sizes)]
+
+
+def families(problem: Problem, mesh: Mesh) -> Iterator[list[Shape]]:
+    return (family(problem, mesh, way) for way in ways(problem, mesh.tp, mesh.cp))
+
+
+def context_ways(request: PlanRequest, cp: int) -> list[ContextWay]:
     """Where tokens lie over ranks, both, or the one that is asked for; heads that do not divide are refused later."""
-    if mesh.cp == 1:
+    if cp == 1:
         return ["heads"]
     return ["heads", "ring"] if request.context is None else [request.context]
 
@@ -150,6 +187,8 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
     most = min(MOST_VIRTUAL, num_blocks // shape.pp)
     deep = num_blocks > FEW_UNITS
     for schedule in _open(request.schedule, [kind for kind in SCHEDULES if not (deep and kind == "gpipe")]):
+        if schedule == "dualpipev" and shape.num_microbatches < 2 * shape.pp:
+            continue  # it fills both ways through the V
         several = schedule in MULTI_STAGE_SCHEDULES
         numbers = [2] if schedule in ("zbv", "dualpipev") else list(range(2, most + 1)) if several else [1]
         if num_blocks > FEW_UNITS and len(numbers) > 1:  # stages of unlike size only where every one counts
@@ -171,7 +210,14 @@ def states(problem: Problem, shape: Shape) -> Iterator[tuple[ZeroStage, int | No
             if hybrid is not None and (zero == 0 or shape.dp % hybrid):
                 continue
             for offload in offloads:
-                yield zero, hybrid, offload
+                if offload != "parameters" or _streams(shape, zero, hybrid):
+                    yield zero, hybrid, offload
+
+
+def _streams(shape: Shape, zero: ZeroStage, hybrid: int | None) -> bool:
+    """Whether parameters can be streamed: on one device, or cut over all data-parallel ranks (core/limits.py)."""
+    sharded = zero == 3 and hybrid is None
+    return shape.pp == shape.cp == shape.tp == shape.ep == 1 and (shape.dp == 1 or sharded)
 
 
 def _groups(problem: Problem, shape: Shape) -> list[int]:

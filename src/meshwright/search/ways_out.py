@@ -6,7 +6,7 @@ Each change is costed as a plan, never guessed:
     microbatch   the largest divisor of the microbatch that fits                                           -> _microbatches
     sequence     parallel, where tp can, by what the runtime answered                                      -> _sequence_parallel
     ZeRO         the lowest higher stage that fits, or one sharding group in place of several              -> _shardings
-    offload      optimizer state, then parameters too, where the hosts have the memory                     -> _offloads
+    offload      optimizer state, then parameters too, where the hosts have the memory                     -> ways_away.py
     budget       all the device has, where less was given                                                  -> _budgets
     hosts        the fewest more, dp raised, with the plan's ZeRO stage, stage 1 or stage 3                 -> _hosts
 
@@ -29,8 +29,9 @@ from meshwright.core.limits import not_yet
 from meshwright.core.names import compact_names
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, RecomputeMode
 from meshwright.core.units import ceil_div, format_bytes
-from meshwright.search.changes import Change, costed, first_that_fits, on_larger_hosts
+from meshwright.search.changes import Change, costed, first_that_fits
 from meshwright.search.problem import Problem
+from meshwright.search.ways_away import offloads
 
 MOST_TIMES_MORE = 64
 """How many times more devices are tried."""
@@ -60,7 +61,7 @@ def binding_constraint(estimate: Estimate) -> str:
 
 def ways_out(problem: Problem, plan: Plan, estimate: Estimate) -> tuple[WayOut, ...]:
     """Changes of a plan that does not fit, the cheapest first; where none is enough, the one that comes nearest."""
-    makers = (_recomputes, _microbatches, _shardings, _sequence_parallel, _offloads, _budgets, _hosts)
+    makers = (_recomputes, _microbatches, _shardings, _sequence_parallel, offloads, _budgets, _hosts)
     tried = [change for make in makers for change in make(problem, plan)]
     fitting = [change for change in tried if change.fits]
     if not fitting:
@@ -169,15 +170,6 @@ def _shardings(problem: Problem, plan: Plan) -> Iterator[Change]:
         yield from first_that_fits([costed(words, problem, plan, ("hybrid",), hybrid=None)])
 
 
-def _offloads(problem: Problem, plan: Plan) -> Iterator[Change]:
-    """Where it is the hosts that have too little memory, with as much as it takes."""
-    order = ("none", "optimizer", "parameters")
-    for what in order[order.index(plan.offload.what) + 1 :]:
-        words = "offload optimizer" if what == "optimizer" else "offload parameters and optimizer"
-        change = costed(words, problem, plan, ("offload",), offload=Offload(what=what))  # type: ignore[arg-type]
-        yield from first_that_fits([on_larger_hosts(change) if change is not None else None])
-
-
 def _budgets(problem: Problem, plan: Plan) -> Iterator[Change]:
     memory = problem.cluster.device.memory_bytes
     if problem.budget_bytes is not None and problem.budget_bytes < memory:
@@ -232,8 +224,11 @@ def _together(problem: Problem, plan: Plan) -> Iterator[Change]:
     groups = [group for size in range(2, len(savings) + 1) for group in combinations(savings, size)]
     tried = [_all_of(problem, plan, savings, group) for group in groups]
     if not any(change is not None and change.fits for change in tried):
-        offloads = {f"offload {what}": {"offload": Offload(what=what)} for what in ("optimizer", "parameters")}
-        tried += [_all_of(problem, plan, savings | offloads, (*savings, name)) for name in offloads]
+        away: dict[str, dict[str, Any]] = {
+            "offload optimizer": {"offload": Offload(what="optimizer")},
+            "offload parameters": {"offload": Offload(what="parameters", stash="host")},
+        }
+        tried += [_all_of(problem, plan, savings | away, (*savings, name)) for name in away]
     return (change for change in tried if change is not None)
 
 

@@ -8,6 +8,7 @@ is for validation.
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,10 +47,9 @@ TEXT_SUFFIXES = {
 def read_corpus(name: str, split: Split) -> Tensor:
     """All bytes of one split, in the order of file names."""
     folder, files = _files(name)
-    apart = [path for path in files if _is_validation(path.relative_to(folder))]
+    apart = {path for path in files if _is_validation(path.relative_to(folder))}
     if 0 < len(apart) < len(files):
-        chosen = apart if split == "validation" else [path for path in files if path not in set(apart)]
-        return _as_tensor(_join(chosen))
+        return _as_tensor(_join([path for path in files if (path in apart) == (split == "validation")]))
     text = _join(files)  # a handful of files may leave one side empty: then their text is cut, not their list
     cut = len(text) - len(text) // VALIDATION_SHARE
     return _as_tensor(text[:cut] if split == "train" else text[cut:])
@@ -73,10 +73,11 @@ def _files(name: str) -> tuple[Path, list[Path]]:
 
 
 def _walk(folder: Path, suffixes: set[str]) -> Iterator[Path]:
-    for path in folder.rglob("*"):
-        inside = path.relative_to(folder).parts[:-1]
-        if path.suffix in suffixes and not LEFT_OUT.intersection(inside) and path.is_file():
-            yield path
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]  # not gone into: site-packages alone may hold most files
+        for path in (Path(place, name) for name in files):
+            if path.suffix in suffixes and path.is_file():
+                yield path
 
 
 def _is_validation(name: Path) -> bool:

@@ -4,6 +4,7 @@ function clusterPicture(place, picture) {
   const around = html("div", "cluster", place);
   around.dataset.chart = "cluster";
   const small = picture.world > 128;
+  const legend = html("ul", "holds", place);
   for (let host = 0; host * picture.devices_per_host < picture.world; host += 1) {
     const box = html("div", "host", around);
     html("span", "", box, `host ${host}`);
@@ -23,6 +24,17 @@ function clusterPicture(place, picture) {
       device.addEventListener("pointerleave", (event) => tip(event, ""));
     }
   }
+  clusterLegend(legend, picture);
+}
+
+// Which stage is which colour, what it holds, and what part of it a device has.
+function clusterLegend(legend, picture) {
+  picture.holds.forEach((holds, coordinate) => {
+    const item = html("li", "", legend);
+    if (picture.mesh.pp > 1) html("i", "", item).style.background = STAGES[coordinate % STAGES.length];
+    item.append((picture.mesh.pp > 1 ? `pp ${coordinate}: ` : "each device: ") + holds.replaceAll("\n", "; "));
+  });
+  html("li", "", legend, "of that: " + picture.shares.replaceAll("\n", "; "));
 }
 
 function coordinates(rank, mesh) {

@@ -10,4 +10,5 @@ const WORK = {
 };
 const AXES = { dp: "#AA4499", tp: "#E69F00", cp: "#009E73", ep: "#56B4E9", pp: "#9AA0A6" };
 const RUNS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9AA0A6", "#F0E442"];
+const DASHES = ["", "6 3", "2 3"];
 const STAGES = ["#56B4E9", "#E69F00", "#5FC7A4", "#F0E442", "#E0A3C4", "#F08C4A", "#8FB8DE", "#C3C8CE"];

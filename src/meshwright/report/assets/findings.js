@@ -9,11 +9,12 @@ function valueChart(place, title, rows, show, colour) {
   const top = Math.max(...rows.map((row) => Math.max(row.value, row.high || 0))) || 1;
   draw(figure, () => {
     const chart = frame(figure, {
-      height: rows.length * line + 6, label: title, left: namesWidth(figure, rows), x: [0, top * 1.16], showX: show,
+      height: rows.length * line + 6, label: title, left: namesWidth(figure, rows.map((row) => row.name)), x: [0, top], showX: show,
+      right: 14 + Math.max(...rows.map((row) => textWidth(show(row.value)))),
     });
     rows.forEach((row, number) => {
       const y = 6 + number * line;
-      make("text", { x: chart.left - 6, y: y + 14, "text-anchor": "end" }, chart.svg, row.name);
+      nameAt(chart, row.name, y + 14);
       make("rect", { x: chart.left, y, width: Math.max(0.5, chart.x(row.value) - chart.left), height: line - 9, fill: colour || row.colour }, chart.svg);
       let end = chart.x(row.value);
       if (row.high !== undefined) {
@@ -40,19 +41,19 @@ function gradientChart(place, runs) {
   const top = Math.max(1, ...rows.flatMap((row) => row.curve.parts.gradients));
   draw(figure, () => {
     const chart = frame(figure, {
-      height: rows.length * line + 4, label: "gradients over the step", left: namesWidth(figure, rows), x: [0, 1],
+      height: rows.length * line + 4, label: "gradients over the step", left: namesWidth(figure, rows.map((row) => row.name)), x: [0, 1],
       showX: (share) => `${Math.round(share * 100)} %`, xWords: "of the sampled step; grey ground: backward",
     });
     rows.forEach((row, number) => {
       const floor = (number + 1) * line - 2;
       const { curve } = row;
-      make("text", { x: chart.left - 6, y: floor - tall / 2 + 4, "text-anchor": "end" }, chart.svg, row.name);
+      nameAt(chart, row.name, floor - tall / 2 + 4);
       const during = backwardOf(row.run, curve);
       if (during) make("rect", { x: chart.x(during[0]), y: floor - tall, width: chart.x(during[1]) - chart.x(during[0]), height: tall, fill: "var(--line)", "fill-opacity": 0.55 }, chart.svg);
       const local = { ...chart, x: (at) => chart.x(at / curve.end), y: (size) => floor - (size / top) * tall };
       const sizes = curve.parts.gradients;
       make("path", { d: band(local, curve, sizes.map(() => 0), sizes), fill: MEMORY.gradients, "data-part": "gradients" }, chart.svg);
-      make("line", { x1: chart.left, x2: chart.width - 10, y1: floor, y2: floor, class: "grid" }, chart.svg);
+      make("line", { x1: chart.left, x2: chart.right, y1: floor, y2: floor, class: "grid" }, chart.svg);
     });
     if (rows.some((row) => keepsGradients(row.curve))) {
       html("p", "faint", figure, "replicas hold theirs from step to step, in the buckets that they add them up in");
@@ -80,17 +81,30 @@ function backwardOf(run, curve) {
   return [row.start[places[0]] / curve.end, Math.min(1, (row.start[last] + row.seconds[last]) / curve.end)];
 }
 
-function namesWidth(figure, rows) {
-  const longest = Math.max(...rows.map((row) => row.name.length));
-  return Math.min(figure.clientWidth < 560 ? 110 : 220, 16 + 6.6 * longest);
-}
-
-// A legend of runs by colour.
-function runLegend(place, names) {
-  const legend = html("p", "faint legend", place);
-  names.forEach((name, number) => {
-    const item = html("span", "", legend);
-    html("span", "", item, "■ ").style.color = RUNS[number % RUNS.length];
-    item.append(name);
+// Steps of each run counted by their seconds, a line a run on one scale.
+function histogramLines(place, series) {
+  const figure = html("figure", "", place);
+  figure.dataset.chart = "histogram of each run";
+  const bins = countedInBins(series);
+  if (!bins) return;
+  const line = 40, tall = line - 10;
+  draw(figure, () => {
+    const chart = frame(figure, {
+      height: series.length * line + 4, label: "step time histogram of each run", left: namesWidth(figure, series.map((one) => one.name)),
+      x: bins.edges, showX: seconds, xWords: "seconds of a step",
+    });
+    series.forEach((one, number) => {
+      const floor = (number + 1) * line - 2;
+      const most = Math.max(1, ...bins.counts[number]);
+      nameAt(chart, one.name, floor - tall / 2 + 4);
+      make("line", { x1: chart.left, x2: chart.right, y1: floor, y2: floor, class: "grid" }, chart.svg);
+      binBars(chart, bins, number, (count) => floor - (count / most) * tall, floor, RUNS[0]);
+      stepMarks(chart, bins, one, floor - tall, floor);
+    });
+    html("p", "faint", figure, markWords(bins, series) + "; each line is as high as its fullest bar");
+    follow(chart, (at, pixel) => {
+      const number = Math.floor(pixel / line), one = series[number];
+      return one ? { words: `${one.name}\n${binWords(bins, at)}: ${bins.counts[number][binAt(bins, at)] || 0} of ${one.values.length} steps\n${figuresOf(one)}` } : null;
+    });
   });
 }

@@ -2,7 +2,11 @@
 // Drawing: scales, axes, the tip under the pointer. Charts draw into a <figure> and are drawn again when its width changes.
 
 const SVG = "http://www.w3.org/2000/svg";
+const BYTES = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
+const SECONDS = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]];
+const EDGE = 10;
 const figures = new Map();
+const pen = document.createElement("canvas").getContext("2d");
 
 function make(name, attributes, parent, text) {
   const node = document.createElementNS(SVG, name);
@@ -21,8 +25,9 @@ function html(name, className, parent, text) {
 }
 
 function bytes(number) {
-  const units = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
-  for (const [unit, factor] of units) if (Math.abs(number) >= factor) return (number / factor).toFixed(2) + " " + unit;
+  for (const [unit, factor] of BYTES) {
+    if (unit !== "B" && Math.abs(number) >= factor) return (number / factor).toFixed(2) + " " + unit;
+  }
   return Math.round(number) + " B";
 }
 
@@ -39,6 +44,35 @@ function plain(number) {
   const size = Math.abs(number);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return number.toExponential(3);
   return String(Number(number.toPrecision(5)));
+}
+
+// The marks of an axis: one unit for all of them, and no more digits than they need.
+function marks(show, high) {
+  const units = show === seconds ? SECONDS : show === bytes ? BYTES : null;
+  if (!units) return show;
+  const [unit, factor] = units.find(([, least]) => Math.abs(high) >= least) || units[units.length - 1];
+  return (value) => `${Number((value / factor).toPrecision(6))} ${unit}`;
+}
+
+function textWidth(words) {
+  pen.font = "12px " + getComputedStyle(document.body).fontFamily;
+  return pen.measureText(words).width;
+}
+
+// How wide the column of names left of a chart is: all of the longest, where that leaves the chart enough.
+function namesWidth(figure, names) {
+  const width = figure.clientWidth || 800;
+  return Math.min(14 + Math.max(...names.map(textWidth)), width < 560 ? 0.36 * width : 0.3 * width);
+}
+
+// A name at the left of its line; of one that is too long the middle is left out, for names differ at their ends.
+function nameAt(chart, name, y, className) {
+  const room = chart.left - 8;
+  let shown = name;
+  for (let kept = name.length - 1; textWidth(shown) > room && kept > 4; kept -= 1) {
+    shown = name.slice(0, Math.ceil(kept / 2)) + "…" + name.slice(name.length - Math.floor(kept / 2));
+  }
+  make("text", { x: chart.left - 6, y, "text-anchor": "end", class: className || "" }, chart.svg, shown);
 }
 
 function scale(low, high, from, to) {
@@ -70,23 +104,27 @@ function frame(figure, options) {
   const height = options.height + 34;
   const left = options.left === undefined ? (narrow ? 62 : 76) : options.left;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": options.label }, figure);
-  const x = scale(options.x[0], options.x[1], left, width - 10);
+  const right = width - (options.right || EDGE);
+  const x = scale(options.x[0], options.x[1], left, right);
   const y = options.y ? scale(options.y[0], options.y[1], options.height, 8) : null;
+  const markX = marks(options.showX, x.high), markY = y && marks(options.showY, y.high);
   if (y) {
     for (const at of ticks(y.low, y.high, 5, options.showY === bytes ? 2 : 10)) {
-      make("line", { x1: left, x2: width - 10, y1: y(at), y2: y(at), class: "grid" }, svg);
-      make("text", { x: left - 6, y: y(at) + 4, "text-anchor": "end" }, svg, options.showY(at));
+      if (options.whole && !Number.isInteger(at)) continue;
+      make("line", { x1: left, x2: right, y1: y(at), y2: y(at), class: "grid" }, svg);
+      make("text", { x: left - 6, y: y(at) + 4, "text-anchor": "end" }, svg, markY(at));
     }
   }
-  for (const at of ticks(x.low, x.high, narrow ? 3 : 8, options.showX === bytes ? 2 : 10)) {
+  for (const at of ticks(x.low, x.high, Math.max(2, Math.min(8, Math.floor((right - left) / 90))), options.showX === bytes ? 2 : 10)) {
     make("line", { x1: x(at), x2: x(at), y1: options.height, y2: options.height + 4, class: "axis" }, svg);
-    make("text", { x: x(at), y: options.height + 17, "text-anchor": "middle" }, svg, options.showX(at));
+    const words = markX(at), half = textWidth(words) / 2;
+    make("text", { x: Math.min(x(at), width - half), y: options.height + 17, "text-anchor": "middle" }, svg, words);
   }
-  make("line", { x1: left, x2: width - 10, y1: options.height, y2: options.height, class: "axis" }, svg);
+  make("line", { x1: left, x2: right, y1: options.height, y2: options.height, class: "axis" }, svg);
   if (options.xWords) {
-    make("text", { x: width - 10, y: height - 2, "text-anchor": "end", class: "faint" }, svg, options.xWords);
+    make("text", { x: right, y: height - 2, "text-anchor": "end", class: "faint" }, svg, options.xWords);
   }
-  return { svg, x, y, left, width, height: options.height };
+  return { svg, x, y, left, right, width, height: options.height };
 }
 
 function tip(event, text) {
@@ -110,13 +148,13 @@ function follow(chart, say) {
     const box = chart.svg.getBoundingClientRect();
     const pixel = ((event.clientX - box.left) / box.width) * chart.width;
     const row = ((event.clientY - box.top) / box.width) * chart.width;
-    const inside = pixel >= chart.left && pixel <= chart.width - 10 && row <= chart.height;
-    const found = inside ? say(chart.x.back(pixel), row) : null;
+    const inside = pixel >= chart.left && pixel <= chart.width && row <= chart.height;
+    const found = inside ? say(chart.x.back(Math.min(pixel, chart.right)), row) : null;
     const words = found && found.words;
     tip(event, words);
     cursor.setAttribute("visibility", words ? "visible" : "hidden");
     if (words) {
-      const at = found.at === undefined ? pixel : chart.x(found.at);
+      const at = found.at === undefined ? Math.min(pixel, chart.right) : chart.x(found.at);
       cursor.setAttribute("x1", at);
       cursor.setAttribute("x2", at);
     }

@@ -35,18 +35,18 @@ function colourOf(part) {
 }
 
 function paintGantt(figure, rows, shown, zoom, oneClock, change) {
-  const line = 22, narrow = figure.clientWidth < 560;
+  const line = 22;
   const measuredEnd = Math.max(0, ...rows.filter((row) => row.measured).map((row) => row.end));
   const end = oneClock ? Math.max(...rows.map((row) => row.end)) : measuredEnd || rows[0].end;
   const stretch = (row) => (oneClock || row.measured ? 1 : end / row.end);
   const chart = frame(figure, {
-    height: rows.length * line + 8, label: "the schedule, predicted over measured", left: narrow ? 110 : 150,
+    height: rows.length * line + 8, label: "the schedule, predicted over measured", left: namesWidth(figure, rows.map((row) => row.name)),
     x: [zoom[0] * end, zoom[1] * end], showX: seconds, xWords: zoom[1] - zoom[0] < 1 ? "drag to zoom, click to see all" : "drag to zoom",
   });
-  const right = chart.width - 10;
+  const right = chart.right;
   rows.forEach((row, place) => {
     const top = 4 + place * line;
-    make("text", { x: chart.left - 6, y: top + 14, "text-anchor": "end", class: row.measured ? "" : "faint" }, chart.svg, row.name);
+    nameAt(chart, row.name, top + 14, row.measured ? "" : "faint");
     const wide = row.part.map((part, number) => {
       if (!shown.has(part)) return null;
       const from = Math.max(chart.left, chart.x(row.start[number] * stretch(row)));

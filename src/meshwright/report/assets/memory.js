@@ -42,7 +42,7 @@ function paintMemory(figure, curve, names, run, words) {
   }
   if (budgetNear) {
     const at = chart.y(run.budget_bytes);
-    make("line", { x1: chart.left, x2: chart.width - 10, y1: at, y2: at, stroke: "#D55E00", "stroke-width": 2 }, chart.svg);
+    make("line", { x1: chart.left, x2: chart.right, y1: at, y2: at, stroke: "#D55E00", "stroke-width": 2 }, chart.svg);
   }
   const note = [
     run.budget_bytes ? `budget ${bytes(run.budget_bytes)}` + (budgetNear ? ": the red line" : ", above the picture") : "",

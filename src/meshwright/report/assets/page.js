@@ -10,7 +10,7 @@ function fill(data) {
     if ((place = clear("gantt")) && run.gantt.length) ganttChart(place, run);
     if ((place = clear("memory")) && run.memory.length) memoryChart(place, run, data.memory_words);
     if ((place = clear("time"))) barChart(place, "time by part", run.time, seconds);
-    if ((place = clear("steps"))) histogramChart(place, [run.histogram]);
+    if ((place = clear("steps"))) histogramChart(place, run.histogram);
     if ((place = clear("communication"))) barChart(place, "bytes by axis", run.communication, bytes);
     if ((place = clear("overlap"))) barChart(place, "seconds of communication", run.overlap, seconds);
     if ((place = clear("ranks"))) barChart(place, "busy seconds of each rank", run.ranks, seconds);
@@ -26,8 +26,7 @@ function fillComparison(data, beside) {
   beside.replaceChildren();
   fillFindings(data, beside);
   html("h3", "", beside, "Steps by their time");
-  histogramChart(beside, data.runs.map((run, number) => ({ ...run.histogram, colour: RUNS[number % RUNS.length] })).filter((one) => one.values.length));
-  runLegend(beside, data.runs.map((run) => run.name));
+  histogramLines(beside, data.runs.map((run) => run.histogram).filter((one) => one.values.length));
   html("h3", "", beside, "Loss");
   lineChart(beside, "loss of all runs", data.runs.flatMap((run) => run.loss.slice(0, 1).map((one) => ({ ...one, name: run.name }))), plain);
   html("h3", "", beside, "Peak memory by category");
