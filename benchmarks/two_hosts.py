@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -148,6 +149,7 @@ def show(bench: Bench, links: dict[str, float | None], measured: dict[tuple[str,
 def cut_and_mend(bench: Bench, hosts: Hosts) -> None:
     """A run whose link is taken down: noticed, named, and resumed when it is up again."""
     out = bench.folder / "run-cut"
+    shutil.rmtree(out, ignore_errors=True)  # steps of an earlier run would be taken for this one's
     settings = bench.settings("slow", f"[checkpoint]\nevery = {CHECKPOINT_EVERY}\n")
     arguments = [
         "train",

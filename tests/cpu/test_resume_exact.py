@@ -161,6 +161,7 @@ def test_resume_by_the_run_folder_alone(cli: Cli, settings: Callable[..., Path],
     [
         (("run",), "run is the folder of a run: go on with it by --resume, or give the settings of a new one"),
         (("--resume", "run", "--out", "other"), "a run is resumed in its own folder, run: leave --out away"),
+        (("--resume", "runs/none"), "runs/none: no such run folder: give the one that --out named, or runs/NAME"),
         (("--resume", "."), ". is a folder, but not of a run: it holds no settings.toml"),
         (
             ("run/settings.toml", "--verify"),

@@ -14,6 +14,8 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, RendezvousTimeout
 
+from meshwright.core.errors import InputError
+from meshwright.runtime import rendezvous as rendezvous_module
 from meshwright.runtime import unanswered
 from meshwright.runtime.rendezvous import LOOPBACK, listening_store
 from meshwright.runtime.unanswered import PatientBackend, PatientRendezvous
@@ -115,3 +117,9 @@ def test_a_host_that_cannot_join_in_time_says_so(link: Link) -> None:
     link.is_up.clear()
     with pytest.raises(RendezvousConnectionError):
         handler.next_rendezvous()
+
+
+def test_a_meeting_place_where_nobody_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_module, "STORE_SECONDS", 1)
+    with pytest.raises(InputError, match=r"nobody answers at 192\.0\.2\.1:29500, where the hosts are to meet, for 1 s"):
+        rendezvous_module.meet("192.0.2.1", 29500)  # an address that is nobody's, by RFC 5737

@@ -76,12 +76,10 @@ def _read(
     """The file, with what the command line says put over it."""
     import msgspec
 
-    from meshwright.core.errors import InputError
-    from meshwright.train.settings import CompareSettings, Settings
+    from meshwright.cli.train_settings import load_settings
+    from meshwright.train.settings import CompareSettings
 
-    if not file.endswith(".toml"):
-        raise InputError(f"{file}: settings are read from a .toml file; see examples/")
-    settings = Settings.load(file)
+    settings = load_settings(file)
     wanted = settings.compare or CompareSettings()
     changes: dict[str, Any] = {}
     if plans is not None:

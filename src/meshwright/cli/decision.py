@@ -27,40 +27,56 @@ class Decision:
 
 def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Cluster, world: int | None) -> Decision:
     """The plan of a run: read, searched, or plain. `graphs`: the model as replicas run it, and as sharded plans do."""
+    if settings.plan_file is None and settings.planner == "search":
+        return _searched(settings, graphs, cluster, world)
+    return _costed(_given(settings, graphs[0], cluster, world), settings, graphs, cluster)
+
+
+def _searched(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Cluster, world: int | None) -> Decision:
     from meshwright.cli.graphs import graph_run_by
     from meshwright.cli.searching import Searching
+    from meshwright.cost.forecast import forecast
+    from meshwright.train.optimizers import recipe_of
+
+    recipe = recipe_of(settings)
+    result = Searching(*graphs, settings.memory_bytes, world, recipe=recipe).on(cluster, settings.plan)
+    planned = forecast(graph_run_by(result.plan, *graphs), result.plan, cluster, recipe)
+    return Decision(result.plan, result.estimate, result, planned)
+
+
+def _given(settings: Settings, graph: Graph, cluster: Cluster, world: int | None) -> Plan:
+    """Of a file, or as asked with plain defaults for the rest."""
     from meshwright.cli.shardings import with_legal_sharding
-    from meshwright.core.errors import InfeasibleError, PlanError
-    from meshwright.core.limits import check_runs
+    from meshwright.core.errors import PlanError
     from meshwright.core.plan import Plan
     from meshwright.core.request import plain_plan
+
+    if settings.plan_file is None:
+        plain = plain_plan(settings.plan, graph, world or cluster.num_devices, cluster.hash)
+        return with_legal_sharding(plain, settings.model)
+    plan = Plan.load(settings.plan_file)
+    check_made_for(plan, graph, settings.plan_file)
+    if world is not None and plan.world != world:
+        raise PlanError(
+            f"{settings.plan_file} is for {plan.world} ranks, but {world} were asked for: use --nproc {plan.world}"
+        )
+    return plan
+
+
+def _costed(plan: Plan, settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Cluster) -> Decision:
+    """Refused where it cannot run, or does not fit."""
+    from meshwright.cli.graphs import graph_run_by
+    from meshwright.core.errors import InfeasibleError
+    from meshwright.core.limits import check_runs
     from meshwright.core.units import format_bytes
     from meshwright.cost.estimate import estimate
     from meshwright.cost.forecast import forecast
     from meshwright.train.optimizers import recipe_of
 
-    graph, other_casting = graphs
-    recipe = recipe_of(settings)
-    if settings.plan_file is None and settings.planner == "search":
-        searching = Searching(graph, other_casting, settings.memory_bytes, world, recipe=recipe)
-        result = searching.on(cluster, settings.plan)
-        planned = forecast(graph_run_by(result.plan, *graphs), result.plan, cluster, recipe)
-        return Decision(result.plan, result.estimate, result, planned)
-    plan = (
-        Plan.load(settings.plan_file)
-        if settings.plan_file
-        else with_legal_sharding(
-            plain_plan(settings.plan, graph, world or cluster.num_devices, cluster.hash), settings.model
-        )
-    )
-    check_made_for(plan, graph, settings.plan_file or "the plan")
-    if world is not None and plan.world != world:
-        raise PlanError(
-            f"{settings.plan_file} is for {plan.world} ranks, but {world} were asked for: use --nproc {plan.world}"
-        )
     check_runs(plan)
-    seen = graph_run_by(plan, *graphs)
-    found = estimate(seen, plan, cluster, recipe, settings.memory_bytes)
+    recipe = recipe_of(settings)
+    graph = graph_run_by(plan, *graphs)
+    found = estimate(graph, plan, cluster, recipe, settings.memory_bytes)
     if not found.fits:
         over = found.needed_bytes - found.budget_bytes
         raise InfeasibleError(
@@ -68,7 +84,7 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
             f'than the budget of {format_bytes(found.budget_bytes)}: use planner = "search", --zero, --recompute full or a '
             "smaller --microbatch"
         )
-    return Decision(plan, found, None, forecast(seen, plan, cluster, recipe))
+    return Decision(plan, found, None, forecast(graph, plan, cluster, recipe))
 
 
 def check_made_for(plan: Plan, graph: Graph, name: str) -> None:

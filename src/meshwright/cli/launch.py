@@ -128,14 +128,12 @@ def _read(
     import msgspec
 
     from meshwright.cli.choices import check_choice
+    from meshwright.cli.train_settings import load_settings
     from meshwright.core.errors import InputError
     from meshwright.train.folder import RunFolder
-    from meshwright.train.settings import Settings
 
     check_choice("--verb", verb, VERBS)
-    if not file.endswith(".toml"):
-        raise InputError(f"{file}: settings are read from a .toml file; see examples/")
-    settings = Settings.load(file)
+    settings = load_settings(file)
     ranks = nproc or settings.nproc or gpus
     if ranks is None:
         raise InputError(f"how many ranks a host? Give --nproc, --gpus, or nproc in {file}")

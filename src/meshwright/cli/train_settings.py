@@ -40,13 +40,10 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any], resume: bo
     from meshwright.core.errors import InputError
     from meshwright.core.request import PlanRequest
     from meshwright.core.units import parse_bytes
-    from meshwright.train.settings import Settings
 
-    if Path(file).is_dir():
+    if Path(file).is_dir() or (resume and not file.endswith(".toml")):
         file, given = _in_run_folder(file, given, resume)
-    if not file.endswith(".toml"):
-        raise InputError(f"{file}: settings are read from a .toml file; see examples/")
-    settings = Settings.load(file)
+    settings = load_settings(file)
     check_choice("--device", given["device"], ("auto", "cpu", "cuda"))
     check_choice("--backend", given["backend"], ("auto", "gloo", "nccl"))
     plain = ("nproc", "steps", "out", "seed", "timeout", "find_nan")
@@ -65,12 +62,23 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any], resume: bo
     return msgspec.structs.replace(settings, plan=settings.plan.updated(flags.request), **changes)
 
 
+def load_settings(file: str) -> Settings:
+    from meshwright.core.errors import InputError
+    from meshwright.train.settings import Settings
+
+    if not file.endswith(".toml"):
+        raise InputError(f"{file}: settings are read from a .toml file; see examples/")
+    return Settings.load(file)
+
+
 def _in_run_folder(path: str, given: dict[str, Any], resume: bool) -> tuple[str, dict[str, Any]]:
     """The settings of a run, and that folder as where it goes on."""
     from meshwright.core.errors import InputError
     from meshwright.train.folder import RunFolder
 
     folder = RunFolder(path)
+    if not folder.path.is_dir():
+        raise InputError(f"{path}: no such run folder: give the one that --out named, or runs/NAME")
     if not folder.settings.exists():
         raise InputError(f"{path} is a folder, but not of a run: it holds no settings.toml")
     if not resume:

@@ -32,17 +32,7 @@ class _Treatment:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A block of the plan's own model."""
-
-    name: str
-    kind: str
-    stage: int
-    treatment: _Treatment
-
-
-@dataclass(frozen=True)
-class _StandIn:
-    """A block of the small model, with what it takes over."""
+    """A block of the plan's own model; or one of the small model, with what it takes over."""
 
     name: str
     kind: str
@@ -93,7 +83,7 @@ def _list_of(name: str) -> str:
     return name.rpartition(".")[0] if is_list_item(name) else name
 
 
-def _of_list(name: str, blocks: list[Block], planned: dict[str, list[_Planned]]) -> Iterator[_StandIn]:
+def _of_list(name: str, blocks: list[Block], planned: dict[str, list[_Planned]]) -> Iterator[_Planned]:
     if name not in planned:
         raise PlanError(f"the shrunk model has '{name}', which the plan does not name: compare a plan of this model")
     own = planned[name]
@@ -107,7 +97,7 @@ def _of_list(name: str, blocks: list[Block], planned: dict[str, list[_Planned]])
             block = next(laid)
             stood_for = _stood_for(block, stage, itself.get(block.name) or own, seen)
             seen.add(stood_for.treatment)
-            yield _StandIn(block.name, block.kind, stage, stood_for.treatment)
+            yield _Planned(block.name, block.kind, stage, stood_for.treatment)
     left = next((block for block in own if block.treatment not in seen), None)
     if left is not None:
         raise PlanError(
@@ -140,7 +130,7 @@ def _stood_for(block: Block, stage: int, own: list[_Planned], seen: set[_Treatme
     return min(alike, key=lambda one: (one.stage != stage, one.treatment in seen, one.name != block.name))
 
 
-def _stages(plan: Plan, blocks: list[_StandIn]) -> tuple[Stage, ...]:
+def _stages(plan: Plan, blocks: list[_Planned]) -> tuple[Stage, ...]:
     names = [[block.name for block in blocks if block.stage == number] for number in range(len(plan.stages))]
     if [] in names:
         raise PlanError(
@@ -153,7 +143,7 @@ def _stages(plan: Plan, blocks: list[_StandIn]) -> tuple[Stage, ...]:
     )
 
 
-def _sharding(blocks: list[_StandIn]) -> tuple[BlockSharding, ...]:
+def _sharding(blocks: list[_Planned]) -> tuple[BlockSharding, ...]:
     """One rule a kind and way: tensors of other kinds may have the same names."""
     rules: dict[tuple[str, tuple[TensorSharding, ...]], list[str]] = {}
     for block in blocks:
@@ -165,7 +155,7 @@ def _sharding(blocks: list[_StandIn]) -> tuple[BlockSharding, ...]:
     )
 
 
-def _recompute(blocks: list[_StandIn]) -> tuple[Recompute, ...]:
+def _recompute(blocks: list[_Planned]) -> tuple[Recompute, ...]:
     modes: dict[RecomputeMode, list[str]] = {}
     for block in blocks:
         if block.treatment.recompute is not None:

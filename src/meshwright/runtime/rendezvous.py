@@ -94,7 +94,13 @@ def meet(address: str, port: int) -> dist.TCPStore:
     except OSError as error:
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             raise
-    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+    try:
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+    except dist.DistNetworkError:
+        raise InputError(
+            f"nobody answers at {address}:{port}, where the hosts are to meet, for {STORE_SECONDS} s: check that the first host "
+            "has started, and can be reached from here"
+        ) from None
 
 
 def listening_store(address: str, port: int) -> dist.TCPStore:

@@ -57,10 +57,7 @@ class Update:
         """The norm of the gradients where they are clipped; infinite where they are not finite and nothing was updated."""
         if self.host is not None and self.host.leaves_early:
             return self.host.step()
-        if self.pipeline is not None:
-            self.pipeline.finish_gradients()
-        if self.split is not None:
-            self.split.settle_gradients(self.module)
+        self._settle()
         if self.loss_scale is not None and not self.loss_scale.unscale(self.module.parameters()):
             self._forget_gradients()
             return torch.tensor(torch.inf)
@@ -74,11 +71,15 @@ class Update:
 
     def leave_out(self) -> None:
         """Nothing is learned from this step; what ranks owe each other of it is settled all the same."""
+        self._settle()
+        self._forget_gradients()
+
+    def _settle(self) -> None:
+        """Gradients are what they are on all ranks together."""
         if self.pipeline is not None:
             self.pipeline.finish_gradients()
         if self.split is not None:
             self.split.settle_gradients(self.module)
-        self._forget_gradients()
 
     def _clip(self, max_norm: float) -> Tensor:
         copies = self.pipeline.tied.second_copies() if self.pipeline is not None else ()

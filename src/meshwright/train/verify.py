@@ -64,8 +64,10 @@ def replay(program: Program, batch: Batch, progress: Progress, recorded: Recorde
     for name, (now, before) in found.items():
         if now is not None and before is not None and not _agrees(now, before, band):
             raise CheckpointError(_mismatch(what, name, now, before, band, program, progress))
-    compared = " and ".join(f"{name} {now!r}" for name, (now, before) in found.items() if before is not None)
-    return f"verified: {what}; {compared} {'equal' if not band else f'agree within {band:g} with'} what was recorded"
+    compared = [f"{name} {now!r}" for name, (now, before) in found.items() if before is not None]
+    ending = "s" if len(compared) == 1 else ""
+    verb = f"agree{ending} within {band:g} with" if band else f"equal{ending}"
+    return f"verified: {what}; {' and '.join(compared)} {verb} what was recorded"
 
 
 def next_loss(program: Program, batch: Batch) -> float:
