@@ -74,9 +74,7 @@ def _files(name: str) -> tuple[Path, list[Path]]:
 
 def _walk(folder: Path, suffixes: set[str]) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
-        folders[:] = [
-            name for name in folders if name not in LEFT_OUT
-        ]  # not gone into: site-packages alone may hold most files
+        folders[:] = [name for name in folders if name not in LEFT_OUT]  # not gone into: some hold most of all files
         for path in (Path(place, name) for name in files):
             if path.suffix in suffixes and path.is_file():
                 yield path
