@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -123,7 +123,8 @@ def _load(modules: Iterable[str]) -> None:
     os.environ.setdefault(LOG_LEVEL, RANK_LOG_LEVEL)
     try:
         for module in modules:
-            importlib.import_module(module)
+            with suppress(ImportError):  # who needs what is not installed says so
+                importlib.import_module(module)
     finally:
         if given is None:
             del os.environ[LOG_LEVEL]
