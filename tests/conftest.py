@@ -32,11 +32,12 @@ SAMPLED = {
 Most tables are products of two, three or four values: a step of 5 or 7 comes by all combinations of them in turn.
 """
 LONGEST = (
-    "test_cli_train.py", "test_cli_hangs.py", "test_table.py", "test_split.py", "test_collectives_and_memory.py",
-    "test_parity.py", "test_pipeline.py", "test_expert_parallel.py", "test_hybrid.py", "test_cli.py", "test_checkpoint.py",
-    "test_streaming.py", "test_host_optimizer.py", "test_ring.py", "test_batch_norm.py",
-    "test_best_sharding_runs.py", "test_hosts.py", "test_compile.py", "test_deferred.py", "test_compare.py",
-    "test_recorded_memory.py", "test_out_of_memory.py",
+    "test_cli_train.py", "test_launch.py", "test_table.py", "test_two_hosts.py", "test_collectives_and_memory.py",
+    "test_faults.py", "test_parity.py", "test_cli_hangs.py", "test_expert_parallel.py", "test_split.py", "test_export.py",
+    "test_best_sharding_runs.py", "test_runtime.py", "test_hosts.py", "test_checkpoint.py", "test_batch_norm.py",
+    "test_pretrained.py", "test_compile.py", "test_checkpoint_files.py", "test_hybrid.py", "test_guard.py", "test_reshard.py",
+    "test_resume_exact.py", "test_pipeline.py", "test_doctor.py", "test_capture_skipping.py", "test_capture.py", "test_ring.py",
+    "test_deferred.py", "test_streaming.py", "test_capture_huggingface.py", "test_joint.py", "test_search.py", "test_cli.py",
 )  # fmt: skip
 """Workers begin with these, so that none is left with a long file when the others are done."""
 GRAPHS = "MESHWRIGHT_TEST_GRAPHS"

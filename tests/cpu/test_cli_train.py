@@ -32,8 +32,8 @@ RUN_FILES = {"settings.toml", "plan.json", "estimate.json", "trace.json", "metri
 
 
 def test_train_the_example(cli: Cli, tmp_path: Path) -> None:
-    """The first command of the README, from an empty cache: probe, search, train, compare."""
-    ended = cli("train", ROOT / "examples/gpt-small.toml", "--nproc", 2, "--steps", NUM_STEPS, "--json")
+    """The first command of the README, in a new process, from an empty cache: probe, search, train, compare."""
+    ended = cli("train", ROOT / "examples/gpt-small.toml", "--nproc", 2, "--steps", NUM_STEPS, "--json", fresh=True)
     assert ended.code == 0, ended.err
     assert ended.json.keys() >= TRAIN_KEYS
     folder = tmp_path / "runs/gpt-small"

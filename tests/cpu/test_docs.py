@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cases import hand_cluster
+from command import Cli
 
 from meshwright.capture.capture import capture_source
 from meshwright.core.plan import Mesh
@@ -29,11 +28,10 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block: str, tmp_path: Path) -> None:
-    script = tmp_path / "block.py"
-    script.write_text(block, encoding="utf-8")
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_block_runs(block: str, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "block.py").write_text(block, encoding="utf-8")
+    ended = cli(launcher=("-m", "block"))
+    assert ended.code == 0, ended.err
 
 
 def test_there_are_blocks() -> None:

@@ -42,7 +42,8 @@ def probe_with_notice(console: Console, nproc: int | None, device: str, backend:
     check_num_ranks(num_ranks)
 
     def say() -> None:
-        console.print(f"measuring this machine with {num_ranks} ranks at once (about ten seconds, then cached) …")
+        ranks = f"{num_ranks} ranks at once" if num_ranks > 1 else "one rank"
+        console.print(f"measuring this machine with {ranks} (about ten seconds, then cached) …")
 
     cluster = probe(num_ranks, device=device, backend=backend, fresh=fresh, on_start=say)  # type: ignore[arg-type]
     if cluster.others_share > BUSY_SHARE:

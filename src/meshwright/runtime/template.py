@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -70,7 +70,7 @@ class Template:
     def start(self, entry: str, arguments: Iterable[str], environment: Mapping[str, str], name: str = "") -> int:
         """A new child of this process; returns its id."""
         birth = Birth(entry, tuple(arguments), dict(environment), os.getcwd(), os.getpid(), name)
-        with _takes_in_orphans():
+        with _taking_in_orphans():
             try:
                 self._channel.send(birth)
                 child: int = self._channel.recv()
@@ -107,13 +107,14 @@ def template_of(modules: Iterable[str]) -> Iterator[None]:
         yield
         return
     _load(modules)
-    template = _fork_template()
+    template = _fork_template() if may_fork() else None  # a module may have started a thread
     token = _at_hand.set(template)
     try:
         yield
     finally:
         _at_hand.reset(token)
-        template.close()
+        if template is not None:
+            template.close()
 
 
 def _load(modules: Iterable[str]) -> None:
@@ -122,7 +123,8 @@ def _load(modules: Iterable[str]) -> None:
     os.environ.setdefault(LOG_LEVEL, RANK_LOG_LEVEL)
     try:
         for module in modules:
-            importlib.import_module(module)
+            with suppress(ImportError):  # who needs what is not installed says so
+                importlib.import_module(module)
     finally:
         if given is None:
             del os.environ[LOG_LEVEL]
@@ -130,8 +132,9 @@ def _load(modules: Iterable[str]) -> None:
 
 def may_fork() -> bool:
     """Whether a process may go on from here: on Linux, where nothing runs beside this thread and the machine has no GPU."""
-    has_gpu = any(os.path.exists(file) for file in DRIVERS)
-    return sys.platform == "linux" and threading.active_count() == 1 and not has_gpu
+    if sys.platform != "linux" or threading.active_count() > 1 or any(os.path.exists(file) for file in DRIVERS):
+        return False
+    return _take_in_orphans(True) and _take_in_orphans(False)  # some sandboxes do not allow it
 
 
 def _fork_template() -> Template:
@@ -181,6 +184,8 @@ def _live(birth: Birth, between: int, writing: int, handlers: Handlers) -> NoRet
     try:
         while os.getppid() == between:
             time.sleep(WAIT_SECONDS)
+        if os.getppid() != birth.launcher:  # it was killed meanwhile
+            os._exit(code)
         _become(birth, handlers)
         with os.fdopen(writing, "w") as pipe:
             pipe.write(str(os.getpid()))
@@ -217,11 +222,15 @@ def _become(birth: Birth, handlers: Handlers) -> None:
 
 
 @contextmanager
-def _takes_in_orphans() -> Iterator[None]:
-    """This process becomes the parent of its grandchildren whose parents end."""
-    call = ctypes.CDLL(None).prctl
-    call(SET_CHILD_SUBREAPER, 1)
+def _taking_in_orphans() -> Iterator[None]:
+    """Grandchildren whose parents end become children of this process."""
+    _take_in_orphans(True)
     try:
         yield
     finally:
-        call(SET_CHILD_SUBREAPER, 0)
+        _take_in_orphans(False)
+
+
+def _take_in_orphans(wanted: bool) -> bool:
+    """Returns whether the kernel agrees."""
+    return int(ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)) == 0
