@@ -62,7 +62,7 @@ class keeping_parts:  # noqa: N801 - used like a function, in `with`
     """While a function runs that reads a gathered tensor: where autograd saves that, the part is saved in its place."""
 
     def __init__(self, gathered: Tensor) -> None:
-        self.gathered = gathered
+        self.gathered: Tensor | None = gathered
         self.kept: _Kept | None = vars(gathered).get(KEPT) if isinstance(gathered, Tensor) else None
         if self.kept is not None and _is_recomputed():
             self.kept = None
@@ -76,11 +76,13 @@ class keeping_parts:  # noqa: N801 - used like a function, in `with`
     def __exit__(self, *details: Any) -> None:
         if self.hooks is not None:
             self.hooks.__exit__(*details)
+        self.gathered = None  # what is saved holds the hooks, and these hold this
 
     def _pack(self, tensor: Tensor) -> Any:
+        assert self.kept is not None
+        assert self.gathered is not None
         if storage_key(tensor) != storage_key(self.gathered) or tensor.numel() != self.gathered.numel():
             return tensor
-        assert self.kept is not None
         self.kept.readers += 1
         return self.kept, tensor.shape
 
