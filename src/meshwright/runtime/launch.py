@@ -87,6 +87,8 @@ def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
     """
     reports = {rank: _report_of(failure) for rank, failure in failures.items()}
     faults = {rank: fault for rank, report in reports.items() if (fault := _fault_in(report)) is not None}
+    for rank in _misled(reports, faults):
+        del reports[rank], faults[rank]
     for rank, report in reports.items():
         if report.get("hang"):
             return HangError(report["message"], faults.get(rank))
@@ -112,6 +114,15 @@ def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
         words = f"{_list(sorted(lost))} of {num_ranks} lost the connection to another rank: {report['message']}"
         return _error(msgspec.structs.replace(fault, ranks=tuple(sorted(lost))), words)
     return _error(fault, f"rank {rank} of {num_ranks} failed: {report['message']}")
+
+
+def _misled(reports: dict[int, dict[str, Any]], faults: dict[int, Fault]) -> list[int]:
+    """Ranks that waited for one that had ended, and took it for hanging: that one has said itself why it ended.
+
+    gloo does not always tell a rank that its peer is gone.
+    """
+    spoken = {rank for rank in faults if not reports[rank].get("hang")}
+    return [rank for rank, fault in faults.items() if reports[rank].get("hang") and spoken.issuperset(fault.ranks)]
 
 
 def _error(fault: Fault, words: str) -> RunError:

@@ -27,6 +27,8 @@ from meshwright.runtime.template import LOG_LEVEL, RANK_LOG_LEVEL, STOPPING, tem
 LOOK_SECONDS = 0.05
 SHUTDOWN_SECONDS = 600
 """After a signal: a last step and a checkpoint must fit in it."""
+GRACE_SECONDS = 2.0
+"""After the first rank failed: others that lose it, or fail of the same cause, end by themselves and leave their own words."""
 FAILED_SECONDS = 30
 """For the others to end once one has failed; what they wait for may never come."""
 RANK = "meshwright.runtime.rank"
@@ -51,7 +53,10 @@ class LocalRanks:
                 self._start(int(store.port))
                 while self._running and not self.failed and not self.num_signals:
                     self._look()
-                self._stop(SHUTDOWN_SECONDS if self.num_signals else FAILED_SECONDS)
+                if not self.num_signals:
+                    self._wait(GRACE_SECONDS)
+                self._signal(signal.SIGTERM)
+                self._wait(SHUTDOWN_SECONDS if self.num_signals else FAILED_SECONDS)
             finally:
                 self._kill()
 
@@ -79,9 +84,8 @@ class LocalRanks:
         if len(self._running) == before:
             time.sleep(LOOK_SECONDS)
 
-    def _stop(self, patience_seconds: float) -> None:
-        """In good order; another signal ends the patience."""
-        self._signal(signal.SIGTERM)
+    def _wait(self, patience_seconds: float) -> None:
+        """For ranks to end; a signal ends the patience."""
         deadline, signals = time.monotonic() + patience_seconds, self.num_signals
         while self._running and time.monotonic() < deadline and self.num_signals == signals:
             self._look()
