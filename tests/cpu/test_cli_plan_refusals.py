@@ -82,6 +82,16 @@ def test_the_hosts_of_a_file_are_kept_or_replaced(here: Here, tmp_path: Path) ->
     assert "5 ranks were asked for, but 'hand' has 2 devices" in here(*asked, "--hosts", 1).err
 
 
+def test_nothing_is_offloaded_for_a_gain_within_the_error(here: Here) -> None:
+    """A card with a known link to its host, and far more memory than the model needs; the fastest plan is a few percent faster."""
+    asked = ("plan", "gpt", "--cluster", "rtx4090-24g", "--global-batch", 8, "--json")
+    plain, fastest = (json.loads(here(*asked, *more).out) for more in ((), ("--prefer-fastest",)))
+    assert plain["plan"]["offload"]["what"] == "none"
+    assert "faster, less than the estimate's error" in plain["remark"]
+    assert fastest["plan"]["offload"]["what"] == "optimizer"
+    assert fastest["estimate"]["step_seconds"] < plain["estimate"]["step_seconds"]
+
+
 CONFIG = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 61}
 
 

@@ -55,6 +55,7 @@ def simpler_plans(problem: Problem, found: BestFirst) -> list[tuple[Plan, Estima
     """Plans without one of the mechanisms of the fastest, as far as they are as fast within the estimate's error."""
     assert found.fastest is not None
     plan, mesh = found.fastest[0], found.fastest[0].mesh
+    same = {axis: getattr(mesh, axis) for axis in ("dp", "pp", "tp", "cp", "ep")}
     restrictions: list[tuple[bool, dict[str, object]]] = [
         (plan.world > 1, {"dp": 1, "pp": 1, "tp": 1, "cp": 1, "ep": 1}),
         (mesh.pp > 1, {"pp": 1}),
@@ -65,6 +66,7 @@ def simpler_plans(problem: Problem, found: BestFirst) -> list[tuple[Plan, Estima
         (plan.schedule != "1f1b", {"schedule": "1f1b"}),
         (plan.sequence_parallel, {"sequence_parallel": False}),
         (bool(plan.recompute), {"recompute": "none"}),
+        (plan.offload.what != "none", {**same, "offload": "none"}),
         (plan.compile, {"compile": False}),
     ]
     costed = []
