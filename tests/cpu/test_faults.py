@@ -73,6 +73,8 @@ def test_every_kind_of_fault(
     for kind in kinds:
         past_a_checkpoint(folder, run)
         put_upon(kind, run)
+        if kind == "stop":  # a rank that is not told of a later cut may write another
+            report = (folder / "hang.txt").read_text()
     ended = run.end()
     assert ended.code == 0, ended.err
     assert losses(folder) == losses(tmp_path / "whole")
@@ -88,7 +90,6 @@ def test_every_kind_of_fault(
     assert f"restart 1 of {len(kinds) + 2}: 2 ranks go on from step" in ended.err
     assert (drafts(folder / "checkpoints"), shared_memory() - memory) == ([], set())
     if "stop" in kinds:
-        report = (folder / "hang.txt").read_text()
         assert f"are in {folder}/hang.txt" in ended.err.replace("\n", "")
         assert "Rank 0 (host" in report
         assert "Rank 1 (it did not answer)" in report
