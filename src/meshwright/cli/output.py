@@ -17,7 +17,7 @@ def make_console(as_json: bool) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if as_json else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else 140)
+    return Console(file=stream, width=None if stream.isatty() else 140, markup=False)  # texts of others have brackets
 
 
 def print_json(value: Any) -> None:

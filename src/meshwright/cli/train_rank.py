@@ -51,6 +51,7 @@ def run_rank(payload: dict[str, Any], rank: Rank) -> dict[str, Any]:
         file=sys.stderr if payload["as_json"] else sys.stdout,
         force_terminal=payload["terminal"] or None,
         quiet=payload["quiet"],
+        markup=False,
     )
     outcome = run(job, rank, StepRecorder(), console)
     return {

@@ -163,5 +163,5 @@ def cluster_table(cluster: Cluster) -> Table:
 
 def as_text(table: Table, width: int = TABLE_WIDTH) -> str:
     buffer = io.StringIO()
-    Console(file=buffer, width=width).print(table)
+    Console(file=buffer, width=width, markup=False).print(table)
     return buffer.getvalue()
