@@ -37,6 +37,8 @@ METHODS: dict[str, Method] = {
     "profile": profile,
     "policy": policy,
 }
+ROUNDING = 1e-12
+"""A bound is added up in another order than the step it bounds."""
 
 
 def search(
@@ -128,7 +130,8 @@ def _runner_up(other: Costed, best: Costed, band: float) -> RunnerUp:
 def _gap(outcome: Outcome, fastest_seconds: float) -> float | None:
     if outcome.bound_seconds is None:
         return None
-    return max(0.0, float(fastest_seconds / outcome.bound_seconds) - 1)
+    gap = float(fastest_seconds / outcome.bound_seconds) - 1
+    return gap if gap > ROUNDING else 0.0
 
 
 def _remark(fastest: Costed, taken: Costed, band: float) -> str:
