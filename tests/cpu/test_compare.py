@@ -125,3 +125,17 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
     (folder / "class0" / "0.png").write_bytes(b"no picture")
     with pytest.raises(InputError, match="not a picture that can be read"):
         FolderImages(folder, ImageShape(size=8, classes=3), "train").batch([0])
+
+
+def test_an_earlier_comparison_is_moved_aside_where_nobody_chose_the_folder(tmp_path: Path) -> None:
+    from meshwright.cli.compare import _make_room
+    from meshwright.cli.output import make_console
+    from meshwright.core.errors import InputError
+
+    folder = tmp_path / "study-compare"
+    (folder / "one-on-1").mkdir(parents=True)
+    with pytest.raises(InputError, match="holds an earlier comparison"):
+        _make_room(folder, is_chosen=True, console=make_console(as_json=True))
+    _make_room(folder, is_chosen=False, console=make_console(as_json=True))
+    assert not folder.exists()
+    assert (tmp_path / "study-compare.1" / "one-on-1").is_dir()

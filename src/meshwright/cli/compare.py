@@ -58,7 +58,8 @@ def compare(
     console = make_console(as_json)
     folder = Path(out or f"runs/{settings.name}-compare")
     with ready_ranks(OF_TRAINING, settings.model):
-        epoch_steps = _check(settings, chosen, folder)
+        epoch_steps = _check(settings, chosen)
+        _make_room(folder, is_chosen=out is not None, console=console)
         for words in left_out:
             console.print(f"left out: {words}", highlight=False)
         runs, failed = _run_all(settings, chosen, wanted.repeat, folder, console)
@@ -100,7 +101,19 @@ def _whole(word: str, text: str) -> int:
     return int(word)
 
 
-def _check(settings: Settings, chosen: list[Contender], folder: Path) -> int | None:
+def _make_room(folder: Path, is_chosen: bool, console: Console) -> None:
+    """An earlier comparison of the same study is moved aside; what somebody named is not touched."""
+    from meshwright.core.errors import InputError
+    from meshwright.train.folder import move_aside
+
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if is_chosen:
+        raise InputError(f"{folder} holds an earlier comparison, or something else: choose another with --out")
+    console.print(f"{folder} held an earlier comparison: it is now {move_aside(folder)}", highlight=False)
+
+
+def _check(settings: Settings, chosen: list[Contender]) -> int | None:
     """What would make the comparison unfair or impossible is refused; returns the steps of an epoch, where known."""
     from meshwright.core.errors import InputError
     from meshwright.models.source import resolve
@@ -115,8 +128,6 @@ def _check(settings: Settings, chosen: list[Contender], folder: Path) -> int | N
         )
     for count in {one.num_ranks for one in chosen}:
         check_num_ranks(count)
-    if folder.exists() and any(folder.iterdir()):
-        raise InputError(f"{folder} holds an earlier comparison, or something else: choose another with --out")
     source = resolve(settings.model)
     check_data(settings.data, source)
     return steps_per_epoch(settings.data, source, settings.plan.global_batch, settings.seed)

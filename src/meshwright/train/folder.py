@@ -44,8 +44,7 @@ class RunFolder:
         moved = None
         self.check_free()
         if self.settings.exists():
-            moved = self._free_name()
-            self.path.rename(moved)
+            moved = move_aside(self.path)
             if (moved / self.launch.name).exists():  # this run may be a job that was started from there
                 self.path.mkdir()
                 (moved / self.launch.name).rename(self.launch)
@@ -70,8 +69,11 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"run folder {self.path} cannot be made: {error.strerror}") from error
 
-    def _free_name(self) -> Path:
-        number = 1
-        while (name := self.path.with_name(f"{self.path.name}.{number}")).exists():
-            number += 1
-        return name
+
+def move_aside(folder: Path) -> Path:
+    """Rename a folder to the first name with a number that is free; returns that."""
+    number = 1
+    while (name := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(name)
+    return name
