@@ -20,7 +20,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define CHUNK 16384
+#define CHUNK 32768
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
@@ -86,54 +86,60 @@ typedef struct {
     Settings settings;
 } Work;
 
-static void adam(const Work *work, int num_threads) {
+static int64_t chunks_of(const Work *work) { return (work->count + CHUNK - 1) / CHUNK; }
+
+static void update_chunk(const Work *work, int64_t chunk) {
     const Settings s = work->settings;
     float *p = work->p, *m = work->m, *v = work->v;
-    uint16_t *m16 = work->m, *v16 = work->v;
+    uint16_t *m16 = work->m, *v16 = work->v, *narrow = work->narrow;
     uint32_t seed = mixed(work->seed, 0x5bd1e995u);
-    const void *gradient = work->gradient;
-    uint16_t *narrow = work->narrow;
-    int64_t count = work->count;
-    int gradient_kind = work->gradient_kind, moment_kind = work->moment_kind;
-    int64_t num_chunks = (count + CHUNK - 1) / CHUNK;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads)
-    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
-        int64_t first = chunk * CHUNK, last = first + CHUNK < count ? first + CHUNK : count;
-        if (moment_kind == BFLOAT16 && gradient_kind == BFLOAT16) {
-            const uint16_t *g = gradient;
+    int64_t first = chunk * CHUNK, last = first + CHUNK < work->count ? first + CHUNK : work->count;
+    if (work->moment_kind == BFLOAT16 && work->gradient_kind == BFLOAT16) {
+        const uint16_t *g = work->gradient;
 #pragma omp simd
-            for (int64_t i = first; i < last; i++)
-                update16(p + i, m16 + i, v16 + i, widened(g[i]) * s.scale, &s, mixed((uint32_t)i, seed));
-        } else if (moment_kind == BFLOAT16) {
-            const float *g = gradient;
+        for (int64_t i = first; i < last; i++)
+            update16(p + i, m16 + i, v16 + i, widened(g[i]) * s.scale, &s, mixed((uint32_t)i, seed));
+    } else if (work->moment_kind == BFLOAT16) {
+        const float *g = work->gradient;
 #pragma omp simd
-            for (int64_t i = first; i < last; i++)
-                update16(p + i, m16 + i, v16 + i, g[i] * s.scale, &s, mixed((uint32_t)i, seed));
-        } else if (gradient_kind == BFLOAT16) {
-            const uint16_t *g = gradient;
+        for (int64_t i = first; i < last; i++)
+            update16(p + i, m16 + i, v16 + i, g[i] * s.scale, &s, mixed((uint32_t)i, seed));
+    } else if (work->gradient_kind == BFLOAT16) {
+        const uint16_t *g = work->gradient;
 #pragma omp simd
-            for (int64_t i = first; i < last; i++) update(p + i, m + i, v + i, widened(g[i]) * s.scale, &s);
-        } else {
-            const float *g = gradient;
+        for (int64_t i = first; i < last; i++) update(p + i, m + i, v + i, widened(g[i]) * s.scale, &s);
+    } else {
+        const float *g = work->gradient;
 #pragma omp simd
-            for (int64_t i = first; i < last; i++) update(p + i, m + i, v + i, g[i] * s.scale, &s);
-        }
-        if (narrow) {
+        for (int64_t i = first; i < last; i++) update(p + i, m + i, v + i, g[i] * s.scale, &s);
+    }
+    if (narrow) {
 #pragma omp simd
-            for (int64_t i = first; i < last; i++) narrow[i] = narrowed(p[i]);
-        }
+        for (int64_t i = first; i < last; i++) narrow[i] = narrowed(p[i]);
     }
 }
 
-/* Many pieces in one call: whoever calls need not come back for each. */
+/* Many pieces in one call: whoever calls need not come back for each, and threads go on to the next piece without waiting for
+   one another. */
 void meshwright_adam(const Work *works, int num_works, int num_threads) {
-    for (int i = 0; i < num_works; i++) adam(works + i, num_threads);
+    int64_t num_chunks = 0;
+    for (int i = 0; i < num_works; i++) num_chunks += chunks_of(works + i);
+#pragma omp parallel num_threads(num_threads)
+    {
+        const Work *work = works; /* chunks come to a thread in rising order: its piece is this one or a later one */
+        int64_t before = 0;
+#pragma omp for schedule(monotonic : dynamic, 1)
+        for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+            while (chunk - before >= chunks_of(work)) before += chunks_of(work++);
+            update_chunk(work, chunk - before);
+        }
+    }
 }
 
 /* sum += gradient, or sum = gradient for the first of a step. */
 void meshwright_accumulate(float *sum, const void *gradient, int gradient_kind, int is_first, int64_t count, int num_threads) {
     int64_t num_chunks = (count + CHUNK - 1) / CHUNK;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads)
+#pragma omp parallel for schedule(dynamic, 2) num_threads(num_threads)
     for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
         int64_t first = chunk * CHUNK, last = first + CHUNK < count ? first + CHUNK : count;
         if (gradient_kind == BFLOAT16) {

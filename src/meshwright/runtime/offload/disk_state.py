@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from meshwright.runtime._torch import forget_step_hooks
 from meshwright.runtime.offload.block_home import BlockHome
 from meshwright.runtime.offload.disk_store import DiskStore, Transfer
-from meshwright.runtime.offload.host_updates import StatePlace, part_of, step_of_class
+from meshwright.runtime.offload.host_updates import StatePlace
+from meshwright.runtime.offload.optimizer_part import part_of, step_of_class
 
 NUM_STAGED = 3
 """Blocks whose state is in memory: one that is read, one that is updated, one that is written."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from meshwright.runtime._torch import has_step_hooks
 from meshwright.runtime.offload.block_home import BlockHome
 from meshwright.runtime.offload.link import Arrival
+from meshwright.runtime.offload.optimizer_part import Parts, step_of_class
 from meshwright.runtime.offload.pieces import MOMENTS
 from meshwright.runtime.offload.rules import AdamRule, Task, Wait, find_rule
 from meshwright.runtime.offload.threads import QuickTurns
@@ -117,6 +118,8 @@ class HostUpdates:
             self._free.put(buffer)
         self._worker = ThreadPoolExecutor(1, "host-update", partial(torch.set_num_threads, threads))
         self._turns = QuickTurns()
+        self._parts = Parts(optimizer)
+        self._views: dict[tuple[str, int], list[Tensor]] = {}
         self._running: list[Future[None]] = []
         self._begun: tuple[Arrived, Wait] | None = None
         """The worker's own: an update that runs, and is not finished."""
@@ -147,7 +150,7 @@ class HostUpdates:
 
     def _start(self, arrived: Arrived) -> None:
         self.place.request(arrived.home)
-        part = part_of(self.optimizer, arrived.home.masters)
+        part = self._parts.of(arrived.home.masters)
         if has_step_hooks(self.optimizer):
             self._update(arrived, partial(self._step, arrived, part))
             return
@@ -164,6 +167,7 @@ class HostUpdates:
         running, self._running = [*self._running, self._worker.submit(self._finish)], []
         for future in running:
             future.result()
+        self._parts.forget()
         self.place.commit()
 
     def give_up(self) -> None:
@@ -171,6 +175,7 @@ class HostUpdates:
         running, self._running, self.held = [*self._running, self._worker.submit(self._finish)], [], []
         for future in running:
             future.exception()
+        self._parts.forget()
         self.place.rest()
 
     def close(self) -> None:
@@ -219,13 +224,20 @@ class HostUpdates:
         """One pass over memory, which writes the working copy too."""
         home = arrived.home
         groups = {id(one): group for group in part.param_groups for one in group["params"]}
-        narrow = home.local_views(home.working) if _is_written_at_once(home) else [None] * len(home.masters)
-        views = home.local_views(arrived.buffer)
+        narrow = self._views_of(home, home.working) if _is_written_at_once(home) else [None] * len(home.masters)
+        views = self._views_of(home, arrived.buffer)
         return [
-            Task(master.detach(), adam_state(self.optimizer, master), view, new, groups[id(master)], scale=1.0)
+            Task(master, adam_state(self.optimizer, master), view, new, groups[id(master)], scale=1.0)
             for number, (master, view, new) in enumerate(zip(home.masters, views, narrow, strict=True))
             if number in arrived.used and id(master) in groups
         ]
+
+    def _views_of(self, home: BlockHome, flat: Tensor) -> Sequence[Tensor]:
+        """Of its working copy or a buffer, made once: the interpreter is wanted by whoever drives the device."""
+        key = (home.name, flat.data_ptr())
+        if key not in self._views:
+            self._views[key] = home.local_views(flat)
+        return self._views[key]
 
     def _refresh(self, home: BlockHome) -> None:
         if not _is_written_at_once(home):
@@ -244,23 +256,6 @@ def adam_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
         state["step"] = torch.zeros((), dtype=torch.float32)
         state |= {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
     return state
-
-
-def part_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """An optimizer over some of the parameters of another: it shares their state and hooks, and has the settings of now."""
-    wanted = {id(parameter) for parameter in parameters}
-    part: Optimizer = object.__new__(type(optimizer))
-    vars(part).update(vars(optimizer))
-    part.param_groups = [
-        {**group, "params": [one for one in group["params"] if id(one) in wanted]} for group in optimizer.param_groups
-    ]
-    return part
-
-
-def step_of_class(optimizer: Optimizer) -> None:
-    """The class's own step: a scheduler puts a wrapper of the whole optimizer's step on the object."""
-    step: Any = type(optimizer).step
-    step(optimizer)
 
 
 def clip_together(gradients: Mapping[bool, list[Tensor]], max_norm: float, group: Any) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.runtime.offload.host_updates import part_of, step_of_class
+from meshwright.runtime.offload.optimizer_part import part_of, step_of_class
 
 
 class Resident:

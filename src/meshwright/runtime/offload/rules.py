@@ -73,7 +73,8 @@ class AdamRule(Rule):
         self._queue = kernel.open_queue(num_threads)
 
     def begin(self, tasks: list[Task]) -> Wait:
-        number = self.kernel.hand(self._queue, [self._work(task) for task in tasks])
+        known: dict[tuple[int, int, float], AdamSettings] = {}
+        number = self.kernel.hand(self._queue, [self._work(task, known) for task in tasks])
         return partial(self._wait, number, tasks)
 
     def _wait(self, number: int, _: list[Task]) -> None:
@@ -85,12 +86,17 @@ class AdamRule(Rule):
             self.kernel.close_queue(self._queue)
         self._queue = 0
 
-    def _work(self, task: Task) -> AdamWork:
+    def _work(self, task: Task, known: dict[tuple[int, int, float], AdamSettings]) -> AdamWork:
+        """known: settings of the tasks before, by group, step and scale; most are the same."""
         state = task.state
         state["step"] += 1
         step = int(state["step"])
-        settings = adam_settings(task.group, step, self.decoupled, task.scale)
-        return adam_work(task.master, state["exp_avg"], state["exp_avg_sq"], task.gradient, task.narrow, settings, step)
+        key = (id(task.group), step, task.scale)
+        if key not in known:
+            known[key] = adam_settings(task.group, step, self.decoupled, task.scale)
+        return adam_work(
+            task.master, state["exp_avg"], state["exp_avg_sq"], task.gradient, task.narrow, known[key], step
+        )
 
     def accumulate(self, total: Tensor, gradient: Tensor, is_first: bool) -> None:
         self.kernel.accumulate(total, gradient, is_first, self.num_threads)
