@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from meshwright.models.fakes import no_log_of_fakes, nothing_packed
+from meshwright.models.fakes import no_log_of_fakes
+from meshwright.models.packed import nothing_packed
 
 
 @contextmanager

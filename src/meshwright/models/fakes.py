@@ -1,12 +1,10 @@
-"""Around a forward on tensors without values: nothing is logged, and Hugging Face models take the path of the real run."""
+"""Around a forward on tensors without values."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 @contextmanager
@@ -18,27 +16,3 @@ def no_log_of_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = was_off
-
-
-@contextmanager
-def nothing_packed() -> Iterator[None]:
-    """Hugging Face models are told that every sample is a sequence of its own.
-
-    They look into the position ids for samples packed into one sequence. A fake tensor has none to look into, so they
-    would build masks that a plain batch does not need, and attention would take a slower path than in the real run.
-    """
-    masking = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    own = getattr(masking, name, None)
-    if masking is None or own is None:
-        yield
-        return
-
-    def none_found(*_: Any, **__: Any) -> None:
-        return None
-
-    setattr(masking, name, none_found)
-    try:
-        yield
-    finally:
-        setattr(masking, name, own)

@@ -7,7 +7,7 @@ Whole parameters (ZeRO 0) are cast op by op by autocast; sharded ones are gather
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.core.plan import Plan
 from meshwright.models.objective import Batch, map_batch
+from meshwright.models.packed import Looked
 
 STORED = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32}
 LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,15 +40,21 @@ def compute_context(
     plan: Plan, device: torch.device, splitter: AbstractContextManager[Any] | None = None
 ) -> Callable[[], AbstractContextManager[Any]]:
     """What forward and loss run in. Sharded modules cast by themselves (`sharded_policy`)."""
-    if plan.precision in LOWER and plan.casting == "autocast":
-        return lambda: _both(torch.autocast(device.type, dtype=LOWER[plan.precision]), splitter)
-    return lambda: splitter or nullcontext()
+    looked = Looked() if device.type == "cuda" else None
+    lowers = plan.precision in LOWER and plan.casting == "autocast"
 
+    @contextmanager
+    def computing() -> Iterator[None]:
+        with ExitStack() as stack:
+            if looked is not None:
+                stack.enter_context(looked.looked_for_once())
+            if lowers:
+                stack.enter_context(torch.autocast(device.type, dtype=LOWER[plan.precision]))
+            if splitter is not None:
+                stack.enter_context(splitter)
+            yield
 
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any] | None) -> Iterator[None]:
-    with outer, inner or nullcontext():
-        yield
+    return computing
 
 
 def sharded_policy(plan: Plan) -> MixedPrecisionPolicy:

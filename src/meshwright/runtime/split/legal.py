@@ -26,8 +26,9 @@ from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
 from meshwright.models.experts import idle_experts
-from meshwright.models.fakes import no_log_of_fakes, nothing_packed
+from meshwright.models.fakes import no_log_of_fakes
 from meshwright.models.objective import Batch, call, map_batch
+from meshwright.models.packed import nothing_packed
 from meshwright.runtime._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
