@@ -28,7 +28,7 @@ def alike_once(module: nn.Module, blocks: Iterable[str]) -> Iterator[None]:
     for name in blocks:
         block = module.get_submodule(name)
         if name and "forward" not in vars(block):
-            block.forward = partial(_follow, block.forward, _make(block), passing)
+            block.forward = partial(_follow, block.forward, make_of(block), passing)
             changed.append(block)
     try:
         yield
@@ -49,7 +49,7 @@ def _follow(forward: Callable[..., Any], make: Look, passing: set[Look], *argume
     return result
 
 
-def _make(block: nn.Module) -> Look:
+def make_of(block: nn.Module) -> Look:
     """What a block is made of: parts of one make do the same with the same input."""
     parts = tuple((path, type(part), part.extra_repr(), part.training) for path, part in block.named_modules())
     tensors = (*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False))

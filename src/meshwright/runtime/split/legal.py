@@ -12,7 +12,7 @@ it, under the Splitter. What comes out is a plan that says what will run:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import gcd
 from typing import Any
 
@@ -35,7 +35,7 @@ from meshwright.runtime._torch import (
     FakeTensorMode,
     tree_leaves,
 )
-from meshwright.runtime.split.alike import alike_once
+from meshwright.runtime.split.alike import alike_once, make_of
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Cut, lay
 from meshwright.runtime.split.splitter import Indivisible, NotSplit, Splitter
@@ -81,7 +81,7 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan) -> None:
     ]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            parameters = _faked(module)
+            parameters = _faked(module, _first_alike(module, plan))
             if AXIS in splitter.axes:
                 _cut_parameters(parameters, sharded_tensors(module, plan), splitter)
             given = _faked_batch(batch)
@@ -122,6 +122,7 @@ class _Trial:
     def __init__(self, module: nn.Module, batch: Batch, plan: Plan) -> None:
         self.module, self.degree = module, plan.mesh.tp
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.alike = _first_alike(module, plan)
         firsts = [expand_names(rule.for_blocks)[0] for rule in plan.sharding if rule.for_blocks]
         with alike_once(module, plan.blocks):
             self.calls = self._follow(firsts, batch)
@@ -138,7 +139,7 @@ class _Trial:
             handles.append(self.module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True))
         try:
             with self.mode:
-                fakes = _faked(self.module)
+                fakes = _faked(self.module, self.alike)
                 call(_Called(self.module, fakes), _faked_batch(batch))
         except UNKNOWN:
             pass  # what comes behind is tried when it runs
@@ -269,17 +270,45 @@ def _faked_batch(batch: Batch) -> Batch:
     return map_batch(torch.empty_like, batch)
 
 
-def _faked(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers without memory, on the CPU as far as the module can see."""
+def _faked(module: nn.Module, alike: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+    """Parameters and buffers without memory, on the CPU as far as the module can see. alike: a block whose tensors may be those of
+    another → that one; a deep model has few that differ."""
     found: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
+    same = _same_names(module, alike or {})
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in same:
+            found[name] = found[same[name]]
+            continue
         if id(parameter) not in made:
             fake = torch.empty(parameter.shape, dtype=parameter.dtype)
             made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
         found[name] = made[id(parameter)]
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        found[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        found[name] = found[same[name]] if name in same else torch.empty(buffer.shape, dtype=buffer.dtype)
+    return found
+
+
+def _same_names(module: nn.Module, alike: Mapping[str, str]) -> dict[str, str]:
+    """A tensor of a block → that of the block it is alike to."""
+    found = {}
+    for block, first in alike.items():
+        part = module.get_submodule(block)
+        for name, _ in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
+            found[f"{block}.{name}"] = f"{first}.{name}"
+    return found
+
+
+def _first_alike(module: nn.Module, plan: Plan) -> dict[str, str]:
+    """Blocks that are made like an earlier one and cut by the same rule → that one."""
+    rule_of = {block: number for number, rule in enumerate(plan.sharding) for block in expand_names(rule.for_blocks)}
+    firsts: dict[Any, str] = {}
+    found = {}
+    for block in filter(None, plan.blocks):
+        key = (make_of(module.get_submodule(block)), rule_of.get(block))
+        first = firsts.setdefault(key, block)
+        if first != block:
+            found[block] = first
     return found
 
 
