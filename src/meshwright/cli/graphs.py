@@ -64,10 +64,12 @@ def _capture_both(model: str, precision: Precision) -> tuple[Graph, Graph]:
     import meshwright.capture.capture
     import meshwright.models.source  # noqa: F401
     from meshwright.core.graph import Graph
+    from meshwright.search.program import load_solver
 
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
         other = child.submit(_captured, model, precision)
         plain = capture_now(model, precision)
+        load_solver()  # the search needs it next, and the child is not done
         return plain, msgspec.json.decode(other.result(), type=Graph)
 
 

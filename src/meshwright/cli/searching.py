@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from meshwright.core.request import PlanRequest
     from meshwright.core.result import SearchResult
 
+COLLECTED_AFTER = 200_000
+"""New objects before the collector looks for circles among them: a search makes many, and hardly a circle."""
+
 
 @dataclass(frozen=True)
 class Searching:
@@ -36,6 +39,7 @@ class Searching:
         from meshwright.search.search import search
 
         gc.freeze()  # graphs and modules stay to the end: a collector that walks them again and again frees nothing
+        gc.set_threshold(COLLECTED_AFTER)
 
         def find(legal: tuple[LegalSharding, ...]) -> SearchResult:
             return search(

@@ -101,3 +101,9 @@ class Program:
             return None
         values = [float(value) for value in found.x]
         return values, self.constant + sum(cost * value for cost, value in zip(self.costs, values, strict=True))
+
+
+def load_solver() -> None:
+    """Import it now: that takes a third of a second, which somebody may have to spare."""
+    import scipy.optimize
+    import scipy.sparse  # noqa: F401
