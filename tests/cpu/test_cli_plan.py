@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cases import ASSETS, MODELS, hand_cluster
-from command import Ended
+from command import Cli
 
 from meshwright.core.plan import Plan
 
@@ -19,38 +15,12 @@ CONFIGS = ASSETS / "configs"
 MODEL = MODELS["gpt"]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model is captured once for all tests."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path) -> Callable[..., Ended]:
-    from meshwright.cli import main
-
-    def run(*arguments: object) -> Ended:
-        monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(cache))
-        monkeypatch.setattr(sys, "argv", ["meshwright", *map(str, arguments)])
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        return Ended(int(code or 0), *capsys.readouterr())
-
-    return run
-
-
-Here = Callable[..., Ended]
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
     return hand_cluster(4).save(tmp_path / "cluster.json")
 
 
-def test_one_screen(here: Here, cluster: Path) -> None:
+def test_one_screen(here: Cli, cluster: Path) -> None:
     said = here("plan", MODEL, "--cluster", cluster, "--global-batch", 16, "--precision", "fp32")
     assert said.code == 0, said.err
     assert len(said.out.splitlines()) <= 40
@@ -59,14 +29,14 @@ def test_one_screen(here: Here, cluster: Path) -> None:
     assert "runners-up, by what they do otherwise" in said.out
 
 
-def test_the_words_are_in_the_json(here: Here, cluster: Path) -> None:
+def test_the_words_are_in_the_json(here: Cli, cluster: Path) -> None:
     said = here("plan", MODEL, "--cluster", cluster, "--global-batch", 16, "--devices", 2, "--zero", 1, "--json").json
     assert said["words"][0].startswith("2-way data parallel")
     assert said["num_candidates"] >= len(said["runners_up"]) + 1
     assert said["plan"]["mesh"]["dp"] == 2
 
 
-def test_nothing_fits(here: Here, cluster: Path) -> None:
+def test_nothing_fits(here: Cli, cluster: Path) -> None:
     said = here("plan", MODEL, "--cluster", cluster, "--global-batch", 16, "--memory", "100KiB", "--json")
     assert said.code == 2
     assert "comes nearest" in said.err
@@ -78,7 +48,7 @@ def test_nothing_fits(here: Here, cluster: Path) -> None:
 
 
 @pytest.fixture
-def two_plans(here: Here, cluster: Path, tmp_path: Path) -> tuple[Path, Path]:
+def two_plans(here: Cli, cluster: Path, tmp_path: Path) -> tuple[Path, Path]:
     files = tmp_path / "a.json", tmp_path / "b.toml"
     for file, zero in zip(files, (0, 3), strict=True):
         given = ("--global-batch", 16, "--dp", 4, "--microbatch", 4, "--recompute", "none", "--zero", zero)
@@ -86,7 +56,7 @@ def two_plans(here: Here, cluster: Path, tmp_path: Path) -> tuple[Path, Path]:
     return files
 
 
-def test_what_differs(here: Here, two_plans: tuple[Path, Path]) -> None:
+def test_what_differs(here: Cli, two_plans: tuple[Path, Path]) -> None:
     said = here("plan", "--diff", *two_plans)
     assert said.code == 0, said.err
     assert "ZeRO" in said.out
@@ -97,7 +67,7 @@ def test_what_differs(here: Here, two_plans: tuple[Path, Path]) -> None:
     assert "the plans are the same" in here("plan", "--diff", two_plans[0], two_plans[0]).out
 
 
-def test_what_a_difference_costs(here: Here, two_plans: tuple[Path, Path], cluster: Path) -> None:
+def test_what_a_difference_costs(here: Cli, two_plans: tuple[Path, Path], cluster: Path) -> None:
     """The model is named by the plans themselves."""
     said = here("plan", "--diff", *two_plans, "--cluster", cluster, "--json")
     changes = {change["figure"]: change for change in said.json["changes"]}
@@ -109,7 +79,7 @@ def test_what_a_difference_costs(here: Here, two_plans: tuple[Path, Path], clust
     assert "× as fast as" in said.err
 
 
-def test_a_plan_without_a_model_is_compared_with_one(here: Here, two_plans: tuple[Path, Path], cluster: Path) -> None:
+def test_a_plan_without_a_model_is_compared_with_one(here: Cli, two_plans: tuple[Path, Path], cluster: Path) -> None:
     import msgspec
 
     nameless = msgspec.structs.replace(Plan.load(two_plans[0]), model="", graph="").save(
@@ -121,7 +91,7 @@ def test_a_plan_without_a_model_is_compared_with_one(here: Here, two_plans: tupl
     assert here("plan", MODEL, "--diff", nameless, two_plans[1], "--cluster", cluster).code == 0
 
 
-def test_from_deepspeed(here: Here, cluster: Path, tmp_path: Path) -> None:
+def test_from_deepspeed(here: Cli, cluster: Path, tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text(
         json.dumps({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
@@ -137,7 +107,7 @@ def test_from_deepspeed(here: Here, cluster: Path, tmp_path: Path) -> None:
     assert "the search would do better" in said.err
 
 
-def test_from_accelerate(here: Here, tmp_path: Path) -> None:
+def test_from_accelerate(here: Cli, tmp_path: Path) -> None:
     eight = hand_cluster(8).save(tmp_path / "eight.json")
     file = CONFIGS / "accelerate-megatron.yaml"
     said = here("plan", MODEL, "--cluster", eight, "--from-accelerate", file, "--global-batch", 16, "--json")
@@ -163,13 +133,13 @@ def test_from_accelerate(here: Here, tmp_path: Path) -> None:
         (["sweep", MODEL, "--plan", "plan.json"], "this verb searches one at each point"),
     ],
 )  # fmt: skip
-def test_questions_that_cannot_be_answered(here: Here, arguments: list[object], said: str) -> None:
+def test_questions_that_cannot_be_answered(here: Cli, arguments: list[object], said: str) -> None:
     ended = here(*arguments)
     assert ended.code == 2
     assert said in ended.err
 
 
-def test_a_sweep_over_hosts(here: Here, tmp_path: Path) -> None:
+def test_a_sweep_over_hosts(here: Cli, tmp_path: Path) -> None:
     page = tmp_path / "sweep.html"
     given = ("--hosts", "1..2", "--global-batch", 32, "--zero", 1, "--recompute", "none", "--price", 2.5)
     said = here("sweep", MODEL, "--cluster", "a100-80g-selene", *given, "-o", page, "--json")
@@ -182,7 +152,7 @@ def test_a_sweep_over_hosts(here: Here, tmp_path: Path) -> None:
     assert "<svg" in page.read_text()
 
 
-def test_a_sweep_shows_where_nothing_fits(here: Here, cluster: Path, tmp_path: Path) -> None:
+def test_a_sweep_shows_where_nothing_fits(here: Cli, cluster: Path, tmp_path: Path) -> None:
     table = tmp_path / "sweep.csv"
     given = ("--global-batch", "4,64", "--microbatch", 4, "--dp", 1, "--recompute", "none", "--memory", "1KiB")
     said = here("sweep", MODEL, "--cluster", cluster, *given, "-o", table)
@@ -192,6 +162,6 @@ def test_a_sweep_shows_where_nothing_fits(here: Here, cluster: Path, tmp_path: P
     assert table.read_text().count("over 1.00 KiB") == 2
 
 
-def test_help_teaches_by_examples(here: Here) -> None:
+def test_help_teaches_by_examples(here: Cli) -> None:
     for verb in ("plan", "sweep"):
         assert f"meshwright {verb} MODEL --cluster a100-80g-selene" in here(verb, "--help").out

@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from cases import ASSETS, MODELS, hand_cluster
-from command import Ended
+from command import Cli
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.models.source import resolve
 
 MODEL = MODELS["gpt"]
 NAMED = "a100-80g-selene"
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Ended]:
-    from meshwright.cli import main
-
-    def run(*arguments: object) -> Ended:
-        monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
-        monkeypatch.setattr(sys, "argv", ["meshwright", *map(str, arguments)])
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        return Ended(int(code or 0), *capsys.readouterr())
-
-    return run
-
-
-Here = Callable[..., Ended]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +33,7 @@ Here = Callable[..., Ended]
         ),
     ],
 )
-def test_refused_before_the_model_is_looked_at(here: Here, flags: list[object], said: str) -> None:
+def test_refused_before_the_model_is_looked_at(here: Cli, flags: list[object], said: str) -> None:
     ended = here("plan", "no-such-model", *flags)
     assert ended.code == 2
     assert said in ended.err
@@ -64,7 +41,7 @@ def test_refused_before_the_model_is_looked_at(here: Here, flags: list[object], 
 
 
 @pytest.mark.parametrize("verb", ["plan", "sweep"])
-def test_a_place_that_cannot_be_written_is_said(here: Here, tmp_path: Path, verb: str) -> None:
+def test_a_place_that_cannot_be_written_is_said(here: Cli, tmp_path: Path, verb: str) -> None:
     cluster = hand_cluster(2).save(tmp_path / "cluster.json")
     (tmp_path / "taken").write_text("")
     file = tmp_path / "taken" / "out.json"
@@ -73,7 +50,7 @@ def test_a_place_that_cannot_be_written_is_said(here: Here, tmp_path: Path, verb
     assert f"error: {file} cannot be written" in ended.err
 
 
-def test_the_hosts_of_a_file_are_kept_or_replaced(here: Here, tmp_path: Path) -> None:
+def test_the_hosts_of_a_file_are_kept_or_replaced(here: Cli, tmp_path: Path) -> None:
     """Without --hosts as many as it says; --hosts 1 is one, not what it says."""
     one = hand_cluster(2)
     file = msgspec.structs.replace(one, num_hosts=3, inter_host=one.intra_host).save(tmp_path / "three.toml")
@@ -82,7 +59,7 @@ def test_the_hosts_of_a_file_are_kept_or_replaced(here: Here, tmp_path: Path) ->
     assert "5 ranks were asked for, but 'hand' has 2 devices" in here(*asked, "--hosts", 1).err
 
 
-def test_nothing_is_offloaded_for_a_gain_within_the_error(here: Here) -> None:
+def test_nothing_is_offloaded_for_a_gain_within_the_error(here: Cli) -> None:
     """A card with a known link to its host, and far more memory than the model needs; the fastest plan is a few percent faster."""
     asked = ("plan", "gpt", "--cluster", "rtx4090-24g", "--global-batch", 8, "--json")
     plain, fastest = (json.loads(here(*asked, *more).out) for more in ((), ("--prefer-fastest",)))

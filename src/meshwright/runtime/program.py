@@ -42,7 +42,7 @@ from meshwright.runtime.samples import microbatches_of, share_of
 from meshwright.runtime.scaling import LossScale
 from meshwright.runtime.split.model import SplitModel
 from meshwright.runtime.step import StepOutput
-from meshwright.runtime.tally import Others, Tally
+from meshwright.runtime.tally import Peers, Tally
 from meshwright.runtime.update import UnusedError, Update
 from meshwright.runtime.watch import Watch
 
@@ -83,7 +83,7 @@ class Program:
         self._compute = compute_context(plan, self.device, split.splitter if split else None)
         self.pipeline = pipeline
         self._dp, self._pp = mesh.get_group("dp"), mesh.get_group("pp")
-        self._others = Others(self._dp if plan.mesh.dp > 1 else None, self._pp if plan.mesh.pp > 1 else None)
+        self._others = Peers(self._dp if plan.mesh.dp > 1 else None, self._pp if plan.mesh.pp > 1 else None)
         self.host = host
         self._update = Update(module, optimizer, plan, mesh, max_norm, split, pipeline, host)
         self._coordinate = mesh.get_local_rank("pp")

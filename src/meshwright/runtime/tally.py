@@ -20,7 +20,7 @@ from meshwright.runtime.step import StepOutput
 
 
 @dataclass(frozen=True)
-class Others:
+class Peers:
     """The ranks that a step's sums are taken over; None where there are no others."""
 
     dp: dist.ProcessGroup | None
@@ -28,7 +28,7 @@ class Others:
 
 
 class Tally:
-    def __init__(self, counts: list[int], factor: float, signal: float, others: Others, device: torch.device) -> None:
+    def __init__(self, counts: list[int], factor: float, signal: float, others: Peers, device: torch.device) -> None:
         """counts: label tokens of each microbatch. factor: dp · S."""
         self.counts, self.factor, self.others = counts, factor, others
         self.total_count = torch.full((), sum(counts), dtype=torch.float64, device=device)
