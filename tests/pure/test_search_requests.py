@@ -67,6 +67,17 @@ def test_there_is_always_something_to_compare_with(prefer_fastest: bool) -> None
         assert msgspec.json.encode(found)
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_plans_to_compare_with_are_those_a_search_proposes(num_devices: int) -> None:
+    """With few plans all are compared; on a CPU none of them is compiled, fast as that may be by its estimate."""
+    gpu = machine(num_devices)
+    cpu = msgspec.structs.replace(gpu, device=msgspec.structs.replace(gpu.device, kind="cpu"))
+    found = search(chain_graph(2), cpu, PlanRequest(global_batch=1, pp=1, dp=1))
+    assert not any(plan.compile for plan in (found.plan, *(other.plan for other in found.runners_up)))
+    asked_for = search(chain_graph(2), cpu, PlanRequest(global_batch=1, pp=1, dp=1, compile=True))
+    assert asked_for.plan.compile
+
+
 def test_few_samples_on_many_hosts_take_fewer_devices() -> None:
     cluster = machine(8, hosts=24, outer_bytes_per_second=1e6)
     found = search(chain_graph(2), cluster, PlanRequest(global_batch=1))

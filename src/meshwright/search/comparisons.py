@@ -8,6 +8,8 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.search.best_first import BestFirst
 from meshwright.search.dives import FEW_OPENED, narrowed
+from meshwright.search.problem import Problem
+from meshwright.search.space import may_compile
 
 FEWEST = 5
 """Plans beside the fastest that a search shows at least, where there are as many."""
@@ -18,7 +20,7 @@ def comparisons(found: BestFirst, costed: list[tuple[Plan, Estimate]]) -> list[t
     assert found.fastest is not None
     known = {plan for plan, _ in costed}
     more: list[tuple[Plan, Estimate]] = []
-    for otherwise in _otherwise(found.fastest[0]):
+    for otherwise in _otherwise(found.fastest[0], found.problem):
         if len(known) > FEWEST:
             break
         narrow = narrowed(found.problem, otherwise)
@@ -31,8 +33,9 @@ def comparisons(found: BestFirst, costed: list[tuple[Plan, Estimate]]) -> list[t
     return more
 
 
-def _otherwise(plan: Plan) -> Iterator[dict[str, object]]:
-    """One thing at a time, what changes a plan most first. What the model or the cluster does not allow finds nothing."""
+def _otherwise(plan: Plan, problem: Problem) -> Iterator[dict[str, object]]:
+    """One thing at a time, what changes a plan most first: nothing that a search would not propose by itself. What the model or the
+    cluster does not allow finds nothing."""
     mesh = plan.mesh
     for axis in ("tp", "pp", "cp"):
         degree = getattr(mesh, axis)
@@ -46,6 +49,7 @@ def _otherwise(plan: Plan) -> Iterator[dict[str, object]]:
         smaller = max(size for size in range(1, plan.microbatch) if plan.microbatch % size == 0)
         yield {"microbatch": smaller}
         yield {"microbatch": 1}
-    yield {"compile": not plan.compile}
+    if may_compile(problem, mesh.tp, mesh.cp):
+        yield {"compile": not plan.compile}
     if plan.offload.what != "none":
         yield {"offload": "none"}

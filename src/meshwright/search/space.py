@@ -150,11 +150,15 @@ def meshes(problem: Problem, world: int, tensor: int | None = None, context: int
 
 def ways(problem: Problem, tp: int, cp: int) -> Iterator[Way]:
     request = problem.request
-    compiles = problem.cluster.device.kind == "cuda" and tp == cp == 1
     for parallel in _open(request.sequence_parallel, [False, True] if tp > 1 else [False]):
-        for compiled in _open(request.compile, [False, True] if compiles else [False]):
+        for compiled in _open(request.compile, [False, True] if may_compile(problem, tp, cp) else [False]):
             for context in context_ways(request, cp):
                 yield Way(parallel, compiled, context)
+
+
+def may_compile(problem: Problem, tp: int, cp: int) -> bool:
+    """Whether a search proposes it: on a CPU it is not costed well enough, and the rules of tp and cp are in its way."""
+    return problem.cluster.device.kind == "cuda" and tp == cp == 1
 
 
 def family(problem: Problem, mesh: Mesh, way: Way) -> list[Shape]:

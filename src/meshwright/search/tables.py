@@ -20,7 +20,7 @@ from meshwright.cost.state import Items, items_of
 from meshwright.search.bounds import Bounds
 from meshwright.search.problem import Problem
 from meshwright.search.shardings import Shardings
-from meshwright.search.space import Shape, Way, divisors
+from meshwright.search.space import Shape, Way, divisors, may_compile
 from meshwright.search.units import units_of
 from meshwright.search.work import Divided, UnitTable, divide_units, make_table
 
@@ -138,8 +138,8 @@ class Tables:
 
     def _ways(self, tp: int, cp: int) -> list[Way]:
         """All of them, whatever is asked for in a part of the search; with tp and cp, the compiler has none."""
-        compiles = self.problem.cluster.device.kind == "cuda" and tp == cp == 1
-        switches = product((False, True) if tp > 1 else (False,), (False, True) if compiles else (False,))
+        compiled = (False, True) if may_compile(self.problem, tp, cp) else (False,)
+        switches = product((False, True) if tp > 1 else (False,), compiled)
         return [Way(parallel, compiled, "heads") for parallel, compiled in switches]
 
     def device_seconds(self, tp: int, cp: int, way: Way) -> float:
