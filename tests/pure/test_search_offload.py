@@ -116,7 +116,7 @@ def test_no_more_leaves_than_must() -> None:
 
 def test_a_part_that_leaves_wins_against_recompute_and_against_all_that_leaves() -> None:
     """With all of it away, the fastest recomputes a block; another microbatch wins once some state may stay."""
-    graph, cluster, budget = chain_graph(6, (24, 24)), with_hosts(machine(1), GENEROUS, 1e9, updates=1e5), 40_000
+    graph, cluster, budget = chain_graph(6, (24, 24)), with_hosts(machine(1), GENEROUS, 1e9, updates=7e4), 40_000
     request = PlanRequest(global_batch=4, compile=False)
     found = best_of("joint", graph, cluster, budget, request)
     whole = best_of("joint", graph, cluster, budget, msgspec.structs.replace(request, offload_share=1.0))

@@ -23,16 +23,16 @@ MOST_SIMPLER = 5
 
 
 def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]:
-    """Good plans, so that bounds have something to cut off: those without stages; 1f1b on all devices without cp, tp inside a
-    host; then all else on the best mesh of these."""
+    """Good plans, so that bounds have something to cut off: 1f1b on all devices without cp, tp inside a host; those without
+    stages, of which a model that is too large for them has many slow ones; then all else on the best mesh of these."""
     costed: list[tuple[Plan, Estimate]] = []
     best: BestFirst | None = None
     world = worlds(problem)[:1]
     degrees = divisors(problem.cluster.devices_per_host)
-    parts: list[dict[str, object]] = [{"pp": 1}]
-    parts += [
+    parts: list[dict[str, object]] = [
         {"cp": 1, "schedule": "1f1b", "tp": tp, **({"sequence_parallel": True} if tp > 1 else {})} for tp in degrees
     ]
+    parts.append({"pp": 1})
     for fixed in parts:
         narrow = narrowed(problem, fixed)
         if narrow is None or not world:

@@ -14,7 +14,7 @@ opened next:
                  those that cannot fit however much is recomputed are left out (search/room.py)
                  costed with the least recompute that fits (search/fitting.py)
 
-Short dives find good plans to begin with (search/dives.py): those without stages, 1f1b without cp for each tp inside a host, then
+Short dives find good plans to begin with (search/dives.py): 1f1b without cp for each tp inside a host, those without stages, then
 everything on the best mesh so far. Where nothing fits, the nearest misses are costed (search/nearest.py). Where one plan
 leaves out all others, a few of these are costed all the same, to tell why they lost (search/comparisons.py).
 The search ends when no open node can be faster than the best plan that fits: that plan is the fastest there is (of all cuts, where
