@@ -12,12 +12,11 @@ it, under the Splitter. What comes out is a plan that says what will run:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import gcd
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -27,7 +26,7 @@ from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
 from meshwright.models.experts import idle_experts
 from meshwright.models.fakes import no_log_of_fakes
-from meshwright.models.objective import Batch, call, map_batch
+from meshwright.models.objective import Batch, call
 from meshwright.models.packed import nothing_packed
 from meshwright.runtime._torch import (
     DataDependentOutputException,
@@ -35,8 +34,9 @@ from meshwright.runtime._torch import (
     FakeTensorMode,
     tree_leaves,
 )
-from meshwright.runtime.split.alike import alike_once, make_of
+from meshwright.runtime.split.alike import alike_once
 from meshwright.runtime.split.collectives import Ranks
+from meshwright.runtime.split.faked import Called, faked, faked_batch, first_alike
 from meshwright.runtime.split.layout import Cut, lay
 from meshwright.runtime.split.splitter import Indivisible, NotSplit, Splitter
 from meshwright.runtime.split.weights import AXIS, sharded_tensors
@@ -81,13 +81,13 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan) -> None:
     ]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            parameters = _faked(module, _first_alike(module, plan))
+            parameters = faked(module, first_alike(module, plan))
             if AXIS in splitter.axes:
                 _cut_parameters(parameters, sharded_tensors(module, plan), splitter)
-            given = _faked_batch(batch)
+            given = faked_batch(batch)
             splitter.read(given)
             with splitter, alike_once(module, plan.blocks):
-                call(_Called(module, parameters), given)
+                call(Called(module, parameters), given)
     except UNKNOWN:
         pass  # what comes behind is tried when it runs
     except NotSplit as error:
@@ -122,7 +122,7 @@ class _Trial:
     def __init__(self, module: nn.Module, batch: Batch, plan: Plan) -> None:
         self.module, self.degree = module, plan.mesh.tp
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.alike = _first_alike(module, plan)
+        self.alike = first_alike(module, plan)
         firsts = [expand_names(rule.for_blocks)[0] for rule in plan.sharding if rule.for_blocks]
         with alike_once(module, plan.blocks):
             self.calls = self._follow(firsts, batch)
@@ -139,8 +139,8 @@ class _Trial:
             handles.append(self.module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True))
         try:
             with self.mode:
-                fakes = _faked(self.module, self.alike)
-                call(_Called(self.module, fakes), _faked_batch(batch))
+                fakes = faked(self.module, self.alike)
+                call(Called(self.module, fakes), faked_batch(batch))
         except UNKNOWN:
             pass  # what comes behind is tried when it runs
         finally:
@@ -222,7 +222,7 @@ class _Trial:
     def _run(self, block: str, tensors: tuple[TensorSharding, ...], splitter: Splitter) -> NotSplit | None:
         args, kwargs = self.calls[block]
         with self.mode:
-            parameters = _faked(self.module.get_submodule(block))
+            parameters = faked(self.module.get_submodule(block))
             try:
                 _cut_parameters(parameters, ((tensor.tensor, tensor) for tensor in tensors), splitter, block)
                 with splitter:
@@ -252,64 +252,6 @@ def _with_idle_experts(module: nn.Module) -> nn.Module:
     copied = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
     idle_experts(copied)
     return copied
-
-
-class _Called(nn.Module):
-    """A module called with other parameters than its own."""
-
-    def __init__(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.call = lambda *args, **kwargs: functional_call(module, parameters, args, kwargs, tie_weights=False)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-def _faked_batch(batch: Batch) -> Batch:
-    """As large as the batch; inside a fake mode, without memory."""
-    return map_batch(torch.empty_like, batch)
-
-
-def _faked(module: nn.Module, alike: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """Parameters and buffers without memory, on the CPU as far as the module can see. alike: a block whose tensors may be those of
-    another → that one; a deep model has few that differ."""
-    found: dict[str, Tensor] = {}
-    made: dict[int, Tensor] = {}
-    same = _same_names(module, alike or {})
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in same:
-            found[name] = found[same[name]]
-            continue
-        if id(parameter) not in made:
-            fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-            made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-        found[name] = made[id(parameter)]
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        found[name] = found[same[name]] if name in same else torch.empty(buffer.shape, dtype=buffer.dtype)
-    return found
-
-
-def _same_names(module: nn.Module, alike: Mapping[str, str]) -> dict[str, str]:
-    """A tensor of a block → that of the block it is alike to."""
-    found = {}
-    for block, first in alike.items():
-        part = module.get_submodule(block)
-        for name, _ in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
-            found[f"{block}.{name}"] = f"{first}.{name}"
-    return found
-
-
-def _first_alike(module: nn.Module, plan: Plan) -> dict[str, str]:
-    """Blocks that are made like an earlier one and cut by the same rule → that one."""
-    rule_of = {block: number for number, rule in enumerate(plan.sharding) for block in expand_names(rule.for_blocks)}
-    firsts: dict[Any, str] = {}
-    found = {}
-    for block in filter(None, plan.blocks):
-        key = (make_of(module.get_submodule(block)), rule_of.get(block))
-        first = firsts.setdefault(key, block)
-        if first != block:
-            found[block] = first
-    return found
 
 
 def _layer(tensor: TensorSharding) -> str:
