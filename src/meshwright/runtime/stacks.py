@@ -19,6 +19,7 @@ from pathlib import Path
 
 ANSWER_SECONDS = 5.0
 """For a stack to be written once it is asked for."""
+MOMENT_SECONDS = 0.05
 FILE_NAME = "meshwright-stacks"
 
 
@@ -60,10 +61,20 @@ def stacks_of(process: int, number: int) -> str:
     with suppress(OSError):
         if FILE_NAME not in os.readlink(path):
             return ""
-        os.kill(process, _signal())
-        os.kill(process, signal.SIGCONT)
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while not path.stat().st_size and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return path.read_text().rstrip()
+        with path.open(errors="replace") as file:  # before it goes on: it may end at once, and its descriptors with it
+            os.kill(process, _signal())
+            os.kill(process, signal.SIGCONT)
+            _wait_until_written(file.fileno())
+            return file.read().rstrip()
     return ""
+
+
+def _wait_until_written(number: int) -> None:
+    """Until something is there and nothing has come for a moment: stacks are written line by line."""
+    deadline, before = time.monotonic() + ANSWER_SECONDS, 0
+    while time.monotonic() < deadline:
+        time.sleep(MOMENT_SECONDS)
+        size = os.fstat(number).st_size
+        if size and size == before:
+            return
+        before = size
