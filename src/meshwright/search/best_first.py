@@ -105,10 +105,21 @@ class BestFirst:
             yield self._evenly(tp, 1, world), lambda tp=tp: self._submeshes(world, tp)  # type: ignore[misc]
 
     def _submeshes(self, world: int, tp: int) -> Opened:
-        for cp in context_degrees(self.problem, world, tp):
-            for way in ways(self.problem, tp, cp):
-                bound = EVEN_SLACK * self.drafts.tables.device_seconds(tp, cp, way) / world
-                yield bound, lambda cp=cp, way=way: self._families(world, tp, cp, way)  # type: ignore[misc]
+        degrees = context_degrees(self.problem, world, tp)
+        for cp in degrees:
+            if _coarser(cp, degrees) is None:
+                yield from self._contexts(world, tp, cp, degrees)
+
+    def _contexts(self, world: int, tp: int, cp: int, degrees: list[int]) -> Opened:
+        """This cp in each way, and those that split its ranks' tokens further: what bounds this one bounds them."""
+        least = inf
+        for way in ways(self.problem, tp, cp):
+            bound = EVEN_SLACK * self.drafts.tables.device_seconds(tp, cp, way) / world
+            least = min(least, bound)
+            yield bound, lambda way=way: self._families(world, tp, cp, way)  # type: ignore[misc]
+        for further in degrees:
+            if _coarser(further, degrees) == cp:
+                yield least, lambda further=further: self._contexts(world, tp, further, degrees)  # type: ignore[misc]
 
     def _evenly(self, tp: int, cp: int, world: int) -> float:
         """All of the work shared out over all devices: no further split makes a sample cheaper."""
@@ -247,6 +258,11 @@ class BestFirst:
         if point.offload == "optimizer":
             return with_best_share(problem, plan, fit, self.best_seconds)
         return fit(plan)
+
+
+def _coarser(degree: int, degrees: list[int]) -> int | None:
+    """The largest of the others that divides it."""
+    return max((one for one in degrees if one < degree and degree % one == 0), default=None)
 
 
 def identity(plan: Plan) -> tuple[object, ...]:

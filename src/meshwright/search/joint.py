@@ -5,7 +5,8 @@ opened next:
 
     world        how many devices                                     bound: the work of one device, evenly shared out
      tensor      tp                                                   bound: the work under it, evenly shared out
-      submesh    cp, and how tp and cp are run                        bound: likewise, whatever pp and dp are
+      submesh    cp, and how tp and cp are run                        bound: likewise, whatever pp and dp are; a cp that splits
+                                                                      tokens further is looked at when that is open
       family     mesh, sequence parallel, compile                     bound: the work of its largest microbatch
        shape     and the microbatch                                   bound: the quickest turns under the best state that fits
         turns    schedule and stages a coordinate                     bound: with the schedule's bubble
