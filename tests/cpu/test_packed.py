@@ -63,6 +63,21 @@ def test_of_a_single_sample_nothing_is_assumed(sights: Sights) -> None:
     assert found.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1]]
 
 
+def test_forwards_that_overlap_leave_nothing_behind(sights: Sights) -> None:
+    """As those of streamed microbatches do: one begins while another waits, and the first ends first."""
+    looked, plain = Looked(), torch.arange(8)[None].expand(4, -1)
+    one, other = looked.looked_for_once(), looked.looked_for_once()
+    one.__enter__()
+    other.__enter__()
+    assert find(plain) is None
+    assert find(plain) is None
+    one.__exit__(None, None, None)
+    assert find(plain) is None
+    other.__exit__(None, None, None)
+    assert getattr(masking, NAME) == sights.find
+    assert sights.num_looks == 2
+
+
 def test_what_transformers_has_is_back_afterwards(sights: Sights) -> None:
     with nothing_packed():
         assert find(torch.arange(4).repeat(2, 2)) is None

@@ -31,16 +31,25 @@ class Looked:
 
     def __init__(self) -> None:
         self._plain: set[tuple[Any, ...]] = set()
+        self._is_in_place = False
 
     @contextmanager
     def looked_for_once(self) -> Iterator[None]:
         """Positions that a model makes for itself are looked at in the first step only.
 
         They are known by one row that stands for all samples (a stride of zero): no samples' own positions, which come from the
-        host with a row for each. With a single sample nothing can be told, and every step looks.
+        host with a row for each. With a single sample nothing can be told, and every step looks. Forwards of several microbatches
+        may be in it at a time; the first that leaves ends it for all, and they look as ever.
         """
-        with _replaced(lambda own: lambda position_ids: self._find(own, position_ids)):
+        if self._is_in_place:
             yield
+            return
+        self._is_in_place = True
+        try:
+            with _replaced(lambda own: lambda position_ids: self._find(own, position_ids)):
+                yield
+        finally:
+            self._is_in_place = False
 
     def _find(self, own: Find, position_ids: Tensor) -> Tensor | None:
         is_own = position_ids.dim() == 2 and position_ids.shape[0] > 1 and position_ids.stride(0) == 0

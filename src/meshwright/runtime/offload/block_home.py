@@ -53,6 +53,7 @@ class BlockHome:
     def __init__(self, name: str, members: Iterable[Member]) -> None:
         self.name = name
         self.members = sorted(members, key=lambda member: member.parts == 1)  # those that are cut come first
+        self.local_shapes = tuple(member.local_shape for member in self.members)
         self.cut_elements = sum(member.local_shape.numel() for member in self.members if member.parts > 1)
         whole = sum(member.shape.numel() for member in self.members if member.parts == 1)
         self.local_elements = self.cut_elements + whole
@@ -107,7 +108,7 @@ class BlockHome:
         self.put(self.masters)
 
     def local_views(self, flat: Tensor) -> list[Tensor]:
-        return list(_views(flat, (member.local_shape for member in self.members)))
+        return list(_views(flat, self.local_shapes))
 
     def full_views(self, flat: Tensor) -> list[Tensor]:
         return list(_views(flat, (member.shape for member in self.members)))

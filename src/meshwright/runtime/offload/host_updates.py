@@ -119,7 +119,8 @@ class HostUpdates:
         self._worker = ThreadPoolExecutor(1, "host-update", partial(torch.set_num_threads, threads))
         self._turns = QuickTurns()
         self._parts = Parts(optimizer)
-        self._views: dict[tuple[str, int], list[Tensor]] = {}
+        self._views: dict[tuple[tuple[torch.Size, ...], int], list[Tensor]] = {}
+        """By shapes and the memory they lie in."""
         self._running: list[Future[None]] = []
         self._begun: tuple[Arrived, Wait] | None = None
         """The worker's own: an update that runs, and is not finished."""
@@ -233,8 +234,9 @@ class HostUpdates:
         ]
 
     def _views_of(self, home: BlockHome, flat: Tensor) -> Sequence[Tensor]:
-        """Of its working copy or a buffer, made once: the interpreter is wanted by whoever drives the device."""
-        key = (home.name, flat.data_ptr())
+        """Of its working copy or a buffer, made once for blocks that are alike: the interpreter is wanted by whoever drives the
+        device."""
+        key = (home.local_shapes, flat.data_ptr())
         if key not in self._views:
             self._views[key] = home.local_views(flat)
         return self._views[key]
