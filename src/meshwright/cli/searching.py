@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,13 +35,8 @@ class Searching:
     recipe: Recipe | None = None
 
     def on(self, cluster: Cluster, request: PlanRequest) -> SearchResult:
-        import gc
-
         from meshwright.cli.shardings import search_legal
         from meshwright.search.search import search
-
-        gc.freeze()  # graphs and modules stay to the end: a collector that walks them again and again frees nothing
-        gc.set_threshold(COLLECTED_AFTER)
 
         def find(legal: tuple[LegalSharding, ...]) -> SearchResult:
             return search(
@@ -55,7 +52,23 @@ class Searching:
                 prefer_fastest=self.prefer_fastest,
             )
 
-        return search_legal(find, self.graph.model)
+        with _seldom_collected():
+            return search_legal(find, self.graph.model)
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Graphs and modules stay to the end: a collector that walks them again and again frees nothing."""
+    import gc
+
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(COLLECTED_AFTER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def say_infeasible(error: InfeasibleError, console: Console, cluster: Cluster, as_json: bool) -> None:

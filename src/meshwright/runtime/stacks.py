@@ -19,7 +19,8 @@ from pathlib import Path
 
 ANSWER_SECONDS = 5.0
 """For a stack to be written once it is asked for."""
-MOMENT_SECONDS = 0.05
+MOMENT_SECONDS = 0.005
+"""Short: a rank that was stopped goes on meanwhile."""
 FILE_NAME = "meshwright-stacks"
 
 
