@@ -30,18 +30,23 @@ def alive_on_rank(model: str) -> dict[str, int]:
         source_of(model).build(), plan, optimizer=partial(torch.optim.AdamW, lr=1e-3), device=this_rank().device
     )
     found: Counter[str] = Counter()
+    before = alive()  # what earlier calls left in this rank
 
     def count(*_: Any) -> None:
-        gc.collect()
-        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-        whole = [one for one in tensors if one.untyped_storage().nbytes() == WHOLE_BYTES]
-        found["whole"] = len({one.data_ptr() for one in whole})
+        found["whole"] = len(alive() - before)
 
     program.module.get_submodule("blocks.5").register_forward_pre_hook(count)
     example = source_of(model).example
     assert example is not None
     program.step(example(6))
     return dict(found)
+
+
+def alive() -> set[int]:
+    """Where tensors of that many bytes lie."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return {one.data_ptr() for one in tensors if one.untyped_storage().nbytes() == WHOLE_BYTES}
 
 
 def test_gathered_tokens_are_gone_when_their_block_is_done(pool: Pools) -> None:
