@@ -30,10 +30,10 @@ def alive_on_rank(model: str) -> dict[str, int]:
         source_of(model).build(), plan, optimizer=partial(torch.optim.AdamW, lr=1e-3), device=this_rank().device
     )
     found: Counter[str] = Counter()
-    before = alive()  # what earlier calls left in this rank
+    before = alive()  # what earlier calls left in this rank; held, so that none of this step's takes its place
 
     def count(*_: Any) -> None:
-        found["whole"] = len(alive() - before)
+        found["whole"] = len(alive().keys() - before.keys())
 
     program.module.get_submodule("blocks.5").register_forward_pre_hook(count)
     example = source_of(model).example
@@ -42,11 +42,11 @@ def alive_on_rank(model: str) -> dict[str, int]:
     return dict(found)
 
 
-def alive() -> set[int]:
-    """Where tensors of that many bytes lie."""
+def alive() -> dict[int, torch.Tensor]:
+    """Tensors of that many bytes, by where they lie."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    return {one.data_ptr() for one in tensors if one.untyped_storage().nbytes() == WHOLE_BYTES}
+    return {one.data_ptr(): one for one in tensors if one.untyped_storage().nbytes() == WHOLE_BYTES}
 
 
 def test_gathered_tokens_are_gone_when_their_block_is_done(pool: Pools) -> None:
