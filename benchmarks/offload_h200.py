@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from host_facts import HostFacts
+
 SEQ, VOCAB = 2048, 50304
 WARMUP, ROUNDS, STEPS = 3, 3, 4
 """Steps of a round follow each other as in training, where nobody reads the loss of every step before the next begins."""
@@ -115,6 +117,8 @@ def _streaming(row: Row) -> dict[str, Any]:
         "losses": found["losses"],
         "seconds": [one / 1e3 for one in found["ms_of_steps"]],
         "torch": found["torch"],
+        "stolen_share": found["stolen_share"],
+        "huge_page_bytes": found["huge_page_bytes"],
         "predicted_seconds": found["predicted_ms"] / 1e3,
         "predicted_bytes": found["predicted_device_bytes"],
         "predicted_host_bytes": found["predicted_host_bytes"],
@@ -134,6 +138,7 @@ def _stepping(row: Row) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     losses += [float(step()) for _ in range(WARMUP - 1)]
     seconds, found = [], []
+    facts = HostFacts()
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -152,6 +157,7 @@ def _stepping(row: Row) -> dict[str, Any]:
         "losses": [round(loss, 4) for loss in losses],
         "seconds": [round(one, 4) for one in seconds],
         "torch": torch.__version__,
+        **facts.read(),
         **predicted,
     }
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from host_facts import HostFacts
 
 from meshwright.capture.capture import capture_source
 from meshwright.core.cluster import Cluster
@@ -63,6 +64,7 @@ def run(depth: int, way: str, asked: argparse.Namespace, device: torch.device) -
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     seconds, losses = [], []
+    facts = HostFacts()
     for _ in range(WARMUP + asked.steps):
         _synchronise(device)
         before = time.perf_counter()
@@ -81,6 +83,7 @@ def run(depth: int, way: str, asked: argparse.Namespace, device: torch.device) -
         "build_seconds": round(built, 1),
         "losses": [round(loss, 4) for loss in losses],
         "torch": torch.__version__,
+        **facts.read(),
     }
     if isinstance(program, StreamedProgram):
         link = program.streams.streaming.link

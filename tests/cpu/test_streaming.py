@@ -20,7 +20,9 @@ from meshwright.models.objective import call
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
 from meshwright.runtime.offload import build, host, stash
+from meshwright.runtime.offload.host import padded
 from meshwright.runtime.offload.link import open_link
+from meshwright.runtime.offload.pieces import MOMENTS
 from meshwright.runtime.offload.streamed_program import StreamedProgram, TornError
 from meshwright.runtime.offload.streaming import REQUESTED_AHEAD, Holdings
 
@@ -112,6 +114,27 @@ def test_device_memory_does_not_grow_with_depth(pool: Pools) -> None:
     assert deeper.host > 2 * shallow.host
     assert fetched == 12 + 10, "each block once in forward; in backward the two of the window are still there"
     assert bytes_out == 12 * (block + 2 * inputs)
+
+
+def moments_on_rank(layers: int) -> tuple[int, int, bool]:
+    program = program_of(deep(layers), streamed(Case(deep(layers), 0, "full", 1, precision="fp32")))
+    batch, state = batch_of(deep(layers), 4), program.optimizer.state
+    program.step(batch)
+    streamed_ones = {id(one) for home in program.streams.streaming.homes.values() for one in home.masters}
+    moments = [kept[key] for one, kept in state.items() if id(one) in streamed_ones for key in MOMENTS]
+    first = min(one.data_ptr() for one in moments)
+    last = max(one.data_ptr() + 4 * one.numel() for one in moments)
+    state.clear()  # who trains begins anew: there is no more room of that kind, and none is needed
+    program.step(batch)
+    began_anew = all(float(kept["step"]) == 1 for kept in state.values())
+    program.close()
+    return last - first, sum(padded(4 * one.numel()) for one in moments), began_anew
+
+
+def test_moments_lie_together_in_memory_of_large_pages(pool: Pools) -> None:
+    stretch, needed, began_anew = pool(1).run(moments_on_rank, 12)[0]
+    assert 0.9 * needed < stretch <= needed
+    assert began_anew
 
 
 def live_on_rank(layers: int) -> list[int]:

@@ -27,6 +27,7 @@ from meshwright.runtime.offload.host import HostMemory, check_host_memory, padde
 from meshwright.runtime.offload.host_updates import NUM_BUFFERS, HostUpdates, InMemory, StatePlace
 from meshwright.runtime.offload.link import Link, open_link
 from meshwright.runtime.offload.resident import Resident
+from meshwright.runtime.offload.rules import is_plain_adam
 from meshwright.runtime.offload.stash import DeviceStash, HostStash, Stash
 from meshwright.runtime.offload.streamed_program import StreamedProgram, Streams
 from meshwright.runtime.offload.streaming import Streaming
@@ -70,6 +71,8 @@ def stream(
         postpone_logits(module, plan.compile)
         made = make_optimizer(optimizer, module, before)
         check_optimizer(made, plan)
+        if isinstance(place, InMemory) and is_plain_adam(made):
+            place = InMemory(memory.for_moments())
     except BaseException:
         memory.close()
         raise
@@ -134,6 +137,11 @@ class _Memory:
         else:
             master = working if self.shares else self.plain.take(home.local_elements, self.stored)
         home.move_in(working, master)
+
+    def for_moments(self) -> HostMemory:
+        """For what Adam keeps; of another optimizer it is not known what it will."""
+        sizes = (shape.numel() * self.stored.itemsize for home in self.homes.values() for shape in home.local_shapes)
+        return HostMemory(ASSUMED_STATES * sum(map(padded, sizes)), CPU, "the state of the optimizer", ranks_here())
 
     def buffers(self) -> list[Tensor]:
         """For gradients that arrive."""

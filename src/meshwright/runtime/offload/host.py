@@ -58,6 +58,9 @@ class HostMemory:
         self._taken = end
         return self._all[start:end].view(dtype)
 
+    def has_room(self, num_elements: int, dtype: torch.dtype) -> bool:
+        return self._all is not None and padded(self._taken) + num_elements * dtype.itemsize <= self._all.numel()
+
     def close(self) -> None:
         """Give it back: tensors cut from it must not be used any more."""
         if self._is_pinned and self._all is not None:

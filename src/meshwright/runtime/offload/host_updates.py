@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from meshwright.runtime._torch import has_step_hooks
 from meshwright.runtime.offload.block_home import BlockHome
+from meshwright.runtime.offload.host import HostMemory
 from meshwright.runtime.offload.link import Arrival
 from meshwright.runtime.offload.optimizer_part import Parts, step_of_class
 from meshwright.runtime.offload.pieces import MOMENTS
@@ -82,9 +83,22 @@ class StatePlace(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    def zeros_like(self, master: Tensor) -> Tensor:
+        """What a state begins with."""
+        return torch.zeros_like(master, memory_format=torch.preserve_format)
+
 
 class InMemory(StatePlace):
     """They are always at hand."""
+
+    def __init__(self, memory: HostMemory | None = None) -> None:
+        """memory: for what Adam keeps, in large pages. Where there is none, or no more, torch finds a place."""
+        self._memory = memory
+
+    def zeros_like(self, master: Tensor) -> Tensor:
+        if self._memory is None or not self._memory.has_room(master.numel(), master.dtype):
+            return super().zeros_like(master)
+        return self._memory.take(master.numel(), master.dtype).view(master.shape)
 
     def request(self, home: BlockHome) -> None:
         pass
@@ -102,7 +116,9 @@ class InMemory(StatePlace):
         pass
 
     def close(self) -> None:
-        pass
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = None
 
 
 class HostUpdates:
@@ -228,10 +244,18 @@ class HostUpdates:
         narrow = self._views_of(home, home.working) if _is_written_at_once(home) else [None] * len(home.masters)
         views = self._views_of(home, arrived.buffer)
         return [
-            Task(master, adam_state(self.optimizer, master), view, new, groups[id(master)], scale=1.0)
+            Task(master, self._state(master), view, new, groups[id(master)], scale=1.0)
             for number, (master, view, new) in enumerate(zip(home.masters, views, narrow, strict=True))
             if number in arrived.used and id(master) in groups
         ]
+
+    def _state(self, master: nn.Parameter) -> dict[str, Any]:
+        """What Adam keeps for a parameter, as torch's own begins it."""
+        state: dict[str, Any] = self.optimizer.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state |= {name: self.place.zeros_like(master) for name in MOMENTS}
+        return state
 
     def _views_of(self, home: BlockHome, flat: Tensor) -> Sequence[Tensor]:
         """Of its working copy or a buffer, made once for blocks that are alike: the interpreter is wanted by whoever drives the
@@ -249,15 +273,6 @@ class HostUpdates:
 def _is_written_at_once(home: BlockHome) -> bool:
     """Whether the compiled Adam writes the working copy beside the master."""
     return home.working.dtype == torch.bfloat16 and home.masters[0].dtype == torch.float32
-
-
-def adam_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """What Adam keeps for a parameter, as torch's own begins it."""
-    state: dict[str, Any] = optimizer.state[parameter]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        state |= {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
-    return state
 
 
 def clip_together(gradients: Mapping[bool, list[Tensor]], max_norm: float, group: Any) -> Tensor:

@@ -35,7 +35,7 @@ from meshwright.runtime.offload.host_state import HostState
 from meshwright.runtime.offload.kept import Kept, update_kept
 from meshwright.runtime.offload.link import Link
 from meshwright.runtime.offload.pieces import Piece, Return, Shipped, Slot
-from meshwright.runtime.offload.rules import State, Task, TorchRule, Wait
+from meshwright.runtime.offload.rules import State, Task, Wait, find_device_rule
 from meshwright.runtime.offload.threads import QuickTurns
 from meshwright.runtime.offload.updater import Job, Updater
 
@@ -87,7 +87,7 @@ class HostOptimizer:
         """Parameters on the device whose gradients are complete."""
         sums = plan.num_microbatches > 1 and self.leaves_early
         self.state = HostState(module, optimizer, plan, device, values, sums, num_ranks_here)
-        self._device_rule = TorchRule(optimizer)
+        self._device_rule = find_device_rule(optimizer, self.state.layout.is_narrow, device)
         self.updater = Updater(self._begin)
         self._turns = QuickTurns()
         self.observer: Callable[[str, Tensor], None] | None = None

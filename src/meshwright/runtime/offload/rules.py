@@ -1,7 +1,8 @@
-"""How one piece of a parameter is updated away from its device: by the compiled Adam, or by the user's own optimizer.
+"""How one piece of a parameter is updated: by the compiled Adam, or by the user's own optimizer.
 
     optimizer                              rule
-    Adam, AdamW over fp32, plain options   AdamRule: one pass over memory, 16-bit gradients read and parameters written in it
+    Adam, AdamW over fp32, plain options   AdamRule: one pass over memory, 16-bit gradients read and parameters written in it;
+                                           the same on a GPU: DeviceAdamRule (device_adam.py)
     any other                              TorchRule: a copy of the optimizer that holds this one piece
 
 An optimizer that treats every entry by itself may be given any stretch of a parameter; any other is given it whole.
@@ -15,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -133,6 +135,8 @@ class TorchRule(Rule):
         weights = [nn.Parameter(task.master) for task in tasks]
         for weight, gradient in zip(weights, _wide_gradients(tasks), strict=True):
             weight.grad = gradient
+        for task in tasks:
+            _place_count(task)
         own = copy.copy(self.optimizer)  # its class, its hooks and settings; groups and state of these pieces alone
         own.param_groups = [{**tasks[0].group, "params": weights}]
         own.state = defaultdict(
@@ -162,6 +166,12 @@ def _wide_gradients(tasks: list[Task]) -> list[Tensor]:
     return [one if task.scale == 1 else one * task.scale for one, task in zip(gradients, tasks, strict=True)]
 
 
+def _place_count(task: Task) -> None:
+    """A count of steps that was loaded is on the host; torch's fused optimizers look for it on the device."""
+    if "step" in task.state and (task.group.get("fused") or task.group.get("capturable")):
+        task.state["step"] = task.state["step"].to(task.master.device)
+
+
 def _nothing() -> None:
     """All is done."""
 
@@ -172,6 +182,16 @@ def find_rule(optimizer: Optimizer, dtype: torch.dtype, num_threads: int) -> Rul
     if kernel is None:
         return TorchRule(optimizer)
     return AdamRule(kernel, type(optimizer) is AdamW, num_threads)
+
+
+def find_device_rule(optimizer: Optimizer, is_narrow: bool, device: torch.device) -> Rule:
+    """For state that stays on the device. is_narrow: whether parameters there are in 16 bits, and their masters in fp32."""
+    is_one_pass = is_narrow and is_plain_adam(optimizer)
+    if not is_one_pass or device.type != "cuda" or find_spec("triton") is None:
+        return TorchRule(optimizer)
+    from meshwright.runtime.offload.device_adam import DeviceAdamRule
+
+    return DeviceAdamRule(optimizer)
 
 
 def is_plain_adam(optimizer: Optimizer) -> bool:
