@@ -150,6 +150,16 @@ DEVICE = Device(
 )
 
 
+def measured(cluster: Cluster, speeds: dict[float, float]) -> Cluster:
+    """The machine with rates that differ by size: size → how many times as fast ops of it run."""
+    rates = tuple(
+        msgspec.structs.replace(rate, size=size, per_second=speed * rate.per_second)
+        for rate in cluster.device.rates
+        for size, speed in sorted(speeds.items())
+    )
+    return msgspec.structs.replace(cluster, device=msgspec.structs.replace(cluster.device, rates=rates))
+
+
 def named_machine(num_devices: int = 8, hosts: int = 1, **constants: Any) -> Cluster:
     """A device that was not probed: 1e15 flops/s, 1e12 bytes/s of memory, links of 1e11 and 1e10 bytes/s."""
     known = Constants(**constants)
@@ -213,6 +223,21 @@ machines = st.builds(
     overlap_share=st.floats(0, 1),
     kind=st.sampled_from(["cpu", "cuda"]),
 )
+
+
+measured_machines = st.builds(
+    measured,
+    st.builds(
+        machine,
+        st.sampled_from([1, 2, 4]),
+        bytes_per_second=bandwidths,
+        latency_seconds=st.floats(1e-9, 1e-2),
+        launch_seconds=st.floats(1e-9, 1e-1),
+        kind=st.sampled_from(["cpu", "cuda"]),
+    ),
+    st.fixed_dictionaries(dict.fromkeys((1e5, 1e6, 1e7, 1e8), st.floats(0.2, 5.0))),
+)
+"""Whose rates rise and fall with the size, as those of a probed one may, and whose kernels may take long to start."""
 
 
 plans_of = st.builds(

@@ -21,8 +21,10 @@ from meshwright.core.labels import Way, labels_of
 from meshwright.core.legal import LegalSharding
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, TensorSharding
+from meshwright.core.request import PlanRequest
 from meshwright.core.sharding import block_sharding, ways_by_block
 from meshwright.cost.estimate import estimate
+from meshwright.search.search import search
 from meshwright.search.sharding import FoundSharding, best_sharding, find_sharding
 
 FAST = machine(8, bytes_per_second=1e12, latency_seconds=1e-9)
@@ -119,6 +121,14 @@ def test_weights_that_do_not_divide_are_whole() -> None:
 
 def test_nothing_is_split_over_one_rank() -> None:
     assert best_sharding(transformer_graph(), FAST, tp=1, microbatch=1) == ()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_tp_that_is_asked_for_is_planned_where_no_split_is_worth_its_collective(kind: str) -> None:
+    graph, cluster = stack(["mlp"]), machine(2, latency_seconds=1.0, kind=kind)
+    assert best_sharding(graph, cluster, tp=2, microbatch=1) == ()
+    found = search(graph, cluster, PlanRequest(global_batch=4, tp=2, dp=1, pp=1))
+    assert dims(found.plan.sharding)["blocks.0"]["0.up.weight"] == ("tp", "")
 
 
 # What the runtime answered

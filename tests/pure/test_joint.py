@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import chain_graph, machine, machines
+from machines import chain_graph, machine, machines, measured_machines
 from strategies import quick
 
 from meshwright.core.cluster import Cluster
@@ -22,6 +22,7 @@ from meshwright.search.search import search
 GENEROUS = 10**12
 small_graphs = st.integers(1, 4).map(chain_graph)
 batches = st.sampled_from([1, 2, 3, 4, 6])
+large_batches = st.sampled_from([6, 24, 32])
 budgets = st.sampled_from([3_000, 6_000, 12_000, 40_000, GENEROUS])
 
 
@@ -37,6 +38,27 @@ def best_of(method: str, graph: Graph, cluster: Cluster, global_batch: int, budg
 @given(small_graphs, machines, batches, budgets)
 def test_joint_equals_exhaustive(graph: Graph, cluster: Cluster, global_batch: int, budget_bytes: int) -> None:
     """The fastest plan of all, proven: no bound may cut it off, no cut or recompute be overlooked."""
+    check_equals_exhaustive(graph, cluster, global_batch, budget_bytes)
+
+
+@quick
+@given(small_graphs, measured_machines, large_batches, budgets)
+def test_joint_equals_exhaustive_whatever_was_measured(
+    graph: Graph, cluster: Cluster, global_batch: int, budget_bytes: int
+) -> None:
+    check_equals_exhaustive(graph, cluster, global_batch, budget_bytes)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("prefer_fastest", [False, True])
+def test_one_device_is_found_where_kernels_take_long_to_start(kind: str, prefer_fastest: bool) -> None:
+    """The whole batch at once: half of it takes as long, and would be sent between two."""
+    cluster = machine(1, hosts=2, launch_seconds=0.1, latency_seconds=1.0, kind=kind)
+    found = search(chain_graph(4), cluster, PlanRequest(global_batch=32), prefer_fastest=prefer_fastest)
+    assert (found.plan.world, found.plan.microbatch) == (1, 32)
+
+
+def check_equals_exhaustive(graph: Graph, cluster: Cluster, global_batch: int, budget_bytes: int) -> None:
     expected = best_of("exhaustive", graph, cluster, global_batch, budget_bytes)
     found = best_of("joint", graph, cluster, global_batch, budget_bytes)
     assert (found is None) == (expected is None)

@@ -12,7 +12,7 @@ from math import inf
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, ScheduleKind
-from meshwright.search.bounds import Needs
+from meshwright.search.bounds import SLACK, Needs
 from meshwright.search.cuts import FEW_CUTS, best_cut, every_cut, num_cuts
 from meshwright.search.drafts import Drafts
 from meshwright.search.fitting import fitted
@@ -33,7 +33,6 @@ from meshwright.search.space import (
     worlds,
 )
 from meshwright.search.streamed import fitted_streamed
-from meshwright.search.tables import LARGE_MICROBATCH
 from meshwright.search.units import Cut
 from meshwright.search.work import UnitTable
 
@@ -41,8 +40,6 @@ MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
 MOST_OPENED = 2300
 """Nodes of all levels, likewise."""
-EVEN_SLACK = 0.97
-"""A sample is quickest in the largest microbatch, but for this: kernels of a smaller one may fill a device a little better."""
 
 Opened = Iterable[tuple[float, "Open"]]
 Open = Callable[[], Opened]
@@ -98,32 +95,41 @@ class BestFirst:
 
     def _worlds(self) -> Opened:
         for world in worlds(self.problem):
-            yield self._evenly(1, 1, world), lambda world=world: self._tensor(world)  # type: ignore[misc]
+            bound = self._evenly(world, tensor_degrees(self.problem, world))
+            yield bound, lambda world=world: self._tensor(world)  # type: ignore[misc]
 
     def _tensor(self, world: int) -> Opened:
         for tp in tensor_degrees(self.problem, world):
-            yield self._evenly(tp, 1, world), lambda tp=tp: self._submeshes(world, tp)  # type: ignore[misc]
+            yield self._evenly(world, [tp]), lambda tp=tp: self._submeshes(world, tp)  # type: ignore[misc]
 
     def _submeshes(self, world: int, tp: int) -> Opened:
         degrees = context_degrees(self.problem, world, tp)
         for cp in degrees:
-            if _coarser(cp, degrees) is None:
+            if not self._larger_is_quicker or _coarser(cp, degrees) is None:
                 yield from self._contexts(world, tp, cp, degrees)
 
     def _contexts(self, world: int, tp: int, cp: int, degrees: list[int]) -> Opened:
         """This cp in each way, and those that split its ranks' tokens further: what bounds this one bounds them."""
         least = inf
         for way in ways(self.problem, tp, cp):
-            bound = EVEN_SLACK * self.drafts.tables.device_seconds(tp, cp, way) / world
+            bound = SLACK * self.drafts.tables.device_seconds(tp, cp, way) / world
             least = min(least, bound)
             yield bound, lambda way=way: self._families(world, tp, cp, way)  # type: ignore[misc]
         for further in degrees:
-            if _coarser(further, degrees) == cp:
+            if self._larger_is_quicker and _coarser(further, degrees) == cp:
                 yield least, lambda further=further: self._contexts(world, tp, further, degrees)  # type: ignore[misc]
 
-    def _evenly(self, tp: int, cp: int, world: int) -> float:
-        """All of the work shared out over all devices: no further split makes a sample cheaper."""
-        return EVEN_SLACK * self.drafts.tables.least_device_seconds(tp, cp) / world
+    def _evenly(self, world: int, tensor: list[int]) -> float:
+        """All of the work shared out over all devices, under the tp and the cp that make it least. Where larger is quicker, these
+        are the smallest: no further split makes a sample cheaper."""
+        degrees = ((tp, cp) for tp in tensor for cp in context_degrees(self.problem, world, tp))
+        if self._larger_is_quicker:
+            degrees = ((tp, 1) for tp in tensor[:1])
+        return SLACK * min((self.drafts.tables.least_device_seconds(*one) for one in degrees), default=inf) / world
+
+    @property
+    def _larger_is_quicker(self) -> bool:
+        return self.drafts.tables.larger_is_quicker
 
     def _families(self, world: int, tp: int, cp: int, way: Way) -> Opened:
         for mesh in meshes(self.problem, world, tp, cp):
@@ -151,19 +157,36 @@ class BestFirst:
         return known[key]
 
     def _of_family(self, family: list[Shape]) -> float:
-        """The work of its largest microbatch, and the state that adds least to it of those that fit with the smallest."""
+        """The least work of any of its microbatches, and the state that adds least to the largest, behind which most is hidden, of
+        those that fit with the smallest."""
         best = inf
         if self.drafts.tables.sharding(family[0]) is None:
             return inf
-        largest = next((shape for shape in family if shape.microbatch <= LARGE_MICROBATCH), family[-1])
-        smallest = family[-1]
+        smallest, quickest = family[-1], self._quickest(family)
+        works = {sharded: self._least_work(family, quickest, sharded) for sharded in (False, True)}
         for zero, hybrid, offload in states(self.problem, smallest):
             point = Point(smallest, "1f1b", 1, zero, hybrid, offload)
-            bounds = self.drafts.tables.bounds(largest, sharded=point.casts_ahead)
-            if bounds is not None and self.drafts.needs(point) is not None:
-                once = self.drafts.once(replace(point, shape=largest))
-                best = min(best, EVEN_SLACK * bounds.of_shape(largest) + once)
+            work = works[point.casts_ahead]
+            if work < best and self.drafts.needs(point) is not None:
+                best = min(best, work + self.drafts.once(replace(point, shape=quickest[0])))
         return best
+
+    def _quickest(self, family: list[Shape]) -> list[Shape]:
+        """Shapes of which one takes the least for a sample, the largest first. Where larger is quicker, that is the whole batch at
+        once, whatever dp is: its work is found once for all meshes."""
+        if len(family) == 1 or not self._larger_is_quicker:
+            return family
+        return [replace(family[0], microbatch=self.problem.global_batch, num_microbatches=1)]
+
+    def _least_work(self, family: list[Shape], quickest: list[Shape], sharded: bool) -> float:
+        """Of a family's samples, were they run as the quickest are."""
+        samples = family[0].microbatch * family[0].num_microbatches
+        least = inf
+        for shape in quickest:
+            bounds = self.drafts.tables.bounds(shape, sharded=sharded)
+            if bounds is not None:
+                least = min(least, bounds.of_shape(shape) * samples / (shape.microbatch * shape.num_microbatches))
+        return least
 
     def _of_shape(self, shape: Shape) -> float:
         """The quickest turns, under the state that adds least to them of those that fit."""
@@ -188,7 +211,7 @@ class BestFirst:
         known = [
             one for sharded in (False, True) if (one := self.drafts.tables.bounds(shape, sharded=sharded)) is not None
         ]
-        for schedule, virtual in turns(self.problem, shape):
+        for schedule, virtual in turns(self.problem, shape) if known else ():
             bound = min(one.of_turns(shape, schedule, virtual) for one in known)
             yield bound, lambda schedule=schedule, virtual=virtual: self._points(shape, schedule, virtual)  # type: ignore[misc]
 

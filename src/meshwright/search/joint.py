@@ -3,17 +3,20 @@
 A node stands for all plans below it and has a bound on their seconds (search/bounds.py). The node with the least bound is
 opened next:
 
-    world        how many devices                                     bound: the work of one device, evenly shared out
-     tensor      tp                                                   bound: the work under it, evenly shared out
-      submesh    cp, and how tp and cp are run                        bound: likewise, whatever pp and dp are; a cp that splits
-                                                                      tokens further is looked at when that is open
-      family     mesh, sequence parallel, compile                     bound: the work of its largest microbatch
+    world        how many devices                                     bound: the least work of any tp and cp, evenly shared out
+     tensor      tp                                                   bound: the least work under it, evenly shared out
+      submesh    cp, and how tp and cp are run                        bound: likewise, whatever pp and dp are
+      family     mesh, sequence parallel, compile                     bound: the least work of any of its microbatches
        shape     and the microbatch                                   bound: the quickest turns under the best state that fits
         turns    schedule and stages a coordinate                     bound: with the schedule's bubble
           point  ZeRO and its groups, offload                         bound: with dp's communication and the update
             cut  where stages end: few are all tried, of many the best by dynamic programming (search/cuts.py)
                  those that cannot fit however much is recomputed are left out (search/room.py)
                  costed with the least recompute that fits (search/fitting.py)
+
+On a device that is known by constants the least work is that of the smallest degrees and of the whole batch at once (tables.py),
+and a cp that splits tokens further is looked at when the coarser one is open; what was measured may be anything, and is all
+looked at.
 
 Short dives find good plans to begin with (search/dives.py): 1f1b without cp for each tp inside a host, those without stages, then
 everything on the best mesh so far. Where nothing fits, the nearest misses are costed (search/nearest.py). Where one plan

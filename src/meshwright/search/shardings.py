@@ -9,6 +9,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.legal import Key
 from meshwright.core.names import compact_names
 from meshwright.core.plan import BlockSharding, Mesh, Plan, Stage
+from meshwright.core.sharding import plain_sharding
 from meshwright.cost.compute import KernelCosts
 from meshwright.cost.division import check_degrees, check_divides
 from meshwright.search.problem import Problem
@@ -63,20 +64,28 @@ class Shardings:
         )
 
     def _proposal(self, shape: Shape) -> tuple[BlockSharding, ...]:
-        """What the integer program picks for one sample: more of them change no tensor's place, only what all takes; nor does
-        the way tokens meet along cp."""
+        """What the integer program picks for one sample: more of them seldom change a tensor's place, only what all takes; nor does
+        the way tokens meet along cp. Where no split is worth a collective for one sample, it may be for the batch; where none is
+        for that, the plain one is proposed: without any there is no tp, and memory may want it. On a CPU, whose tp is costed
+        too fast, only who asks for it is given one of these."""
         if shape.tp == 1:
             return ()
         key = (shape.tp, shape.cp, shape.sequence_parallel)
         if key not in self._proposals:
-            self._proposals[key] = best_sharding(
-                self.problem.graph,
-                self.problem.cluster,
-                tp=shape.tp,
-                cp=shape.cp,
-                sequence_parallel=shape.sequence_parallel,
-                microbatch=1,
-                recipe=self.problem.recipe,
-                kernels=self._kernels(self.problem.graph),
-            )
+            found = self._picked(shape, 1)
+            if not found and (self.problem.cluster.device.kind != "cpu" or self.problem.request.tp == shape.tp):
+                found = self._picked(shape, self.problem.global_batch) or plain_sharding(self.problem.graph)
+            self._proposals[key] = found
         return self._proposals[key]
+
+    def _picked(self, shape: Shape, microbatch: int) -> tuple[BlockSharding, ...]:
+        return best_sharding(
+            self.problem.graph,
+            self.problem.cluster,
+            tp=shape.tp,
+            cp=shape.cp,
+            sequence_parallel=shape.sequence_parallel,
+            microbatch=microbatch,
+            recipe=self.problem.recipe,
+            kernels=self._kernels(self.problem.graph),
+        )

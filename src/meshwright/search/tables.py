@@ -24,9 +24,6 @@ from meshwright.search.space import Shape, Way, divisors, may_compile
 from meshwright.search.units import units_of
 from meshwright.search.work import Divided, UnitTable, divide_units, make_table
 
-LARGE_MICROBATCH = 16
-"""Kernels of so many samples run as well as they ever will."""
-
 Key = tuple[int, int, int, bool, int, bool, bool, ContextWay]
 
 
@@ -144,15 +141,24 @@ class Tables:
 
     def device_seconds(self, tp: int, cp: int, way: Way) -> float:
         """In this way; infinite where it does not divide the model. Experts that lie over ranks may run better than all together:
-        only one device bounds them."""
-        if self.problem.has_experts and tp * cp > 1:
+        only one device bounds them, by constants."""
+        if self.problem.has_experts and (tp * cp > 1 or not self.larger_is_quicker):
             return 0.0
-        share = self.problem.global_batch
-        size = max(part for part in divisors(share) if part <= LARGE_MICROBATCH)
-        shape = Shape(1, 1, cp, tp, 1, way.sequence_parallel, size, share // size, way.compile, way.context)
-        known = (self.bounds(shape, sharded=sharded) for sharded in (False, True))
-        works = [one.forward_seconds + one.backward_seconds for one in known if one is not None]
-        return share / size * tp * cp * min(works, default=inf)
+        batch = self.problem.global_batch
+        sizes = [batch] if self.larger_is_quicker else divisors(batch)
+        least = inf
+        for size in sizes:
+            shape = Shape(1, 1, cp, tp, 1, way.sequence_parallel, size, batch // size, way.compile, way.context)
+            known = (self.bounds(shape, sharded=sharded) for sharded in (False, True))
+            works = [one.forward_seconds + one.backward_seconds for one in known if one is not None]
+            least = min(least, batch // size * min(works, default=inf))
+        return tp * cp * least
+
+    @property
+    def larger_is_quicker(self) -> bool:
+        """Whether a sample takes the less the larger its microbatch: so it is by constants, which say how well a device is filled.
+        What was measured at some sizes may be anything at others."""
+        return self.problem.cluster.device.constants is not None
 
     def _unit_plan(self, shape: Shape, sharding: tuple[BlockSharding, ...], sharded: bool) -> Plan:
         """One stage a unit: no plan to run, but what the cost room takes to cost units one by one."""
