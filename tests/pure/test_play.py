@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from time import process_time
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ from meshwright.cost.timing import StageSeconds, Transfers
 Sizes = tuple[ScheduleKind, int, int, int]
 
 seconds = st.integers(1, 6)
-modes = st.sampled_from(["asynchronous", "blocking"])
+modes = st.sampled_from(["asynchronous", "requested", "blocking"])
 
 
 def equal_stages(count: int, forward: float, inputs: float, weights: float, **more: float) -> list[StageSeconds]:
@@ -249,8 +249,16 @@ def test_more_work_or_a_slower_link_never_makes_the_step_shorter(
 def test_free_transfers_hold_nobody(case: tuple[Order, list[StageSeconds]]) -> None:
     order, stages = case
     free = [msgspec.structs.replace(stage, transfer=0.0) for stage in stages]
-    assert play(order, free, "blocking") == play(order, free, "asynchronous")
+    assert play(order, free, "blocking") == play(order, free, "requested") == play(order, free, "asynchronous")
     assert play(order, stages, "blocking").step_seconds >= play(order, free, "blocking").step_seconds
+
+
+@quick
+@given(cases())
+def test_messages_that_wait_to_be_asked_for_are_never_there_earlier(case: tuple[Order, list[StageSeconds]]) -> None:
+    """What bounds a step of messages that leave at once bounds one of these (search/bounds.py)."""
+    order, stages = case
+    assert play(order, stages, "requested").step_seconds >= play(order, stages).step_seconds * (1 - 1e-12)
 
 
 # By hand
@@ -259,11 +267,19 @@ def test_free_transfers_hold_nobody(case: tuple[Order, list[StageSeconds]]) -> N
 def test_transfers_by_hand() -> None:
     """Two stages, one microbatch: forward, transfer, forward, backward, transfer, backward."""
     stages = equal_stages(2, 1, 2, 0, transfer=3)
-    for mode in ("asynchronous", "blocking"):
+    for mode in get_args(Transfers):
         found = play(make_order("1f1b", 2, 1), stages, mode)
         assert found.step_seconds == 1 + 3 + 1 + 2 + 3 + 2
         assert found.exposed_seconds == (3, 3)  # each waits for one message
         assert found.idle_seconds == (6, 6)
+
+
+def test_what_is_requested_holds_its_taker_alone() -> None:
+    """The first goes on at once; the second waits a transfer for every message, however long it has been there."""
+    stages = equal_stages(2, 1, 2, 0, transfer=3)
+    first, second = timeline(make_order("gpipe", 2, 2), stages, "requested")
+    assert [span.start_seconds for span in first[:2]] == [0, 1]
+    assert [span.start_seconds for span in second[:2]] == [4, 8]
 
 
 def test_a_blocking_send_holds_its_maker() -> None:

@@ -38,7 +38,7 @@ from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.play import Play, enough_microbatches, play_schedule
 from meshwright.cost.stages import StageCost, StageCosts
 from meshwright.cost.streaming import StreamedCost, is_streamed
-from meshwright.cost.timing import StageSeconds
+from meshwright.cost.timing import StageSeconds, Transfers
 
 
 def estimate(
@@ -114,8 +114,15 @@ class Estimator:
             plan.num_microbatches,
             plan.virtual,
             [stage_seconds(cost) for cost in self.stages],
-            "blocking" if self.recipe.blocking_transfers else "asynchronous",
+            self.transfers,
         )
+
+    @property
+    def transfers(self) -> Transfers:
+        """How messages pass between stages: on a CPU they are gloo's."""
+        if self.recipe.blocking_transfers:
+            return "blocking"
+        return "requested" if self.cluster.device.kind == "cpu" else "asynchronous"
 
     def time_parts(self, played: Play) -> TimeParts:
         """Where the time of the coordinate with the most work goes."""

@@ -27,7 +27,6 @@ from meshwright.cost.estimate import Estimator, stage_seconds
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.memory import MemoryCost, Moment
 from meshwright.cost.play import Span, enough_microbatches, play, timeline
-from meshwright.cost.timing import Transfers
 
 MOST_ACTIONS = 8192
 """Forwards and backwards of all coordinates that are shown one by one."""
@@ -41,9 +40,8 @@ def forecast(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None =
         count = enough_microbatches(plan.schedule, plan.mesh.pp, count)
     order = make_order(plan.schedule, plan.mesh.pp, count, plan.virtual)
     seconds = [stage_seconds(cost) for cost in estimator.stages]
-    transfers: Transfers = "blocking" if estimator.recipe.blocking_transfers else "asynchronous"
-    spans = timeline(order, seconds, transfers)
-    played = play(order, seconds, transfers).step_seconds
+    spans = timeline(order, seconds, estimator.transfers)
+    played = play(order, seconds, estimator.transfers).step_seconds
     extras = [
         estimator.update_seconds(coordinate) + estimator.other_seconds(coordinate) for coordinate in range(plan.mesh.pp)
     ]

@@ -2,6 +2,8 @@
 
     start of an action = max(end of the action before it, arrival of what it needs)
     asynchronous   a message leaves when it is made and the link is free, and arrives a transfer later; nobody is held
+    requested      a message leaves when it is made and its taker has nothing else to do, and holds the taker until it arrives
+                   (gloo's: what is sent stays where it is until the other side asks for it)
     blocking       a message leaves when it is made and its taker has nothing else to do; it holds the taker until it
                    arrives, and the maker for one transfer; what a coordinate sends and what it takes pass each other
                    (Megatron-LM's p2p of 1F1B: send forward and receive backward in one call, then wait for both)
@@ -25,7 +27,7 @@ from meshwright.core.codec import Value
 from meshwright.core.errors import ScheduleError
 from meshwright.core.schedule import ActionKind, Order
 
-Transfers = Literal["asynchronous", "blocking"]
+Transfers = Literal["asynchronous", "requested", "blocking"]
 
 
 class StageSeconds(Value, kw_only=True):
@@ -82,7 +84,7 @@ class _Rules:
     def __init__(self, order: Order, stages: Sequence[StageSeconds], transfers: Transfers) -> None:
         self.order = order
         self.stages = stages
-        self.blocking = transfers == "blocking"
+        self.transfers = transfers
         self.num_microbatches = 1 + max(action.microbatch for row in order for action in row)
         self.homes = {action.stage: coordinate for coordinate, row in enumerate(order) for action in row}
 
@@ -103,15 +105,16 @@ class _Rules:
         num_stages, here = len(self.stages), self.homes[stage]
         gradients = 0 if kind == "forward" else num_stages
         taken, sent = self._transfer(stage, maker), self._transfer(stage, taker)
+        waits = self.transfers != "asynchronous"
         return _Rule(
             need=self.num_microbatches * (2 * num_stages if maker is None else gradients + maker),
-            held_by_receive=taken if self.blocking else 0.0,
+            held_by_receive=taken if waits else 0.0,
             seconds=getattr(self.stages[stage], kind),
             extra_after=0.0,
             slot=self.num_microbatches * (2 * num_stages + 1 if taker is None else gradients + stage),
             link=here * len(self.order) + (here if taker is None else self.homes[taker]),
-            wire=0.0 if self.blocking else sent,
-            held_by_send=sent if self.blocking else 0.0,
+            wire=0.0 if waits else sent,
+            held_by_send=sent if self.transfers == "blocking" else 0.0,
         )
 
     def _neighbours(self, kind: ActionKind, stage: int) -> tuple[int | None, int | None]:

@@ -21,7 +21,7 @@ ERROR_OF_SHEETS = 0.05
 """Median error of a step on other people's clusters, from vendors' figures (docs/accuracy.md)."""
 ERROR_OF_PROBES = 0.05
 """Of a step on a GPU that was measured (docs/accuracy.md)."""
-ERROR_OF_PROBED_CPUS = 0.10
+ERROR_OF_PROBED_CPUS = 0.07
 """On a CPU that was measured, between plans that use it differently: cores share caches and memory (docs/performance.md)."""
 
 
