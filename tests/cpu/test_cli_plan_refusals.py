@@ -61,7 +61,7 @@ def test_the_hosts_of_a_file_are_kept_or_replaced(here: Cli, tmp_path: Path) -> 
 
 def test_nothing_is_offloaded_for_a_gain_within_the_error(here: Cli) -> None:
     """A card with a known link to its host, and far more memory than the model needs; the fastest plan is a few percent faster."""
-    asked = ("plan", "gpt", "--cluster", "rtx4090-24g", "--global-batch", 8, "--json")
+    asked = ("plan", "gpt:seq=4096", "--cluster", "rtx4090-24g", "--global-batch", 8, "--json")
     plain, fastest = (json.loads(here(*asked, *more).out) for more in ((), ("--prefer-fastest",)))
     assert plain["plan"]["offload"]["what"] == "none"
     assert "faster, less than the estimate's error" in plain["remark"]
