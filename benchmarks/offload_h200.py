@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from host_facts import HostFacts
+from large_pages import huge_page_bytes
 
 SEQ, VOCAB = 2048, 50304
 WARMUP, ROUNDS, STEPS = 3, 3, 4
@@ -117,7 +117,7 @@ def _streaming(row: Row) -> dict[str, Any]:
         "losses": found["losses"],
         "seconds": [one / 1e3 for one in found["ms_of_steps"]],
         "torch": found["torch"],
-        "stolen_share": found["stolen_share"],
+        "others_share": found["others_share"],
         "huge_page_bytes": found["huge_page_bytes"],
         "predicted_seconds": found["predicted_ms"] / 1e3,
         "predicted_bytes": found["predicted_device_bytes"],
@@ -127,6 +127,8 @@ def _streaming(row: Row) -> dict[str, Any]:
 
 def _stepping(row: Row) -> dict[str, Any]:
     import torch
+
+    from meshwright.measure.others import Others
 
     if row.peer in PEERS:
         step = PEERS[row.peer](row)
@@ -138,7 +140,7 @@ def _stepping(row: Row) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     losses += [float(step()) for _ in range(WARMUP - 1)]
     seconds, found = [], []
-    facts = HostFacts()
+    others = Others()
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -157,7 +159,8 @@ def _stepping(row: Row) -> dict[str, Any]:
         "losses": [round(loss, 4) for loss in losses],
         "seconds": [round(one, 4) for one in seconds],
         "torch": torch.__version__,
-        **facts.read(),
+        "others_share": round(others.share(), 4),
+        "huge_page_bytes": huge_page_bytes(),
         **predicted,
     }
 

@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from host_facts import HostFacts
+from large_pages import huge_page_bytes
 
 from meshwright.capture.capture import capture_source
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Offload, Plan, Recompute, Stage
 from meshwright.cost.estimate import estimate
+from meshwright.measure.others import Others
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
@@ -64,7 +65,7 @@ def run(depth: int, way: str, asked: argparse.Namespace, device: torch.device) -
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     seconds, losses = [], []
-    facts = HostFacts()
+    others = Others()
     for _ in range(WARMUP + asked.steps):
         _synchronise(device)
         before = time.perf_counter()
@@ -83,7 +84,8 @@ def run(depth: int, way: str, asked: argparse.Namespace, device: torch.device) -
         "build_seconds": round(built, 1),
         "losses": [round(loss, 4) for loss in losses],
         "torch": torch.__version__,
-        **facts.read(),
+        "others_share": round(others.share(), 4),
+        "huge_page_bytes": huge_page_bytes(),
     }
     if isinstance(program, StreamedProgram):
         link = program.streams.streaming.link

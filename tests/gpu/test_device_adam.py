@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.capture.capture import capture_source
-from meshwright.core.plan import Offload
+from meshwright.core.plan import Offload, Precision
 from meshwright.core.request import PlanRequest, plain_plan
 from meshwright.models.source import resolve
 from meshwright.runtime.apply import apply
@@ -102,10 +102,10 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     torch.use_deterministic_algorithms(False)
 
 
-def program_of(share: float, precision: str, device: torch.device) -> Program:
+def program_of(share: float, precision: Precision, device: torch.device) -> Program:
     source = resolve(MODEL)
-    graph = capture_source(source, precision, "parameters" if precision == "bf16" else "autocast")  # type: ignore[arg-type]
-    plan = plain_plan(PlanRequest(precision=precision, global_batch=4), graph, 1, "")  # type: ignore[arg-type]
+    graph = capture_source(source, precision, "parameters" if precision == "bf16" else "autocast")
+    plan = plain_plan(PlanRequest(precision=precision, global_batch=4), graph, 1, "")
     plan = msgspec.structs.replace(plan, offload=Offload(what="optimizer", share=share))
     torch.manual_seed(0)
     return apply(
@@ -134,7 +134,7 @@ def test_where_the_state_lies_changes_no_bit(one_rank: torch.device) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_it_goes_on_where_it_was_saved(precision: str, one_rank: torch.device) -> None:
+def test_it_goes_on_where_it_was_saved(precision: Precision, one_rank: torch.device) -> None:
     whole = stepped(program_of(0.5, precision, one_rank), 2 * NUM_STEPS)
     first = program_of(0.5, precision, one_rank)
     masters = stepped(first)

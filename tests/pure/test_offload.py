@@ -130,14 +130,22 @@ def test_what_backward_hides_does_not_show() -> None:
 
 
 def test_clipping_waits_for_all_gradients() -> None:
+    """By hand: updates begin when backward ends, and move 36 bytes an element, since no gradient is fresh. Without clipping those
+    that a forward and a backward have time for move 24."""
     plan = flat_plan(GRAPH, offload=Offload(what="optimizer"))
     cluster = hosted(link=1e12, updates=1e6)
     prompt, clipped = (
         estimate(GRAPH, plan, cluster, msgspec.structs.replace(RECIPE, clips=clips)) for clips in (False, True)
     )
-    backward = prompt.time_seconds.backward
-    later = clipped.step_seconds - prompt.step_seconds
-    assert backward / 2 <= later <= 2 * backward, "a backward later, and by what gradients that wait take more"
+    forward, backward = prompt.time_seconds.forward, prompt.time_seconds.backward
+    waited, fresh = (PSI / 1e6 * moved / 28 for moved in (36, 24))
+    share = (forward + backward) / fresh
+    busy = share * fresh + (1 - share) * waited
+    assert prompt.time_seconds.transfer == pytest.approx(
+        backward / 4 + busy + forward * backward / busy - forward - backward
+    )
+    assert clipped.time_seconds.transfer == pytest.approx(waited - forward + forward / 4)
+    assert clipped.step_seconds > prompt.step_seconds
 
 
 def test_a_delayed_update_hides_under_the_next_step() -> None:
