@@ -8,7 +8,7 @@ WORKERS ?= 2
 HANGING := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 PYTEST := $(RUN) pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(HANGING)
 
-.PHONY: demo test test-all check lint format parity clean
+.PHONY: demo test test-all check lint format parity survey clean
 
 demo: .venv/installed
 	$(RUN) meshwright train examples/demo.toml
@@ -35,6 +35,10 @@ format: .venv/installed
 # ARGUMENTS="--models gpt,moe --only cp2" fills some of the table and keeps the rest
 parity: .venv/installed
 	.venv/bin/python tests/cpu/parity.py $(ARGUMENTS)
+
+# ARGUMENTS="--only swin --again" runs some cells again; the rest is kept
+survey: .venv/installed
+	.venv/bin/python tests/cpu/survey.py $(ARGUMENTS)
 
 .venv/installed: pyproject.toml constraints.txt
 	@"$(PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 11))" || \

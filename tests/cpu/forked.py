@@ -42,6 +42,8 @@ class ForkedCommand:
         """arguments: the module's name first."""
         self._files = [folder / f".{name}-{time.monotonic_ns()}" for name in ("out", "err")]
         self.returncode: int | None = None
+        self.cpu_seconds = 0.0
+        """Of processors: by the command and by all it has waited for; known when it has ended."""
         before = Path.cwd()
         os.chdir(folder)
         try:
@@ -51,8 +53,9 @@ class ForkedCommand:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            ended, status, used = os.wait4(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+            self.cpu_seconds = used.ru_utime + used.ru_stime
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:

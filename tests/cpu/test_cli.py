@@ -256,3 +256,17 @@ def test_brackets_of_others_are_printed_as_they_are(capsys: pytest.CaptureFixtur
 
     make_console(as_json=False).print("[/src/gloo/transport/tcp/pair.cc:144] no connection [/closed]")
     assert capsys.readouterr().out.strip() == "[/src/gloo/transport/tcp/pair.cc:144] no connection [/closed]"
+
+
+def test_what_a_rank_refuses_ends_the_command_as_a_refusal(cli: Cli, tmp_path: Path) -> None:
+    """Exit code 2, as before ranks start; any other error of a rank is 1."""
+    (tmp_path / "net.py").write_text(
+        "import os, torch\n"
+        "def refusing():\n"
+        "    if 'RANK' in os.environ:\n"
+        "        raise RuntimeError('no such device')\n"
+        "    return torch.nn.Linear(4, 4), (torch.randn(4, 4), torch.randn(4, 4))\n"
+    )
+    ended = cli("parity", "net.py:refusing", "--nproc", 2, "--steps", 1, "--device", "cpu")
+    assert ended.code == 2
+    assert "net.py:refusing raised RuntimeError: no such device" in ended.err

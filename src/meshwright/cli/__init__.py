@@ -10,12 +10,13 @@ from typing import NoReturn
 def main() -> None:
     """Entry point. Our own errors are one line; a bug shows its traceback."""
     from meshwright.cli.app import app
-    from meshwright.core.errors import MeshwrightError, RunError
+    from meshwright.core.errors import MeshwrightError, RefusedError, RunError
 
     try:
         app()
     except MeshwrightError as error:
-        _end(error, 1 if isinstance(error, RunError) else 2)
+        failed = isinstance(error, RunError) and not isinstance(error, RefusedError)
+        _end(error, 1 if failed else 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -65,6 +65,10 @@ class RunError(MeshwrightError):
         """What happened to which rank, where that is known."""
 
 
+class RefusedError(RunError):
+    """A rank refused its model or plan: the message says what, where and what to do, as before ranks start."""
+
+
 class HangError(RunError):
     """Some rank hangs. The message, the same on all ranks, says which, where, and what the others wait in."""
 

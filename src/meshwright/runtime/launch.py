@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from meshwright.core.codec import decode
-from meshwright.core.errors import HangError, InputError, OutOfMemoryError, RunError
+from meshwright.core.errors import HangError, InputError, OutOfMemoryError, RefusedError, RunError
 from meshwright.core.fault import Fault
 from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
@@ -113,7 +113,12 @@ def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
     if fault.kind == "lost":
         words = f"{_list(sorted(lost))} of {num_ranks} lost the connection to another rank: {report['message']}"
         return _error(msgspec.structs.replace(fault, ranks=tuple(sorted(lost))), words)
-    return _error(fault, f"rank {rank} of {num_ranks} failed: {report['message']}")
+    words = f"rank {rank} of {num_ranks} failed: {report['message']}"
+    return (
+        RefusedError(words, msgspec.structs.replace(fault, words=words))
+        if report.get("refused")
+        else _error(fault, words)
+    )
 
 
 def _misled(reports: dict[int, dict[str, Any]], faults: dict[int, Fault]) -> list[int]:

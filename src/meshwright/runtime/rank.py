@@ -78,6 +78,7 @@ def report(error: BaseException) -> None:
     now = time.time()
     details = {"message": message, "seconds": now, "timestamp": str(int(now)), "hang": isinstance(error, HangError)}
     details["out_of_memory"] = isinstance(error, OutOfMemoryError)
+    details["refused"] = isinstance(error, MeshwrightError) and not isinstance(error, RunError)
     details["fault"] = msgspec.to_builtins(fault_of(error, message))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
