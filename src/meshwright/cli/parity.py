@@ -106,4 +106,6 @@ def _show(console: Console, result: dict[str, Any]) -> None:
         f"bound {result['bound']:.2e}",
         highlight=False,
     )
+    if result["silenced"]:
+        console.print(f"without randomness: {', '.join(result['silenced'])} gave their mean", highlight=False)
     console.print("parity holds" if result["ok"] else f"parity FAILS: {result['first_difference']}", highlight=False)

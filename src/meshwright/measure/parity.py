@@ -8,14 +8,15 @@ parameter. A difference counts relative to the largest entry of the reference te
 
 The bound grows with depth and machine epsilon; the floor keeps gradients that are zero but for rounding (the bias of an
 attention key) from being compared with themselves. Both sides run inside `exact`, so that no cast of the model's own leaves
-float64. Where the mathematics depends on the local batch (batch norm, expert capacity) the
-reference runs the same microbatch groups one after another; else it runs the global batch at once.
+float64, and inside `silence`, since two runs could not draw alike. Where the mathematics depends on the local batch (batch
+norm, expert capacity) the reference runs the same microbatch groups one after another; else it runs the global batch at once,
+and a loss that is not the mean of its parts' is refused for a plan that cuts the batch (`mean_loss`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +30,9 @@ from meshwright.core.codec import Value
 from meshwright.core.errors import ModelError
 from meshwright.core.plan import Plan
 from meshwright.measure.exact import exact
-from meshwright.models.objective import IGNORED_LABEL, Batch, call, labels_of, map_batch, slice_batch, tensors_of
+from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly
+from meshwright.measure.silence import silence, silence_modules
+from meshwright.models.objective import Batch, Objective, call, map_batch, slice_batch, tensors_of
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
@@ -45,8 +48,6 @@ BATCH_NORM_SLACK = 16.0
 """Times the slack where batch norm divides by the spread of a few values, which makes rounding larger."""
 FLOOR = 1e-3
 SEED = 1234
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 Tamper = Callable[[Program], None]
 
 
@@ -60,6 +61,8 @@ class ParityResult(Value, kw_only=True):
     num_tensors: int
     losses: tuple[tuple[float, float], ...]
     """Plan and reference, step by step."""
+    silenced: tuple[str, ...] = ()
+    """Classes of modules and functions that draw random numbers, and gave their mean here."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     """Run plan and reference side by side. `tamper` may spoil the program: the tests plant errors with it."""
     if source.example is None:
         raise ModelError(f"{source.name} returned a module alone: return (module, batch) so that it can be run")
-    reference = _reference(source)
+    check_mean_loss(lambda: _build(source), source.example(plan.global_batch), source.objective, plan)
+    reference, silenced = _reference(source)
     with building(plan):
         module = _build(source)
     program = apply(module, plan, optimizer=_optimizer, objective=source.objective, device=rank.device)
@@ -91,11 +95,11 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     tally = _Tally(bound=slack * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
     batches = source.example(num_steps * plan.global_batch)
     for step in range(num_steps):
-        batch = _masked(slice_batch(batches, step * plan.global_batch, (step + 1) * plan.global_batch))
+        batch = masked_unevenly(slice_batch(batches, step * plan.global_batch, (step + 1) * plan.global_batch))
         gradients.clear()
-        with exact() if plan.precision == "fp64" else nullcontext():
+        with _surroundings(plan.precision == "fp64", None):
             found = program.step(batch).loss
-        with exact():
+        with _surroundings(True, silenced):
             expected = _step(reference, batch, source, plan)
         tally.loss(step, found, expected)
         tally.gradients(step, gradients, _gradients(reference.module))
@@ -104,7 +108,17 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
         program.host.settle()
     held = _of_all_stages(_parameters(program.module, program.mesh), plan)
     tally.parameters(held, _parameters(reference.module))
-    return tally.result()
+    return msgspec.structs.replace(tally.result(), silenced=tuple(sorted(silenced)))
+
+
+@contextmanager
+def _surroundings(is_exact: bool, silenced: set[str] | None) -> Iterator[None]:
+    """What a step runs in. silenced: gets the names of functions that would have drawn."""
+    with ExitStack() as stack:
+        if is_exact:
+            stack.enter_context(exact())
+        stack.enter_context(silence(silenced))
+        yield
 
 
 def _observe(program: Program, found: dict[str, Tensor]) -> None:
@@ -127,36 +141,30 @@ def _observe(program: Program, found: dict[str, Tensor]) -> None:
 
 def _build(source: ModelSource) -> nn.Module:
     """The model with weights every rank agrees on, and without dropout: two runs could not draw alike."""
-    torch.manual_seed(SEED)
-    module = source.build().double()
-    for part in module.modules():
-        if isinstance(part, DROPOUTS):
-            part.p = 0.0
+    module = _drawing(source)
+    silence_modules(module)
     return module
 
 
-def _reference(source: ModelSource) -> _Reference:
-    module = _build(source)
-    return _Reference(module, _optimizer([p for p in module.parameters() if p.requires_grad]))
+def _drawing(source: ModelSource) -> nn.Module:
+    torch.manual_seed(SEED)
+    return source.build().double()
+
+
+def _reference(source: ModelSource) -> tuple[_Reference, set[str]]:
+    """The reference, and the classes of its parts that drew random numbers."""
+    module = _drawing(source)
+    silenced = silence_modules(module)
+    return _Reference(module, _optimizer([p for p in module.parameters() if p.requires_grad])), silenced
 
 
 # Gradients that are zero but for rounding must not become steps: with the usual eps of 1e-8 they are multiplied by 1e5.
 _optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-5)
 
 
-def _masked(batch: Batch) -> Batch:
-    """Sample i of a text batch does not count its first i mod 5 labels."""
-    labels = labels_of(batch)
-    if not isinstance(batch, dict) or labels is None or labels.dim() < 2 or labels.is_floating_point():
-        return batch
-    positions = torch.arange(labels.shape[1])
-    ignored = positions[None, :] < (torch.arange(labels.shape[0]) % 5)[:, None]
-    return {**batch, "labels": labels.masked_fill(ignored, IGNORED_LABEL)}
-
-
 def _step(reference: _Reference, batch: Batch, source: ModelSource, plan: Plan) -> float:
     """Loss and gradients of the global batch in one process."""
-    groups = list(_groups(batch, plan)) if _depends_on_batch(reference.module) else [batch]
+    groups = list(_groups(batch, plan)) if _runs_in_groups(reference.module, source.objective) else [batch]
     total = sum(source.objective.count(group) for group in groups)
     loss = 0.0
     for group in groups:
@@ -172,9 +180,8 @@ def _has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, BATCH_NORMS) for part in module.modules())
 
 
-def _depends_on_batch(module: nn.Module) -> bool:
-    asked = any(getattr(part, "depends_on_batch", False) is True for part in module.modules())
-    return asked or _has_batch_norm(module)
+def _runs_in_groups(module: nn.Module, objective: Objective) -> bool:
+    return depends_on_batch(module, objective) or _has_batch_norm(module)
 
 
 def _groups(batch: Batch, plan: Plan) -> Iterator[Batch]:

@@ -1,7 +1,8 @@
 """From a model's name to something that can be built, called and trained.
 
 gpt:layers=12,hidden=768       a reference model, with options
-path/to/file.py:function       the user's own: returns a module, (module, batch) or (module, batch, loss)
+path/to/file.py:function       the user's own: returns a module, (module, batch), (module, batch, loss) or
+                               (module, batch, loss, count)
 hf:CONFIG.json                 a Hugging Face config, random weights
 """
 
@@ -104,8 +105,8 @@ def _parse_option(name: str, key: str, value: str, default: Any) -> Any:
 
 def from_function(name: str) -> ModelSource:
     """The user's function is called once to learn what it returns, and again for each build."""
-    module, batch, loss = _returned(name, call_function(name))
-    objective = Objective(loss=loss, count=DEFAULT.count) if loss else DEFAULT
+    module, batch, loss, count = _returned(name, call_function(name))
+    objective = Objective(loss=loss or DEFAULT.loss, count=count or DEFAULT.count)
     del module
     return ModelSource(
         name=name,
@@ -116,19 +117,25 @@ def from_function(name: str) -> ModelSource:
     )
 
 
-def _returned(name: str, result: Any) -> tuple[nn.Module, Batch | None, Callable[[Any, Batch], Tensor] | None]:
+Returned = tuple[nn.Module, Batch | None, Callable[[Any, Batch], Tensor] | None, Callable[[Batch], int] | None]
+
+
+def _returned(name: str, result: Any) -> Returned:
+    """Module, batch, loss and what its mean counts."""
     parts = result if isinstance(result, tuple) else (result,)
-    module, batch, loss = (*parts, None, None)[:3]
-    if not isinstance(module, nn.Module) or len(parts) > 3:
+    module, batch, loss, count = (*parts, None, None, None)[:4]
+    functions = all(one is None or callable(one) for one in (loss, count))
+    if not isinstance(module, nn.Module) or len(parts) > 4 or not functions:
         raise ModelError(
-            f"{name} returned {type(result).__name__}: return a module, (module, batch) or (module, batch, loss)"
+            f"{name} returned {type(result).__name__}: return a module, (module, batch), (module, batch, loss) or (module, batch, "
+            "loss, count), where loss and count are functions"
         )
     if batch is not None and not _is_batch(batch):
         raise ModelError(
             f"{name} returned {type(batch).__name__} as its batch: give a tensor, a dict of tensors, or a tuple or list of "
             "tensors with the labels last"
         )
-    return module, batch, loss
+    return module, batch, loss, count
 
 
 def _is_batch(value: Any) -> bool:
