@@ -12,6 +12,7 @@ from machines import chain_graph, flat_plan, machine, named_machine, plan_for
 from rich.console import Console, RenderableType
 from strategies import plans, quick
 
+from meshwright.core.claim import Claim
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import MemoryParts, TimeParts
 from meshwright.core.infeasible import Infeasible, WayOut
@@ -192,7 +193,10 @@ def test_every_plan_has_words(plan: Plan) -> None:
 # One screen
 
 
-def full_result(num_runners_up: int = 9, gap: float | None = 0.013) -> tuple[SearchResult, Cluster]:
+UNPROVEN = Claim(gap=0.013)
+
+
+def full_result(num_runners_up: int = 9, claim: Claim = UNPROVEN) -> tuple[SearchResult, Cluster]:
     """A result in which every part of time and memory is there."""
     cluster = named_machine(8, 8)
     plan = plan_for(
@@ -219,7 +223,7 @@ def full_result(num_runners_up: int = 9, gap: float | None = 0.013) -> tuple[Sea
         runners_up=tuple(lost),
         num_candidates=1234,
         search_seconds=3.2,
-        gap=gap,
+        claim=claim,
         num_costed=56,
         remark="pp 8 is 1% faster, and more complicated: --prefer-fastest takes it",
     )
@@ -244,11 +248,21 @@ def test_all_of_it_fits_one_screen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gap", "words"), [(None, "in 3.20 s by search joint\n"), (0.0, "; no plan is faster by these")]
+    ("claim", "words"),
+    [
+        (Claim(), "; a faster plan may exist"),
+        (Claim(complete=True, gap=0.0), "; no plan is faster by these estimates"),
+        (
+            Claim(gap=0.0, left_out=("gpipe", "17 devices")),
+            "; no plan that was searched is faster by these estimates; not",
+        ),
+        (Claim(gap=0.0, left_out=("gpipe", "17 devices")), "not searched: gpipe, 17 devices"),
+        (Claim(gap=0.021), "; no plan is more than 2.1% faster by these estimates"),
+    ],
 )
-def test_how_good_the_search_was(gap: float | None, words: str) -> None:
-    result, cluster = full_result(gap=gap)
-    assert words in shown(plan_view(result, cluster)).replace(" \n", "\n")
+def test_what_is_claimed_is_what_was_proven(claim: Claim, words: str) -> None:
+    result, cluster = full_result(claim=claim)
+    assert words in " ".join(shown(plan_view(result, cluster)).split())
 
 
 def test_a_reason_is_shown_whole_before_the_plan_it_is_about() -> None:

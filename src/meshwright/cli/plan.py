@@ -180,6 +180,7 @@ def as_object(result: SearchResult, cluster: Cluster, graph: Graph) -> dict[str,
         "num_candidates": result.num_candidates,
         "num_costed": result.num_costed,
         "gap": result.gap,
+        "claim": result.claim,
         "remark": result.remark,
         "method": result.method,
         "runners_up": [

@@ -5,7 +5,7 @@ A *family* is a type of device (A100, H100, …). Its constants come from four p
     vendor sheet   printed by the vendor
     probe          measured by us on such a device
     fit            few numbers fitted to published runs of such devices, see docs/accuracy.md
-    assumed        nobody published it: the value of the nearest family we know
+    assumed        nobody published it: the value that other devices have
 
 `families.json` beside this file holds them. For every table of published runs it also holds what the fit gives *without*
 that table, so that a score on the table is out of sample.
@@ -13,6 +13,7 @@ that table, so that a score on the table is out of sample.
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from importlib import resources
 from typing import Annotated, Any, Literal
@@ -116,6 +117,12 @@ class Family(Value, kw_only=True):
     origins: dict[str, str]
 
 
+_SAYS_NOTHING = re.compile(
+    r"\b(nvidia|amd|intel|instinct|tesla|geforce|gpu|sxm\d?|oam|hbm\d?e?|\d+ ?gi?b|\d+ ?w)\b", re.IGNORECASE
+)
+"""Parts of a device's name that say nothing about its chip: who makes it, its memory and its power."""
+
+
 @lru_cache(maxsize=1)
 def _families() -> dict[str, Any]:
     text = resources.files("meshwright.core").joinpath("families.json").read_text(encoding="utf-8")
@@ -124,19 +131,43 @@ def _families() -> dict[str, Any]:
 
 
 def family_of(device: str, without: str | None = None) -> Family:
-    """The constants for a device by its name; `without` leaves one table of published runs out of the fit."""
+    """The constants for a device by its name; `without` leaves one table of published runs out of the fit.
+
+    A device of no family gets what all families have in common, with the number of multiprocessors from its data sheet where the
+    sheet is known. All of that is assumed.
+    """
     file = _families()
-    names = list(file["families"])
-    name = next((name for name in names if name.casefold() in device.casefold()), file["default"])
-    base, base_origins = _values(file["common"])
+    name = next((name for name in file["families"] if _is_of(device, name, file.get("forms", {}).get(name, []))), None)
+    values, origins = _values(file["common"])
+    if name is None:
+        sheet, of_sheet = _values(_sheet(device, file))
+        assumed = {key: f"assumed: as elsewhere ({origin})" for key, origin in origins.items()} | of_sheet
+        return Family(name=device, constants=msgspec.convert(values | sheet, Constants), origins=assumed)
     own, own_origins = _values(file["families"][name])
     fitted, fit_origins = _values(file["fits"].get(without or "", file["fits"]["all"]).get(name, {}))
-    known = name.casefold() in device.casefold()
-    origins = {**base_origins, **own_origins, **fit_origins}
-    if not known:
-        origins = {key: f"assumed: as {name} ({origin})" for key, origin in origins.items()}
-    values = {**base, **own, **fitted}
-    return Family(name=name if known else device, constants=msgspec.convert(values, Constants), origins=origins)
+    constants = msgspec.convert({**values, **own, **fitted}, Constants)
+    return Family(name=name, constants=constants, origins={**origins, **own_origins, **fit_origins})
+
+
+def _is_of(device: str, name: str, forms: list[str]) -> bool:
+    """Whether a device's name is this one, but for its maker, memory, power, and the forms in which the same chip is sold."""
+    return [word for word in _words(_SAYS_NOTHING.sub(" ", device)) if word not in forms] == _words(name)
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.casefold())
+
+
+def _sheet(device: str, file: dict[str, Any]) -> dict[str, list[Any]]:
+    """What a data sheet says of a device without a family: how many multiprocessors it has."""
+    sheets: dict[str, int] = file.get("sheets", {})
+    count = next((count for name, count in sheets.items() if _is_of(device, name, [])), None)
+    if count is None:
+        default = file["families"][file["default"]]["num_multiprocessors"][0]
+        return {
+            "num_multiprocessors": [default, f"assumed: as {file['default']}, no data sheet of '{device}' is known"]
+        }
+    return {"num_multiprocessors": [count, "assumed: one tile on each multiprocessor of the data sheet"]}
 
 
 def _values(entries: dict[str, list[Any]]) -> tuple[dict[str, float], dict[str, str]]:

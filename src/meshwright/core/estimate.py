@@ -61,6 +61,10 @@ class MemoryParts(Value, kw_only=True):
         return sum(msgspec.structs.astuple(self))
 
 
+RatesOrigin = Literal["probe", "family", "assumed"]
+"""Of compute, links and launches: measured on the device; constants that are known of its family; or those of other devices."""
+
+
 class Estimate(Value, kw_only=True):
     format: Literal[1] = 1
     step_seconds: float
@@ -86,8 +90,23 @@ class Estimate(Value, kw_only=True):
     """Idle time over ideal time, on the pp coordinate with the most work."""
     collectives: tuple[Collective, ...] = ()
     """Of one rank in one step."""
+    rates: RatesOrigin | None = None
+    """Where the rates came from that all of its seconds rest on; None in a file of an earlier version."""
+    error_share: float | None = None
+    """The median error of a step that such rates give, as a share of it; None where nobody has compared them with runs."""
 
     @property
     def needed_bytes(self) -> int:
         """What a device must have: the peak, or what the allocator reserves for it, and what the driver holds."""
         return max(self.peak_bytes, self.reserved_bytes) + self.context_bytes
+
+    @property
+    def origin_words(self) -> str:
+        """What every second of it rests on; empty where that is not known."""
+        band = "error not known" if self.error_share is None else f"median error {self.error_share:.0%}"
+        words = {
+            "probe": "from rates measured on this device",
+            "family": "from its data sheet and constants of its family",
+            "assumed": "assumed: from its data sheet and constants of other devices",
+        }
+        return f"{words[self.rates]}; {band}" if self.rates is not None else ""

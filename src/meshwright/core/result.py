@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from meshwright.core.claim import Claim
 from meshwright.core.codec import Value
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
@@ -29,10 +30,18 @@ class SearchResult(Value, kw_only=True):
     method: str = "joint"
     num_costed: int = 0
     """Of the candidates, those that no bound left out."""
-    gap: float | None = None
-    """No plan is faster by more than this share, by what was proven; 0 is the best there is, None: nothing is known."""
+    claim: Claim = Claim()
+    """What is proven about the plan."""
     remark: str = ""
     """Why it is not the fastest plan that was found, where it is not."""
+
+    @property
+    def gap(self) -> float | None:
+        return self.claim.gap
+
+    @property
+    def complete(self) -> bool:
+        return self.claim.complete
 
     def __str__(self) -> str:
         estimate = self.estimate

@@ -34,6 +34,7 @@ from meshwright.cost.holdings import Holdings
 from meshwright.cost.memory import MemoryCost, Moment
 from meshwright.cost.microbatch import Microbatch, microbatch_of
 from meshwright.cost.offload import Offloaded, offloaded
+from meshwright.cost.origin import error_share, rates_origin
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.play import Play, enough_microbatches, play_schedule
 from meshwright.cost.stages import StageCost, StageCosts
@@ -102,6 +103,8 @@ class Estimator:
             worst_moment=moment.when,
             bubble=played.bubble,
             collectives=self.collectives(0),
+            rates=rates_origin(self.cluster),
+            error_share=error_share(self.cluster),
         )
 
     # ------------------------------------------------------------ time

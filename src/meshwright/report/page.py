@@ -184,7 +184,8 @@ def _candidates(run: Run) -> str:
         for other in sorted(result.runners_up[:SHOWN_RUNNERS_UP], key=lambda other: other.step_seconds)
     ]
     searched = (
-        f"{result.num_candidates:,} candidates in {format_seconds(result.search_seconds)} by search {result.method}"
+        f"{result.num_candidates:,} candidates in {format_seconds(result.search_seconds)} by search {result.method}; "
+        f"{result.claim.words}"
     )
     left = len(result.runners_up) - SHOWN_RUNNERS_UP
     more = f"; {left} more are left out here" if left > 0 else ""

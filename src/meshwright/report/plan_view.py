@@ -53,6 +53,7 @@ def chosen_view(plan: Plan, estimate: Estimate, cluster: Cluster, graph: Graph |
         *(Text(f"  {words}", style="yellow") for words in _reservations(plan, cluster)),
         Text(),
         Text(_speed(estimate), style="bold"),
+        *([Text(estimate.origin_words, style=_origin_style(estimate))] if estimate.rates else []),
         Text(_memory(estimate), style="bold" if estimate.fits else "bold red"),
         _side_by_side(_time_rows(estimate), _memory_rows(estimate)),
         *([Text(f"memory per host: {format_bytes(estimate.host_bytes)}")] if estimate.host_bytes else []),
@@ -104,10 +105,15 @@ def _reservations(plan: Plan, cluster: Cluster) -> Iterator[str]:
 
 
 def _speed(estimate: Estimate) -> str:
+    assumed = " (assumed)" if estimate.rates == "assumed" else ""
     return (
-        f"{format_seconds(estimate.step_seconds)} per step · {estimate.tokens_per_second:,.0f} tokens/s · "
+        f"{format_seconds(estimate.step_seconds)} per step{assumed} · {estimate.tokens_per_second:,.0f} tokens/s{assumed} · "
         f"{estimate.model_flops_utilisation:.1%} of the devices' peak (model-flops utilisation)"
     )
+
+
+def _origin_style(estimate: Estimate) -> str:
+    return "yellow" if estimate.rates == "assumed" else "dim"
 
 
 def _memory(estimate: Estimate) -> str:
@@ -157,7 +163,4 @@ def _side_by_side(left: list[Row], right: list[Row]) -> Table:
 def _search_words(result: SearchResult) -> str:
     costed = f", {result.num_costed:,} costed" if 0 < result.num_costed < result.num_candidates else ""
     words = f"{result.num_candidates:,} candidates{costed} in {format_seconds(result.search_seconds)} by search {result.method}"
-    if result.gap is None:
-        return words
-    proof = "no plan is faster" if result.gap == 0 else f"no plan is more than {result.gap:.1%} faster"
-    return f"{words}; {proof} by these estimates"
+    return f"{words}; {result.claim.words}"

@@ -29,6 +29,8 @@ def estimate_table(plan: Plan, estimate: Estimate) -> Table:
     table.add_column("predicted")
     table.add_column("", justify="right")
     table.add_row("step", format_seconds(estimate.step_seconds), style="bold")
+    if estimate.rates is not None:
+        table.add_row("  seconds are", estimate.origin_words, style="yellow" if estimate.rates == "assumed" else "dim")
     for part, seconds in msgspec.structs.asdict(estimate.time_seconds).items():
         if seconds:
             table.add_row(f"  {part.replace('_', ' ')}", format_seconds(seconds))

@@ -36,7 +36,8 @@ def _planned(run: Run) -> tuple[str, str, str]:
     moment = f"; fullest is rank {estimate.worst_rank} in {estimate.worst_moment}" if estimate.worst_moment else ""
     return (
         f"Predicted, nothing has run: {describe(run.plan)} takes {format_seconds(estimate.step_seconds)} per step, "
-        f"{speed_words(estimate.tokens_per_second)} {run.unit}/s, {estimate.model_flops_utilisation:.1%} of the devices' peak.",
+        f"{speed_words(estimate.tokens_per_second)} {run.unit}/s, {estimate.model_flops_utilisation:.1%} of the devices' peak"
+        + (f" ({estimate.origin_words})." if estimate.rates else "."),
         f"It needs {format_bytes(estimate.needed_bytes)} of {format_bytes(estimate.budget_bytes)} per device and {fits}{moment}.",
         _time_words(estimate.time_seconds, run, None),
     )

@@ -67,8 +67,8 @@ class BestFirst:
         self.best_seconds = min(limit_seconds, self.fastest[1].step_seconds if self.fastest else inf)
         self.most_costed, self.most_opened = most_costed, most_opened
         self.num_costed = 0
-        self.bound_seconds: float | None = None
-        """The least bound that was still open; None where nothing was."""
+        self.untried_seconds = inf
+        """The least bound of plans at points that were opened, but whose cuts or shares were not all tried."""
         self._open: list[tuple[float, int, Open]] = []
         self._numbers = count()
 
@@ -82,7 +82,11 @@ class BestFirst:
                 self._open = []
                 break
             self._push(opened(), bound)
-        self.bound_seconds = self._open[0][0] if self._open else None
+
+    @property
+    def bound_seconds(self) -> float:
+        """No plan that was not costed is faster; infinite where none fits."""
+        return min(self._open[0][0] if self._open else self.best_seconds, self.untried_seconds)
 
     def _push(self, nodes: Opened, parent: float) -> None:
         """parent: what bounds a node bounds all below it."""
@@ -126,6 +130,10 @@ class BestFirst:
         if self._larger_is_quicker:
             degrees = ((tp, 1) for tp in tensor[:1])
         return SLACK * min((self.drafts.tables.least_device_seconds(*one) for one in degrees), default=inf) / world
+
+    def could_use(self, world: int) -> bool:
+        """Whether so many devices may be faster than the best plan, by all that is known about them together."""
+        return self._evenly(world, tensor_degrees(self.problem, world)) < self.best_seconds
 
     @property
     def _larger_is_quicker(self) -> bool:
@@ -235,10 +243,17 @@ class BestFirst:
         else:
             best = best_cut(bounds.table, point, room)
             found = [best] if best is not None else []
+            rest = bounds.of_every_cut(point, room, best[1] if best is not None else 0.0)
+            yield rest, lambda: self._leave(rest)
         for cut, largest in found:
             if not cut_fits(bounds.table, point, room, cut) and self._must_fit:
                 continue
             yield bounds.of_cut(point, cut, room, largest), lambda cut=cut: self.cost(point, cut)  # type: ignore[misc]
+
+    def _leave(self, bound: float) -> Opened:
+        """Plans that are not looked at: what is proven goes no further than their bound."""
+        self.untried_seconds = min(self.untried_seconds, bound)
+        return ()
 
     def cost(self, point: Point, cut: Cut) -> Opened:
         plan = self.drafts.plan(point, cut)
@@ -289,7 +304,6 @@ def _coarser(degree: int, degrees: list[int]) -> int | None:
 
 
 def identity(plan: Plan) -> tuple[object, ...]:
-    """What makes two plans the same but for their recompute."""
-    stages = tuple(stage.blocks for stage in plan.stages)
-    state = (plan.zero, plan.hybrid, plan.offload.what, plan.compile, plan.sequence_parallel)
-    return (plan.mesh, stages, plan.schedule, plan.microbatch, *state)
+    """What makes two plans the same but for their recompute and for how much is offloaded, which follow from the rest."""
+    same = (getattr(plan, name) for name in plan.__struct_fields__ if name not in ("recompute", "offload"))
+    return (*same, plan.offload.what)

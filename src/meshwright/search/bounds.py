@@ -136,9 +136,16 @@ class Bounds:
         if point.schedule == "1f1b":
             rests = [(m - 1) * b + max(0, m - p + i) * f for i, (f, b) in enumerate(stages)]
             seconds = max(seconds, total + max(rests))
-        if point.schedule in ("1f1b", "gpipe") and largest:
-            seconds = max(seconds, total + largest)
-        return max(least, SLACK * (seconds + self.after(point)))
+        every = self.of_every_cut(point, room, largest)
+        return max(least, every, SLACK * (seconds + self.after(point)))
+
+    def of_every_cut(self, point: Point, room: Room, largest: float) -> float:
+        """Wherever stages end; largest: no cut has all of its stages lighter than this, 0 where that is not known."""
+        least = self.of_point(point, room)
+        if not largest or point.shape.num_microbatches == 1:
+            return least
+        through = self.forward_seconds + (0.0 if point.schedule == "zb" else self.backward_seconds)
+        return max(least, SLACK * (through + largest + self.after(point)))
 
     # ------------------------------------------------------------ the schedule
 

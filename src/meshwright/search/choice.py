@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import log
 
-from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 
@@ -17,19 +16,6 @@ Costed = tuple[Plan, Estimate]
 
 EQUAL_SHARE = 1e-9
 """Estimates closer than this are taken as equal: rounding must not decide."""
-ERROR_OF_SHEETS = 0.05
-"""Median error of a step on other people's clusters, from vendors' figures (docs/accuracy.md)."""
-ERROR_OF_PROBES = 0.05
-"""Of a step on a GPU that was measured (docs/accuracy.md)."""
-ERROR_OF_PROBED_CPUS = 0.07
-"""On a CPU that was measured, between plans that use it differently: cores share caches and memory (docs/performance.md)."""
-
-
-def error_band(cluster: Cluster) -> float:
-    """Estimates of two plans that differ by less say nothing about which is faster."""
-    if cluster.origin != "probe":
-        return ERROR_OF_SHEETS
-    return ERROR_OF_PROBED_CPUS if cluster.device.kind == "cpu" else ERROR_OF_PROBES
 
 
 def complexity(plan: Plan) -> int:

@@ -8,8 +8,8 @@ import msgspec
 
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
+from meshwright.cost.origin import error_band
 from meshwright.search.best_first import BestFirst
-from meshwright.search.choice import error_band
 from meshwright.search.drafts import Drafts
 from meshwright.search.problem import Problem
 from meshwright.search.space import divisors, worlds

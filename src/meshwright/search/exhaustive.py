@@ -73,7 +73,13 @@ def exhaustive(problem: Problem, most_plans: int = MOST_PLANS) -> Outcome:
             costed.append((plan, found))
     if not costed:
         raise no_plan(problem)
-    return Outcome(tuple(costed), len(costed), _fastest(costed))
+    return Outcome(tuple(costed), len(costed), _fastest(costed), tuple(_left_out(problem)))
+
+
+def _left_out(problem: Problem) -> Iterator[str]:
+    request, num_repeated = problem.request, len(problem.graph.repeated_blocks)
+    if request.schedule is None and request.pp != 1 and num_repeated > 1 and problem.devices > 1:
+        yield "schedule dualpipev"
 
 
 def _fastest(costed: list[tuple[Plan, Estimate]]) -> float | None:

@@ -36,6 +36,7 @@ from meshwright.search.comparisons import comparisons
 from meshwright.search.dives import first_plans, simpler_plans
 from meshwright.search.drafts import Drafts
 from meshwright.search.nearest import nearest_misses
+from meshwright.search.omissions import left_out
 from meshwright.search.problem import Outcome, Problem
 from meshwright.search.units import FEW_UNITS
 
@@ -56,5 +57,5 @@ def joint(problem: Problem) -> Outcome:
         costed = nearest_misses(found)
     else:
         costed += comparisons(found, costed)
-    bound = found.bound_seconds if found.bound_seconds is not None else found.best_seconds
-    return Outcome(tuple(costed), max(len(drafts.points), len(costed)), bound if bound < inf else None)
+    bound = found.bound_seconds if found.bound_seconds < inf else None
+    return Outcome(tuple(costed), max(len(drafts.points), len(costed)), bound, left_out(found))

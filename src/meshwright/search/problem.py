@@ -123,7 +123,9 @@ class Outcome:
     num_candidates: int
     """How many plans were decided upon, those left out by a bound among them."""
     bound_seconds: float | None = None
-    """No plan that was not costed is faster than this; None where the method cannot say."""
+    """No plan that was searched and not costed is faster than this; None where the method cannot say."""
+    left_out: tuple[str, ...] = ()
+    """Plans that flags can ask for and that were not searched, in words."""
 
 
 def _with_offload(what: OffloadKind) -> Plan:

@@ -10,6 +10,7 @@ import time
 
 import msgspec
 
+from meshwright.core.claim import Claim
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InfeasibleError, InputError, nearest
 from meshwright.core.estimate import Estimate
@@ -20,7 +21,8 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import RunnerUp, SearchResult, describe
 from meshwright.core.units import format_bytes
-from meshwright.search.choice import Costed, chosen, each_once, error_band, ordered, varied
+from meshwright.cost.origin import error_band
+from meshwright.search.choice import Costed, chosen, each_once, ordered, varied
 from meshwright.search.exhaustive import exhaustive
 from meshwright.search.joint import joint
 from meshwright.search.placement import placement
@@ -90,6 +92,7 @@ def _outcome(method: Method, problem: Problem) -> Outcome:
         costed=(*plans, *(pair for pair in found.costed if pair[0].world > 1)),
         num_candidates=found.num_candidates + of_one.num_candidates,
         bound_seconds=None if None in bounds else min(bound for bound in bounds if bound is not None),
+        left_out=tuple(dict.fromkeys((*found.left_out, *of_one.left_out))),
     )
 
 
@@ -102,7 +105,6 @@ def _result(outcome: Outcome, problem: Problem, method: str) -> SearchResult:
     band = 0.0 if problem.prefer_fastest else error_band(problem.cluster)
     plan, best = chosen(fitting, band)
     others = [pair for pair in varied(fitting) if pair[0] is not plan]
-    fastest = fitting[0][1].step_seconds
     return SearchResult(
         plan=plan,
         estimate=best,
@@ -111,7 +113,7 @@ def _result(outcome: Outcome, problem: Problem, method: str) -> SearchResult:
         search_seconds=0.0,
         method=method,
         num_costed=len(costed),
-        gap=_gap(outcome, fastest),
+        claim=_claim(outcome, fitting[0][1].step_seconds, best.step_seconds),
         remark=_remark(fitting[0], (plan, best), band),
     )
 
@@ -127,11 +129,22 @@ def _runner_up(other: Costed, best: Costed, band: float) -> RunnerUp:
     )
 
 
-def _gap(outcome: Outcome, fastest_seconds: float) -> float | None:
-    if outcome.bound_seconds is None:
-        return None
-    gap = float(fastest_seconds / outcome.bound_seconds) - 1
-    return gap if gap > ROUNDING else 0.0
+def _claim(outcome: Outcome, fastest_seconds: float, chosen_seconds: float) -> Claim:
+    """The gap is that of the plan that was chosen; a search is complete where nothing beats the fastest it has found."""
+    bound = outcome.bound_seconds
+    if bound is None:
+        return Claim(left_out=outcome.left_out)
+    proven = _share_above(fastest_seconds, bound) == 0
+    return Claim(
+        complete=proven and not outcome.left_out,
+        gap=_share_above(chosen_seconds, min(bound, fastest_seconds)),
+        left_out=outcome.left_out,
+    )
+
+
+def _share_above(seconds: float, bound_seconds: float) -> float:
+    share = float(seconds / bound_seconds) - 1
+    return share if share > ROUNDING else 0.0
 
 
 def _remark(fastest: Costed, taken: Costed, band: float) -> str:

@@ -28,6 +28,8 @@ class Shardings:
         self._answers = {answer.key: answer for answer in problem.legal}
         self._known: dict[Key, tuple[BlockSharding, ...] | None] = {}
         self._proposals: dict[tuple[int, int, bool], tuple[BlockSharding, ...]] = {}
+        self.unsplit: set[int] = set()
+        """Degrees of tp for which nothing is proposed, though a request for them would be given something."""
 
     def of(self, shape: Shape) -> tuple[BlockSharding, ...] | None:
         """The tensors split over tp, as the runtime answered or as proposed; None where the degrees are refused."""
@@ -75,6 +77,8 @@ class Shardings:
             found = self._picked(shape, 1)
             if not found and (self.problem.cluster.device.kind != "cpu" or self.problem.request.tp == shape.tp):
                 found = self._picked(shape, self.problem.global_batch) or plain_sharding(self.problem.graph)
+            elif not found:
+                self.unsplit.add(shape.tp)
             self._proposals[key] = found
         return self._proposals[key]
 

@@ -189,17 +189,21 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
         return
     num_blocks = len(problem.graph.repeated_blocks)
     most = min(MOST_VIRTUAL, num_blocks // shape.pp)
-    deep = num_blocks > FEW_UNITS
+    deep = is_deep(problem)
     for schedule in _open(request.schedule, [kind for kind in SCHEDULES if not (deep and kind == "gpipe")]):
         if schedule == "dualpipev" and shape.num_microbatches < 2 * shape.pp:
             continue  # it fills both ways through the V
         several = schedule in MULTI_STAGE_SCHEDULES
         numbers = [2] if schedule in ("zbv", "dualpipev") else list(range(2, most + 1)) if several else [1]
-        if num_blocks > FEW_UNITS and len(numbers) > 1:  # stages of unlike size only where every one counts
+        if deep and len(numbers) > 1:  # stages of unlike size only where every one counts
             numbers = [number for number in numbers if number == 2 or num_blocks % (number * shape.pp) == 0]
         for virtual in _open(request.virtual, numbers):
             if virtual <= max(1, most):
                 yield schedule, virtual
+
+
+def is_deep(problem: Problem) -> bool:
+    return len(problem.graph.repeated_blocks) > FEW_UNITS
 
 
 def states(problem: Problem, shape: Shape) -> Iterator[tuple[ZeroStage, int | None, OffloadKind]]:

@@ -136,8 +136,14 @@ class Tables:
     def _ways(self, tp: int, cp: int) -> list[Way]:
         """All of them, whatever is asked for in a part of the search; with tp and cp, the compiler has none."""
         compiled = (False, True) if may_compile(self.problem, tp, cp) else (False,)
-        switches = product((False, True) if tp > 1 else (False,), compiled)
-        return [Way(parallel, compiled, "heads") for parallel, compiled in switches]
+        contexts: tuple[ContextWay, ...] = ("heads", "ring") if cp > 1 else ("heads",)
+        switches = product((False, True) if tp > 1 else (False,), compiled, contexts)
+        return [Way(*switch) for switch in switches]
+
+    @property
+    def unsplit(self) -> list[str]:
+        """Degrees of tp that only a request for them makes searched, in words."""
+        return [f"tp {tp}, of which no split of a tensor is worth its communication" for tp in self._shardings.unsplit]
 
     def device_seconds(self, tp: int, cp: int, way: Way) -> float:
         """In this way; infinite where it does not divide the model. Experts that lie over ranks may run better than all together:
