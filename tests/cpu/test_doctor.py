@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from command import TORCHRUN, Cli
 
 from meshwright.core.units import GIB, MIB
@@ -21,10 +22,12 @@ from meshwright.measure.checkup import machine, software
 from meshwright.measure.checkup.between import check_skew
 from meshwright.measure.checkup.finding import Finding, made
 from meshwright.runtime.launch import launch
+from meshwright.runtime.offload import kernel
+from meshwright.runtime.offload.rules import find_rule
 
 CHECKS = [
     "python", "torch", "backends", "devices", "peers", "shared memory", "open files", "disk", "clock", "ports", "host name",
-    "compiler", "extras", "links", "clock skew",
+    "compiler", "offloaded updates", "extras", "links", "clock skew",
 ]  # fmt: skip
 
 
@@ -143,6 +146,25 @@ def test_a_compiler_that_is_missing_or_broken_is_seen(tmp_path: Path, monkeypatc
     broken.write_text("#!/bin/sh\necho no such architecture >&2\nexit 1\n")
     broken.chmod(0o755)
     assert software.check_compiler().found == f"{broken} does not work: no such architecture"
+
+
+def test_the_update_is_compiled_as_a_run_compiles_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with g++ and no cc has a compiler for `--compile`, and none for the update."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kernel.try_kernel.cache_clear()
+    try:
+        assert "no C compiler" in software.check_update().found
+        broken = tmp_path / "cc"
+        broken.write_text("#!/bin/sh\necho no such architecture >&2\nexit 1\n")
+        broken.chmod(0o755)
+        kernel.try_kernel.cache_clear()
+        assert f"{broken} cannot compile it: no such architecture" in software.check_update().found
+        optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
+        with pytest.warns(RuntimeWarning, match="op by op"):
+            find_rule(optimizer, torch.float32, 1)
+    finally:
+        kernel.try_kernel.cache_clear()
 
 
 def test_a_check_that_fails_is_a_problem_and_not_the_end() -> None:

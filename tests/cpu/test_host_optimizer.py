@@ -169,13 +169,13 @@ def test_without_a_compiler(pool: Pools) -> None:
 
 
 def differences_without_kernel(case: Case) -> tuple[float, float]:
-    kernel.find_kernel.cache_clear()
+    kernel.try_kernel.cache_clear()
     kept, kernel.shutil.which = kernel.shutil.which, lambda _: None  # type: ignore[assignment]
     try:
         return differences_on_rank(case, {"share": 0.7})
     finally:
         kernel.shutil.which = kept
-        kernel.find_kernel.cache_clear()
+        kernel.try_kernel.cache_clear()
 
 
 def test_parameters_in_many_pieces(pool: Pools) -> None:

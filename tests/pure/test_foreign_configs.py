@@ -219,14 +219,35 @@ def test_what_a_plan_does_not_do_is_said_only_where_it_is_on() -> None:
     ("optimizer", "slots"),
     [
         ({"type": "AdamW"}, 2),
-        ({"type": "OneBitAdam"}, 2),
-        ({"type": "Lion"}, 1),
+        ({"type": "FusedAdam"}, 2),
         ({"type": "SGD", "params": {"momentum": 0.9}}, 1),
         ({"type": "SGD", "params": {"lr": 0.1}}, 0),
     ],
 )
 def test_what_the_optimizer_keeps(optimizer: dict[str, Any], slots: int) -> None:
-    assert deepspeed(optimizer=optimizer).recipe.optimizer_slots == slots
+    found = deepspeed(optimizer=optimizer)
+    assert found.recipe.optimizer_slots == slots
+    assert found.not_planned == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [("OneBitAdam", 2), ("ZeroOneAdam", 2), ("OneBitLamb", 2), ("Lamb", 2), ("Lion", 1), ("Muon", 1), ("Sophia", 2)],
+)
+def test_what_the_optimizer_does_and_a_plan_does_not_is_said(name: str, slots: int) -> None:
+    found = deepspeed(optimizer={"type": name})
+    assert found.recipe.optimizer_slots == slots
+    (said,) = found.not_planned
+    assert said.startswith("optimizer.type: ")
+    assert name in said
+
+
+def test_other_precisions_and_compilers_are_said() -> None:
+    assert deepspeed(torch_autocast={"enabled": True, "dtype": "bfloat16"}).not_planned
+    assert not deepspeed(torch_autocast={"enabled": False}).not_planned
+    assert accelerate(distributed_type="NO", dynamo_backend="CUDAGRAPHS").not_planned
+    assert not accelerate(distributed_type="NO", dynamo_config={"dynamo_backend": "INDUCTOR"}).not_planned
+    assert not accelerate(distributed_type="NO", dynamo_backend=False).not_planned
 
 
 def test_degrees_and_groups() -> None:

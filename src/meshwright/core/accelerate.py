@@ -87,7 +87,7 @@ def read_accelerate(raw: object, where: str) -> Foreign:
         num_ranks=ranks,
         num_hosts=keys.number("num_machines"),
         without_effect=(*keys.without_effect, *found.without_effect),
-        not_planned=(*keys.not_planned, *found.not_planned, *_eight_bits(keys)),
+        not_planned=(*keys.not_planned, *found.not_planned, *_eight_bits(keys), *_other_compiler(keys)),
     )
 
 
@@ -98,9 +98,8 @@ def _num_ranks(keys: Keys) -> int | None:
 
 def _with_rest(request: PlanRequest, keys: Keys) -> PlanRequest:
     """What every distributed type has: precision, compiled blocks, the mesh."""
-    compiled = keys.values.get("dynamo_config.dynamo_backend", keys.values.get("dynamo_backend"))
     mesh = _parallelism(keys, request.zero or 0)
-    changes = {**mesh, "compile": True if str(compiled).casefold() == "inductor" else None}
+    changes = {**mesh, "compile": True if _compiler(keys) == "inductor" else None}
     if request.precision is None:
         changes["precision"] = _precision(keys)
     return msgspec.structs.replace(request, **changes)
@@ -115,6 +114,18 @@ def _precision(keys: Keys) -> Precision | None:
         return "fp32"
     word = keys.word("mixed_precision", ("no", "fp16", "bf16", "fp8"))
     return {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}.get(str(word))  # type: ignore[return-value]
+
+
+def _compiler(keys: Keys) -> str:
+    """YAML reads a bare `no` as false."""
+    named = keys.values.get("dynamo_config.dynamo_backend", keys.values.get("dynamo_backend"))
+    return "no" if named in (None, False) else str(named).casefold()
+
+
+def _other_compiler(keys: Keys) -> tuple[str, ...]:
+    if _compiler(keys) in ("no", "inductor"):
+        return ()
+    return (f"dynamo_backend: a plan compiles with inductor or not at all: costed without '{_compiler(keys)}'",)
 
 
 def _eight_bits(keys: Keys) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ optimizer.type, gradient_clipping                                               
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +25,28 @@ from meshwright.core.plan import Offload
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 
-SLOTS = {
-    "adam": 2, "adamw": 2, "onebitadam": 2, "zerooneadam": 2, "lamb": 2, "onebitlamb": 2, "fusedadam": 2, "deepspeedcpuadam": 2,
-    "lion": 1, "adagrad": 1, "muon": 1, "sgd": 1,
-}  # fmt: skip
-"""Tensors the size of a parameter that each optimizer keeps; SGD with momentum."""
+
+@dataclass(frozen=True)
+class _Kept:
+    slots: int
+    """Tensors the size of a parameter that an optimizer keeps; SGD's with momentum."""
+    lacks: str = ""
+    """What it does that a plan does not."""
+
+
+_ONE_BIT = "sends its updates in 1 bit and keeps what that rounds away: costed as Adam, with whole gradients"
+_LAMB = "scales every tensor's update by two norms over all ranks: costed as Adam, without them"
+OPTIMIZERS = {
+    **dict.fromkeys(("adam", "adamw", "fusedadam", "deepspeedcpuadam"), _Kept(2)),
+    **dict.fromkeys(("onebitadam", "zerooneadam"), _Kept(2, _ONE_BIT)),
+    "onebitlamb": _Kept(2, f"{_ONE_BIT}, and without Lamb's norms"),
+    **dict.fromkeys(("lamb", "fusedlamb"), _Kept(2, _LAMB)),
+    **dict.fromkeys(
+        ("lion", "fusedlion", "deepspeedcpulion"), _Kept(1, "is not in torch.optim: costed by what it keeps")
+    ),
+    "muon": _Kept(1, "makes the updates of matrices orthogonal: costed without those products"),
+    **dict.fromkeys(("adagrad", "deepspeedcpuadagrad", "sgd"), _Kept(1)),
+}
 
 
 DEFAULT_NVME_FOLDER = "/local_nvme"
@@ -146,9 +164,9 @@ def _recipe(keys: Keys) -> tuple[Recipe, list[str]]:
     parameters = parameters if isinstance(parameters, dict) else {}
     clips = bool(keys.share("gradient_clipping") or parameters.get("max_grad_norm"))
     name = str(keys.values.get("optimizer.type", "AdamW"))
-    slots = SLOTS.get(name.casefold().replace("_", ""))
-    if slots is None:
+    kept = OPTIMIZERS.get(name.casefold().replace("_", ""))
+    if kept is None:
         return Recipe(clips=clips), [f"optimizer.type: what '{name}' keeps is not known: costed as AdamW"]
-    if name.casefold() == "sgd" and not parameters.get("momentum"):
-        slots = 0
-    return Recipe(clips=clips, optimizer_slots=slots, optimizer_scalar_bytes=4 if slots == 2 else 0), []
+    slots = 0 if name.casefold() == "sgd" and not parameters.get("momentum") else kept.slots
+    noted = [f"optimizer.type: '{name}' {kept.lacks}"] if kept.lacks else []
+    return Recipe(clips=clips, optimizer_slots=slots, optimizer_scalar_bytes=4 if slots == 2 else 0), noted

@@ -82,6 +82,11 @@ DEEPSPEED: Known = {
         ),
     },
     "bfloat16": {"enabled": USED},
+    **dict(
+        lacking(
+            "torch_autocast", "costed in the precision that bf16 and fp16 name: give --precision where they name none"
+        )
+    ),
     "amp": {"enabled": USED, **dict(unneeded("opt_level loss_scale", _SCALING))},
     "tensor_parallel": {
         "autotp_size": USED,
@@ -121,7 +126,7 @@ DEEPSPEED: Known = {
         unneeded(
             "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer dataloader_drop_last vocabulary_size hybrid_engine "
             "use_data_before_expert_parallelism prescale_gradients gradient_predivide_factor disable_allgather "
-            "managed_gradient_accumulation graph_harvesting torch_autocast",
+            "managed_gradient_accumulation graph_harvesting",
             "it does not change a plan",
         )
     ),

@@ -24,6 +24,7 @@ def check_machine(folder: Path) -> list[Finding]:
         "ports": machine.check_ports,
         "host name": machine.check_name,
         "compiler": software.check_compiler,
+        "offloaded updates": software.check_update,
         "extras": software.check_extras,
     }
     return [made(name, check) for name, check in checks.items()]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.measure.checkup.finding import Finding, ok, problem, warning
+from meshwright.runtime.offload.kernel import Kernel, find_compiler, try_kernel
 
 LEAST_PYTHON = (3, 11)
 LEAST_TORCH = (2, 11)
@@ -64,9 +65,9 @@ def check_backends() -> Finding:
 
 
 def check_compiler() -> Finding:
-    """One that works: `--compile` needs it on a CPU, and updates on the host run faster with it."""
+    """One for C++ that works: `--compile` needs it on a CPU."""
     compiler = next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
-    fix = "apt install g++ (or your system's); without it --compile fails on a CPU and offloaded updates are slower"
+    fix = "apt install g++ (or your system's); without it --compile fails on a CPU"
     if compiler is None:
         return warning("compiler", "no C++ compiler", fix)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
@@ -80,6 +81,16 @@ def check_compiler() -> Finding:
             said = built.stderr.strip().splitlines()[:1] or ["its program does not run"]
             return warning("compiler", f"{compiler} does not work: {said[0]}", fix)
     return ok("compiler", f"{compiler}, with OpenMP")
+
+
+def check_update() -> Finding:
+    """The compiled update of offloaded state, made as a run makes it: by the same compiler, with the same options."""
+    found = try_kernel()
+    if isinstance(found, Kernel):
+        return ok("offloaded updates", f"compiled by {find_compiler()}")
+    return warning(
+        "offloaded updates", found, "apt install gcc (or your system's); without it updates on the host are slower"
+    )
 
 
 def check_extras() -> Finding:

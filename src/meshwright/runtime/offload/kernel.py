@@ -1,7 +1,8 @@
 """The compiled update (adam.c) and the thread that runs it (queue.c): made once per machine, by the C compiler that torch.compile
 needs too.
 
-Python's interpreter lock is free while it runs. Where there is no compiler, updates run op by op through torch (rules.py).
+Python's interpreter lock is free while it runs. Where there is no compiler, updates run op by op through torch (rules.py), which
+takes longer: the first rank says so.
 """
 
 from __future__ import annotations
@@ -111,33 +112,46 @@ def _kind(tensor: Tensor) -> int:
     return int(tensor.element_size() == 2)
 
 
-@cache
 def find_kernel() -> Kernel | None:
     """None where it cannot be compiled."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
+    found = try_kernel()
+    return found if isinstance(found, Kernel) else None
+
+
+@cache
+def try_kernel() -> Kernel | str:
+    """The compiled update, or why there is none."""
+    compiler = find_compiler()
     if compiler is None:
-        return None
+        return "there is no C compiler (looked for cc, gcc, clang)"
     library = _folder() / f"adam-{_identity(compiler)}.so"
-    if not library.exists() and not _compile(compiler, library):
-        return None
+    trouble = None if library.exists() else _compile(compiler, library)
+    if trouble is not None:
+        return f"{compiler} cannot compile it: {trouble}"
     try:
         return Kernel(ctypes.CDLL(str(library)))
-    except OSError:
-        return None
+    except OSError as error:
+        return f"{library} cannot be loaded: {error}"
 
 
-def _compile(compiler: str, library: Path) -> bool:
-    """Under another name first: several ranks may be at it."""
+def find_compiler() -> str | None:
+    return next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+
+
+def _compile(compiler: str, library: Path) -> str | None:
+    """What went wrong, if anything did. Under another name first: several ranks may be at it."""
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             draft = Path(folder) / library.name
             command = [compiler, *OPTIONS, *map(str, SOURCES), "-o", str(draft), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             draft.replace(library)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return True
+    except subprocess.CalledProcessError as error:
+        return str((error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[0])
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return None
 
 
 def _folder() -> Path:

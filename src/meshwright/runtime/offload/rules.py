@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from meshwright.runtime._torch import foreach_copy
-from meshwright.runtime.offload.kernel import AdamSettings, AdamWork, Kernel, adam_work, find_kernel
+from meshwright.runtime.offload.kernel import AdamSettings, AdamWork, Kernel, adam_work, try_kernel
 
 BY_ENTRY = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 """torch's optimizers that treat every entry by itself."""
@@ -178,10 +180,17 @@ def _nothing() -> None:
 
 def find_rule(optimizer: Optimizer, dtype: torch.dtype, num_threads: int) -> Rule:
     """dtype: of the master weights."""
-    kernel = find_kernel() if is_plain_adam(optimizer) and dtype == torch.float32 else None
-    if kernel is None:
-        return TorchRule(optimizer)
-    return AdamRule(kernel, type(optimizer) is AdamW, num_threads)
+    kernel = try_kernel() if is_plain_adam(optimizer) and dtype == torch.float32 else None
+    if isinstance(kernel, Kernel):
+        return AdamRule(kernel, type(optimizer) is AdamW, num_threads)
+    if kernel is not None and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"updates on the host run op by op, several times slower than compiled ones: {kernel}; install one, and see "
+            "`meshwright doctor`",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return TorchRule(optimizer)
 
 
 def find_device_rule(optimizer: Optimizer, is_narrow: bool, device: torch.device) -> Rule:
