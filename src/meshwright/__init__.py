@@ -30,6 +30,7 @@ _HOMES = {
     "Trace": "meshwright.core.trace",
     "apply": "meshwright._api",
     "capture": "meshwright._api",
+    "clip_grad_norm_": "meshwright.runtime.own_loop.loop",
     "deferred": "meshwright.runtime.deferred",
     "estimate": "meshwright.cost.estimate",
     "plain_plan": "meshwright.core.request",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from meshwright.measure.probe import probe
     from meshwright.report.tables import predicted_vs_measured
     from meshwright.runtime.deferred import deferred
+    from meshwright.runtime.own_loop.loop import clip_grad_norm_
 
 __all__ = [
     "Cluster",
@@ -71,6 +73,7 @@ __all__ = [
     "__version__",
     "apply",
     "capture",
+    "clip_grad_norm_",
     "deferred",
     "estimate",
     "plain_plan",

@@ -13,6 +13,7 @@ import torch
 # Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
 from torch._C import (
     DisableTorchFunction,
+    DisableTorchFunctionSubclass,  # a tensor of a class of ours is taken as any other, while modes go on watching
     DispatchKey,
     _current_autograd_node,
     _SetExcludeDispatchKeyGuard,  # an alias that is made below autograd and still counts in-place changes: see `alias_of`
@@ -41,6 +42,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 __all__ = [
     "DataDependentOutputException",
     "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
     "DispatchKey",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -153,3 +155,9 @@ def has_step_hooks(optimizer: typing.Any) -> bool:
 def forget_step_hooks(optimizer: typing.Any) -> None:
     """Of an optimizer that is a copy: nobody is to see a step that is taken for trial."""
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}
+
+
+def at_end_of_backward(callback: typing.Callable[[], None]) -> None:
+    """Call back when the backward that runs now has made all its gradients. `fully_shard` and replicas end theirs in the same
+    way; torch has no public name for it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from meshwright.core.errors import PlanError
@@ -21,7 +18,7 @@ from meshwright.models.experts import find_experts
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.compile import compile_blocks, compile_loss
-from meshwright.runtime.data_parallel import agree_on_values, give_up_gathered, inner, prepare_microbatch, spread
+from meshwright.runtime.data_parallel import agree_on_values, inner, spread
 from meshwright.runtime.deferred import materialise
 from meshwright.runtime.experts import spread_experts
 from meshwright.runtime.lowered import Values, lower
@@ -33,15 +30,15 @@ from meshwright.runtime.offload.link import open_link
 from meshwright.runtime.offload.optimizer import HostOptimizer, step_on_host
 from meshwright.runtime.offload.threads import ranks_here
 from meshwright.runtime.optimizer import OptimizerFactory, check_optimizer, make_optimizer, named_parameters
+from meshwright.runtime.own_loop.loop import OwnLoop
 from meshwright.runtime.pipeline.cut import cut
 from meshwright.runtime.pipeline.draw import draw
 from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, store
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import join
-from meshwright.runtime.reach import Usage, reach
 from meshwright.runtime.recompute import mark_recompute
-from meshwright.runtime.split.model import SplitModel, split_model, whole_output
+from meshwright.runtime.split.model import SplitModel, split_model
 from meshwright.runtime.split.own_rows import run_on_own_rows
 from meshwright.runtime.watch import Recorder, Watch
 
@@ -96,15 +93,15 @@ def wrap(
     if plan.offload.what == "parameters":
         raise PlanError("a plan that streams its parameters runs backward block by block: use apply(...).step")
     found = _spread(module, plan, optimizer, device, Watch(None), DEFAULT)
-    counter = _MicrobatchCounter(found.module, plan, found.mesh, found.split)
-    found.module.register_forward_pre_hook(counter.before_forward)
+    loop = OwnLoop(found.module, plan, found.mesh, found.split)
+    found.module.register_forward_pre_hook(loop.before_forward)
     host = _offload(found, plan, is_own_loop=True)
     if host is None:
-        found.optimizer.register_step_pre_hook(counter.before_update)
+        found.optimizer.register_step_pre_hook(loop.before_update)
     else:
-        step_on_host(found.optimizer, host, counter.before_update)
+        step_on_host(found.optimizer, host, loop.before_update)
     context = compute_context(plan, torch.device(found.mesh.device_type), found.split.splitter if found.split else None)
-    found.module.forward = _inside(context, found.module, found.split)
+    found.module.forward = loop.around(found.module.forward, context)
     return found.module, found.optimizer
 
 
@@ -176,57 +173,3 @@ def _spread(
     made = make_optimizer(optimizer, module, before)
     check_optimizer(made, plan)
     return _Spread(spread_module, made, mesh, split, pipeline, values)
-
-
-class _MicrobatchCounter:
-    """Counts training forwards between updates, and tells data parallelism which backward is the last."""
-
-    def __init__(self, module: nn.Module, plan: Plan, mesh: DeviceMesh, split: SplitModel | None) -> None:
-        self.module = module
-        self.plan = plan
-        self.split = split
-        self.done = 0
-        self.group = mesh.get_group("dp")
-        self.usage = Usage(inner(module)) if isinstance(module, DistributedDataParallel) else None
-
-    def before_forward(self, module: nn.Module, arguments: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self.done += 1
-            prepare_microbatch(self.module, self.plan, is_last=self.done % self.plan.num_microbatches == 0)
-
-    def before_update(self, *_: Any) -> None:
-        if self.done % self.plan.num_microbatches:
-            raise PlanError(
-                f"optimizer.step() after {self.done} of {self.plan.num_microbatches} microbatches: their gradients are not "
-                "reduced yet; run all of them first, or set num_microbatches in the plan"
-            )
-        self.done = 0
-        self._check_used()
-        if self.split is not None:
-            self.split.settle_gradients(inner(self.module))
-        give_up_gathered(self.module)  # a forward without training in between may have left them
-
-    def _check_used(self) -> None:
-        unused = self.usage.unused(self.group) if self.usage is not None else []
-        self.usage = None
-        if unused:
-            raise PlanError(
-                f"parameter '{unused[0]}' got no gradient on any rank, and replicas would update it with zeros: freeze it with "
-                "requires_grad_(False), or use ZeRO 1, 2 or 3"
-            )
-
-
-def _inside(context: Callable[[], Any], module: nn.Module, split: SplitModel | None) -> Callable[..., Any]:
-    forward = module.forward
-
-    @wraps(forward)
-    def run(*arguments: Any, **options: Any) -> Any:
-        if split is None:
-            with context():
-                return reach(forward(*arguments, **options), module)
-        split.splitter.read((arguments, options))
-        with context():
-            output = forward(*arguments, **options)
-        return reach(whole_output(split.splitter, output), module)
-
-    return run

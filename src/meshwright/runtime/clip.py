@@ -27,12 +27,14 @@ def axes_of_parameters(module: nn.Module, plan: Plan) -> list[tuple[nn.Parameter
     an expert are all over dp, like those of any other parameter. Along pp ranks hold different parameters."""
     places = places_of(module)
     sharded = plan.shard_degree > 1
-    by_zero: Axes = frozenset({"dp"} if sharded else ())
-    all_have: Axes = by_zero | frozenset({"pp"} if plan.mesh.pp > 1 else ())
-    return [
-        (parameter, all_have | {place.axis for place in places.get(name, ()) if not (sharded and place.axis == "ep")})
-        for name, parameter in module.named_parameters()
-    ]
+    by_stages: Axes = frozenset({"pp"} if plan.mesh.pp > 1 else ())
+
+    def axes(name: str, parameter: nn.Parameter) -> Axes:
+        by_zero: Axes = frozenset({"dp"} if sharded and isinstance(parameter, DTensor) else ())
+        cuts = {place.axis for place in places.get(name, ()) if not (sharded and place.axis == "ep")}
+        return by_stages | by_zero | cuts
+
+    return [(parameter, axes(name, parameter)) for name, parameter in module.named_parameters()]
 
 
 def clip(

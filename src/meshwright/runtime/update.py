@@ -38,8 +38,9 @@ class Update:
         self.module = inner(module)
         self.optimizer, self.plan, self.mesh, self.max_norm = optimizer, plan, mesh, max_norm
         self.split, self.pipeline, self.host = split, pipeline, host
+        self._groups = dividing_groups(self.module, plan, mesh)
         is_replicated = isinstance(module, DistributedDataParallel)
-        self.loss_scale = LossScale(self._dividing_groups()) if plan.precision == "fp16" else None
+        self.loss_scale = LossScale(self._groups) if plan.precision == "fp16" else None
         self._usage = Usage(self.module) if is_replicated else None
         # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
         self._keeps_buckets = is_replicated and plan.num_microbatches > 1
@@ -83,17 +84,18 @@ class Update:
 
     def _clip(self, max_norm: float) -> Tensor:
         copies = self.pipeline.tied.second_copies() if self.pipeline is not None else ()
-        return clip(axes_of_parameters(self.module, self.plan), max_norm, self._dividing_groups(), copies)
+        return clip(axes_of_parameters(self.module, self.plan), max_norm, self._groups, copies)
 
     def _forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self._keeps_buckets)
 
-    def _dividing_groups(self) -> dict[Axis, dist.ProcessGroup]:
-        """Along each axis that divides gradients, the ranks that hold the other parts; pp last, which divides all of them."""
-        groups, shards = axis_groups(self.module, self.mesh), shard_group(self.module)
-        found: dict[Axis, dist.ProcessGroup] = {"tp": groups["tp"]} if self.plan.mesh.tp > 1 else {}
-        if "ep" in groups and shards is None:
-            found["ep"] = groups["ep"]
-        if shards is not None:
-            found["dp"] = shards
-        return {**found, "pp": groups["pp"]} if self.plan.mesh.pp > 1 else found
+
+def dividing_groups(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[Axis, dist.ProcessGroup]:
+    """Along each axis that divides gradients, the ranks that hold the other parts; pp last, which divides all of them."""
+    groups, shards = axis_groups(module, mesh), shard_group(module)
+    found: dict[Axis, dist.ProcessGroup] = {"tp": groups["tp"]} if plan.mesh.tp > 1 else {}
+    if "ep" in groups and shards is None:
+        found["ep"] = groups["ep"]
+    if shards is not None:
+        found["dp"] = shards
+    return {**found, "pp": groups["pp"]} if plan.mesh.pp > 1 else found

@@ -57,20 +57,29 @@ class SplitModel:
 
     def settle_gradients(self, module: nn.Module) -> None:
         """Whole parameters that were read by work on parts: their gradients are added up over tp, in one call."""
-        owed = self.splitter.owed
-        if not owed or "tp" not in self.splitter.axes:
-            return
-        gradients = [
-            local(parameter.grad)
-            for name, parameter in module.named_parameters()
-            if self._first_names[name] in owed and parameter.grad is not None
-        ]
+        gradients = self._owed_gradients(module)
         if gradients:
             together = torch.cat([gradient.flatten() for gradient in gradients])
             with along("tp"):
                 dist.all_reduce(together, group=self.splitter.axes["tp"].group)
             for gradient, summed in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
+
+    def unsettle_gradients(self, module: nn.Module) -> None:
+        """Sums become summands again: the first rank's, and zero on the others."""
+        if self.splitter.axes["tp"].rank if "tp" in self.splitter.axes else 0:
+            for gradient in self._owed_gradients(module):
+                gradient.zero_()
+
+    def _owed_gradients(self, module: nn.Module) -> list[Tensor]:
+        owed = self.splitter.owed
+        if not owed or "tp" not in self.splitter.axes:
+            return []
+        return [
+            local(parameter.grad)
+            for name, parameter in module.named_parameters()
+            if self._first_names[name] in owed and parameter.grad is not None
+        ]
 
 
 def split_model(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitModel | None:

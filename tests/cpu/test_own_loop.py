@@ -1,0 +1,197 @@
+"""A user's own loop after `mw.wrap`: what it reads of gradients is what one process would read, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import graph_of, source_of
+from pool import RankPool, this_rank
+from torch import Tensor, nn
+from torch.nn import utils
+
+import meshwright as mw
+from meshwright.cli.shardings import try_sharding
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.plan import Plan
+from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.models.objective import call, slice_batch
+from meshwright.runtime.apply import wrap
+
+Pools = Callable[[int], RankPool]
+NUM_STEPS, SAMPLES, MAX_NORM = 3, 4, 0.05
+GPT, DROPLESS = "gpt", "dropless"
+
+
+def plan_of(model: str, num_ranks: int, **asked: Any) -> Plan:
+    request = PlanRequest(**{"microbatch": SAMPLES, "global_batch": SAMPLES, "precision": "fp64", **asked})
+    return try_sharding(plain_plan(request, graph_of(model), num_ranks, "tests"), source_of(model))
+
+
+def in_two_calls(model: nn.Module) -> Tensor:
+    norm = utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, norm)
+    return norm
+
+
+def by_hand(model: nn.Module, square: Callable[[Tensor], Tensor]) -> Tensor:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = sum(square(gradient) for gradient in gradients) ** 0.5  # type: ignore[operator]
+    for gradient in gradients:
+        gradient.mul_(min(1.0, MAX_NORM / (float(norm) + 1e-6)))
+    return torch.as_tensor(norm)
+
+
+def by_value(model: nn.Module) -> Tensor:
+    utils.clip_grad_value_(model.parameters(), 1e-3)
+    return utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+
+
+CLIPPINGS: dict[str, Callable[[nn.Module], Tensor]] = {
+    "torch": lambda model: utils.clip_grad_norm_(model.parameters(), MAX_NORM),
+    "one by one": lambda model: utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=False),
+    "largest": lambda model: utils.clip_grad_norm_(model.parameters(), MAX_NORM / 10, norm_type=float("inf")),
+    "third order": lambda model: utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type=3.0),
+    "ours": lambda model: mw.clip_grad_norm_(model, MAX_NORM),
+    "in two calls": in_two_calls,
+    "by value": by_value,
+    "norms by hand": lambda model: by_hand(model, lambda g: g.norm() ** 2),
+    "norms of data by hand": lambda model: by_hand(model, lambda g: g.data.norm(2).item() ** 2),  # type: ignore[arg-type,return-value]
+    "squares by hand": lambda model: by_hand(model, lambda g: g.detach().float().double().pow(2).sum()),
+}  # fmt: skip
+
+
+def run_loop(model: str, plan: Plan | None, way: str) -> list[tuple[float, float]]:
+    """Loss and norm of each step."""
+    torch.manual_seed(3)
+    source = source_of(model)
+    module = source.build().double()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=2.0)
+    dp, own, num_microbatches = 1, 0, 1
+    if plan is not None:
+        dp, own = plan.mesh.dp, this_rank().number // (plan.mesh.cp * plan.mesh.tp)
+        num_microbatches = plan.num_microbatches
+        module, optimizer = wrap(module, optimizer, plan, this_rank().device)
+    assert source.example is not None
+    found = []
+    for step in range(NUM_STEPS):
+        batch = slice_batch(source.example(NUM_STEPS * SAMPLES), SAMPLES * step, SAMPLES * (step + 1))
+        share = slice_batch(batch, own * SAMPLES // dp, (own + 1) * SAMPLES // dp)
+        size, loss = SAMPLES // dp // num_microbatches, 0.0
+        for index in range(num_microbatches):
+            part = slice_batch(share, index * size, (index + 1) * size)
+            part_loss = source.objective.loss(call(module, part), part) / num_microbatches
+            part_loss.backward()
+            loss += float(part_loss.detach())
+        norm = float(CLIPPINGS[way](module))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss, norm))
+    return found
+
+
+PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tp": (GPT, 2, {"tp": 2}),
+    "tp, tied": ("tied", 2, {"tp": 2}),
+    "tp, sequence parallel": (GPT, 2, {"tp": 2, "sequence_parallel": True}),
+    "tp, microbatches": (GPT, 2, {"tp": 2, "microbatch": 2, "sequence_parallel": True}),
+    "tp, ZeRO 1": (GPT, 2, {"tp": 2, "zero": 1}),
+    "tp, ZeRO 3": (GPT, 2, {"tp": 2, "zero": 3}),
+    "dp": (GPT, 2, {"microbatch": 2}),
+    "ZeRO 1": (GPT, 2, {"zero": 1, "microbatch": 1}),
+    "ZeRO 2": (GPT, 2, {"zero": 2, "microbatch": 1}),
+    "ZeRO 3": (GPT, 2, {"zero": 3, "microbatch": 2}),
+    "cp": (GPT, 2, {"cp": 2}),
+    "cp, ZeRO 2": (GPT, 2, {"cp": 2, "zero": 2}),
+    "ep": (DROPLESS, 2, {"ep": 2, "microbatch": 2}),
+    "ep, ZeRO 1": (DROPLESS, 2, {"ep": 2, "zero": 1, "microbatch": 2}),
+    "tp, dp": (GPT, 4, {"tp": 2, "microbatch": 2}),
+    "tp, dp, ZeRO 2": (GPT, 4, {"tp": 2, "zero": 2, "microbatch": 1, "sequence_parallel": True}),
+    "tp, cp": (GPT, 4, {"tp": 2, "cp": 2}),
+}
+
+
+def check_loop(pool: Pools, plan: str, way: str) -> None:
+    model, num_ranks, asked = PLANS[plan]
+    expected = run_loop(model, None, way)
+    every = pool(num_ranks).run(run_loop, model, plan_of(model, num_ranks, **asked), way)
+    for step, (loss, norm) in enumerate(expected):
+        assert sum(found[step][0] for found in every) / num_ranks == pytest.approx(loss, rel=1e-10)
+        for found in every:
+            assert found[step][1] == pytest.approx(norm, rel=1e-8 if "by hand" in way else 1e-10)
+    assert expected[0][1] > MAX_NORM or way in ("largest", "by value"), "nothing was clipped"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_torch_clips_by_the_norm_of_one_process(pool: Pools, plan: str) -> None:
+    check_loop(pool, plan, "torch")
+
+
+@pytest.mark.parametrize("way", [way for way in CLIPPINGS if way != "torch"])
+@pytest.mark.parametrize("plan", ["tp, sequence parallel", "tp, ZeRO 3"])
+def test_every_way_to_clip(pool: Pools, plan: str, way: str) -> None:
+    check_loop(pool, plan, way)
+
+
+def two_backwards(plan: Plan | None) -> list[float]:
+    """Two losses of one forward, each with its backward; a second forward whose backward comes after."""
+    torch.manual_seed(3)
+    source = source_of(GPT)
+    module = source.build().double()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=2.0)
+    if plan is not None:
+        module, optimizer = wrap(module, optimizer, plan, this_rank().device)
+    assert source.example is not None
+    batch, found = source.example(SAMPLES), []
+    for _ in range(NUM_STEPS):
+        output, second = call(module, batch), call(module, batch)
+        source.objective.loss(output, batch).backward(retain_graph=True)
+        output.square().mean().backward()
+        second.abs().mean().backward()
+        found.append(float(utils.clip_grad_norm_(module.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return found
+
+
+def test_a_second_backward_adds_to_settled_gradients(pool: Pools) -> None:
+    plan = plan_of(GPT, 2, tp=2, sequence_parallel=True)
+    for found in pool(2).run(two_backwards, plan):
+        assert found == pytest.approx(two_backwards(None), rel=1e-10)
+
+
+REFUSALS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "of parts in a row": (lambda model: utils.parameters_to_vector(p.grad for p in model.parameters()).norm(), "'cat'"),
+    "of a spread": (lambda model: [p.grad.std() for p in model.parameters()], "'std' of gradients that lie over tp"),
+    "along a dim": (lambda model: [p.grad.sum(0) for p in model.parameters()], "'sum' along a dim"),
+    "of a matrix": (lambda model: [torch.linalg.norm(p.grad, 2) for p in model.parameters()], "'linalg_norm' with order 2"),
+}  # fmt: skip
+
+
+def refused_reading(plan: Plan, reading: str) -> str:
+    source = source_of(GPT)
+    module = source.build().double()
+    model, _ = wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), plan, this_rank().device)
+    assert source.example is not None
+    batch = source.example(plan.microbatch)
+    source.objective.loss(call(model, batch), batch).backward()
+    try:
+        utils.clip_grad_norm_(model.parameters(), 1.0) if reading == "between" else REFUSALS[reading][0](model)
+    except MeshwrightError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("reading", REFUSALS)
+def test_what_parts_do_not_add_up_to_is_refused(pool: Pools, reading: str) -> None:
+    for said in pool(2).run(refused_reading, plan_of(GPT, 2, tp=2), reading):
+        assert REFUSALS[reading][1] in said
+
+
+@pytest.mark.parametrize("asked", [{}, {"zero": 2}, {"tp": 2}])
+def test_norms_between_microbatches_are_refused(pool: Pools, asked: dict[str, Any]) -> None:
+    plan = plan_of(GPT, 2, microbatch=1, **asked)
+    for said in pool(2).run(refused_reading, plan, "between"):
+        assert f"after 1 of {plan.num_microbatches} microbatches" in said
