@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from meshwright.models.audio import AudioShape, SpeechShape, random_audio, random_speech
 from meshwright.models.objective import IGNORED_LABEL, Batch, map_batch, num_samples
 
 MASKED_SHARE = 0.15
@@ -45,7 +46,7 @@ class VectorShape:
     classes: int
 
 
-Shape = TextShape | ImageShape | VectorShape
+Shape = TextShape | ImageShape | VectorShape | AudioShape | SpeechShape
 Example = Callable[[int], Batch]
 """n samples with random content, the same at every call."""
 
@@ -53,6 +54,8 @@ Example = Callable[[int], Batch]
 def random_examples(shape: Shape) -> Example:
     if isinstance(shape, TextShape):
         return random_text(shape)
+    if isinstance(shape, AudioShape | SpeechShape):
+        return random_audio(shape) if isinstance(shape, AudioShape) else random_speech(shape)
     return random_images(shape) if isinstance(shape, ImageShape) else random_vectors(shape)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from meshwright.core.errors import InputError, ModelError, nearest
-from meshwright.models.examples import ImageShape, Task, TextShape, random_examples
+from meshwright.models.audio import WAVE, AudioShape, audio_shape, short_wave, small_sounds
+from meshwright.models.examples import ImageShape, Shape, Task, TextShape, random_examples
 from meshwright.models.reference import SMALL_DEPTH
 from meshwright.models.source import ModelSource
 
@@ -49,10 +50,14 @@ def _shrunk(name: str, config: Any) -> ModelSource:
     for key, value in config.to_dict().items():
         if isinstance(value, float) and any(word in key for word in RANDOM):
             setattr(small, key, 0.0)
+    if hasattr(small, "apply_spec_augment"):
+        small.apply_spec_augment = False  # hides frames that numpy draws
     small._experts_implementation = "eager"  # one expert after another: torch's grouped product knows no float64
     shape = _shape(small)
     if isinstance(shape, TextShape):
         shape = dataclasses.replace(shape, seq=min(shape.seq, SMALL_SEQ))
+    if isinstance(shape, AudioShape) and shape.name == WAVE and len(shape.size) == 1:
+        shape = dataclasses.replace(shape, size=(short_wave(small, SMALL_SEQ),))
     return ModelSource(f"{name} (shrunk)", lambda: _build(small), random_examples(shape), shape)
 
 
@@ -61,7 +66,8 @@ def _limits(config: Any) -> dict[str, int]:
     depth = dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"), SMALL_DEPTH)
     length = dict.fromkeys(("max_position_embeddings", "n_positions"), SMALL_SEQ)
     patch = getattr(config, "patch_size", None)
-    return depth | length | ({"image_size": SMALL_GRID * patch} if isinstance(patch, int) else {})
+    image = {"image_size": SMALL_GRID * patch} if isinstance(patch, int) else {}
+    return depth | length | image | small_sounds(config, SMALL_SEQ)
 
 
 def _read(text: str) -> Any:
@@ -119,16 +125,40 @@ def _make(config: Any, named: str | None) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def _shape(config: Any) -> TextShape | ImageShape:
+def _shape(config: Any) -> Shape:
+    sounds = audio_shape(config, _named_class(config))
+    if sounds is not None:
+        return sounds
     if hasattr(config, "num_channels") and (hasattr(config, "image_size") or not hasattr(config, "vocab_size")):
-        size = getattr(config, "image_size", USUAL_IMAGE)
+        size = _side(getattr(config, "image_size", USUAL_IMAGE))
         return ImageShape(size=size, classes=config.num_labels, channels=config.num_channels)
+    if not hasattr(config, "vocab_size"):
+        raise InputError(
+            f"no example batch can be made for a config of type '{config.model_type}', which names no vocabulary, images or "
+            "sounds: write path/to/file.py:function that returns (module, batch)"
+        )
     longest = (
         getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST_EXAMPLE
     )
     return TextShape(
         seq=min(longest, LONGEST_EXAMPLE), vocab=config.vocab_size, task=_task(config), classes=config.num_labels
     )
+
+
+def _named_class(config: Any) -> type | None:
+    import transformers
+
+    return getattr(transformers, str((config.architectures or [""])[0]), None)
+
+
+def _side(size: Any) -> int:
+    """Of square images; some configs give height and width."""
+    sides = set(size) if isinstance(size, list | tuple) else {size}
+    if len(sides) > 1:
+        raise InputError(
+            f"image_size is {list(size)}: example images are square; give one number, or write path/to/file.py:function"
+        )
+    return int(sides.pop())
 
 
 def _task(config: Any) -> Task:

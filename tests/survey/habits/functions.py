@@ -7,13 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-WIDTH, INNER, SEQ, CLASSES, DEPTH = 16, 32, 8, 6, 4
+WIDTH, INNER, SEQ, VOCAB, DEPTH = 16, 32, 8, 24, 4
 
 
 def batch(samples: int = 8) -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(0)
-    features = torch.randn(samples, SEQ, WIDTH, generator=random)
-    return {"x": features, "labels": torch.randint(CLASSES, (samples, SEQ), generator=random)}
+    text = torch.randint(VOCAB, (samples, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    return {"x": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
 
 
 class Swish(Function):
@@ -176,7 +175,7 @@ class BackwardHook(Block):
 class Stack(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
-        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.stem, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList([kind() for _ in range(DEPTH)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -191,7 +190,7 @@ class Adversarial(Stack):
 
     def __init__(self) -> None:
         super().__init__(Block)
-        self.domain = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, CLASSES))
+        self.domain = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, VOCAB))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)

@@ -7,13 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
-WIDTH, INNER, SEQ, CLASSES, DEPTH = 16, 32, 8, 6, 4
+WIDTH, INNER, SEQ, VOCAB, DEPTH = 16, 32, 8, 24, 4
 
 
 def batch(samples: int = 8) -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(0)
-    features = torch.randn(samples, SEQ, WIDTH, generator=random)
-    return {"x": features, "labels": torch.randint(CLASSES, (samples, SEQ), generator=random)}
+    text = torch.randint(VOCAB, (samples, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    return {"x": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
 
 
 class Block(nn.Module):
@@ -28,7 +27,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
-        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.stem, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,7 +165,7 @@ class Unreached(Stack):
 
     def __init__(self) -> None:
         super().__init__([Block() for _ in range(DEPTH)])
-        self.other = nn.Linear(WIDTH, CLASSES)
+        self.other = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.stem(x)
