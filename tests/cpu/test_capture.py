@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright
 from meshwright.capture.blocks import find_blocks
-from meshwright.capture.build import build_on_meta
 from meshwright.capture.capture import capture, capture_source
 from meshwright.capture.recording import Recording
 from meshwright.capture.stand_ins import Arithmetic
@@ -22,6 +21,7 @@ from meshwright.capture.stretches import find_stretches
 from meshwright.capture.trace import trace
 from meshwright.core.errors import CaptureError, InputError, ModelError
 from meshwright.core.graph import Graph, Pass, Precision, Segment, identity
+from meshwright.models.faked.build import build_on_meta
 from meshwright.models.objective import Objective, call
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import resolve

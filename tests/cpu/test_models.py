@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.capture.blocks import find_blocks
-from meshwright.capture.build import build_on_meta
 from meshwright.core.errors import ModelError
 from meshwright.measure.exact import exact
 from meshwright.models.bert import BERT, BERTOptions
 from meshwright.models.coatnet import Attention, grid_offsets
 from meshwright.models.examples import TextShape, masked, random_text
+from meshwright.models.faked.build import build_on_meta
 from meshwright.models.gpt import GPT, GPTOptions
 from meshwright.models.llama import Llama, LlamaOptions
 from meshwright.models.objective import IGNORED_LABEL, call

@@ -9,17 +9,17 @@ from torch import nn
 
 from meshwright.capture.assemble import FEW, MORE, Assembly, affine
 from meshwright.capture.blocks import block_of_parameter, find_blocks
-from meshwright.capture.build import build_on_meta
 from meshwright.capture.flowing import find_flow
 from meshwright.capture.groups import CannotSkip, Group, find_groups
 from meshwright.capture.recording import Recording
 from meshwright.capture.regions import expert_parameters
 from meshwright.capture.stand_ins import Arithmetic
 from meshwright.capture.trace import trace
-from meshwright.core.errors import GuessWarning, ModelError
+from meshwright.core.errors import CaptureError, GuessWarning, ModelError
 from meshwright.core.flow import Flow
 from meshwright.core.graph import Casting, Graph, Parameter, Precision
 from meshwright.models.examples import repeat_samples
+from meshwright.models.faked.build import build_followable, can_be_built
 from meshwright.models.objective import DEFAULT, Batch, Objective
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import ModelSource
@@ -42,11 +42,17 @@ def capture(
 
 
 def capture_source(source: ModelSource, precision: Precision = "fp32", casting: Casting = "autocast") -> Graph:
-    """Capture a named model without giving it memory."""
+    """Capture a named model without giving it memory, where that is possible."""
     if source.example is None:
         raise ModelError(f"{source.name} returned a module alone: return (module, batch) so that it can be followed")
-    module = build_on_meta(source.build)
-    return capture(module, source.example(FEW), source.objective, source.name, precision, casting)
+    module = build_followable(source.build)
+    try:
+        return capture(module, source.example(FEW), source.objective, source.name, precision, casting)
+    except CaptureError:
+        if not can_be_built(module):
+            raise
+    # its forward may meet something it keeps of `meta`: with memory it is as in a run
+    return capture(source.build(), source.example(FEW), source.objective, source.name, precision, casting)
 
 
 class Subject:

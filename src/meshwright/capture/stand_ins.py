@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.capture.blocks import block_of_parameter
 from meshwright.core.graph import Casting, Precision
+from meshwright.models.faked.attributes import fake_attributes, plain_tensors
 from meshwright.models.objective import Batch, map_batch
 
 LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,3 +87,15 @@ def fake_batch(batch: Batch, arithmetic: Arithmetic) -> Batch:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
 
     return map_batch(replace, batch)
+
+
+@contextmanager
+def faked_attributes(module: nn.Module, arithmetic: Arithmetic) -> Iterator[None]:
+    """Tensors that are plain attributes stay as they are in every precision but fp64, in which a model is compared whole."""
+    before = list(plain_tensors(module))
+    fake_attributes(module, torch.float64 if arithmetic.precision == "fp64" else None)
+    try:
+        yield
+    finally:
+        for attributes, name, tensor in before:
+            attributes[name] = tensor

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from meshwright.models.faked.unchanged import unchanged
 from meshwright.models.fakes import no_log_of_fakes
 from meshwright.models.packed import nothing_packed
 
@@ -18,7 +19,7 @@ from meshwright.models.packed import nothing_packed
 def quiet_surroundings(module: nn.Module) -> Iterator[None]:
     """All of them."""
     with ExitStack() as stack:
-        for part in (_no_collection(), _no_compilation(), no_log_of_fakes(), nothing_packed(), _unchanged(module)):
+        for part in (_no_collection(), _no_compilation(), no_log_of_fakes(), nothing_packed(), unchanged(module)):
             stack.enter_context(part)
         yield
 
@@ -41,15 +42,3 @@ def _no_compilation() -> Iterator[None]:
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.filterwarnings("ignore", message="Using `torch.compile")  # that hooks are then called otherwise
         yield
-
-
-@contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """What a forward sets on its module, a counter or a loss of its own, is as it was before."""
-    before = [(part, dict(vars(part))) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for part, attributes in before:
-            vars(part).clear()
-            vars(part).update(attributes)

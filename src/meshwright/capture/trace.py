@@ -16,7 +16,15 @@ from meshwright.capture.place import Place
 from meshwright.capture.recording import ExitEntry, Recording
 from meshwright.capture.regions import mark_regions
 from meshwright.capture.skip import Skipper
-from meshwright.capture.stand_ins import Arithmetic, buffer_bytes, buffers_of, fake_batch, parameters_of, stand_ins
+from meshwright.capture.stand_ins import (
+    Arithmetic,
+    buffer_bytes,
+    buffers_of,
+    fake_batch,
+    faked_attributes,
+    parameters_of,
+    stand_ins,
+)
 from meshwright.capture.storages import Storages, stored_bytes
 from meshwright.capture.surroundings import quiet_surroundings
 from meshwright.capture.watch import Watcher
@@ -55,6 +63,7 @@ def trace(
         skipper = Skipper(recording, place, storages)
         with (
             quiet_surroundings(module),
+            faked_attributes(module, arithmetic),
             _noting(parameters, recording),
             place.watching(_left(recording, storages)),
             skipper.guarding(module, groups),

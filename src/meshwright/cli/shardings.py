@@ -92,15 +92,12 @@ def split_tensors(sharding: tuple[BlockSharding, ...]) -> set[tuple[str, str, tu
 
 def try_sharding(plan: Plan, source: ModelSource) -> Plan:
     """The plan with what was found legal for its degree of tp."""
-    import torch
-
+    from meshwright.models.faked.build import build_followable
     from meshwright.runtime.split.legal import legal_plan
 
     if (plan.mesh.tp == 1 and plan.mesh.cp == 1) or source.example is None:
         return plan
-    with torch.device("meta"):
-        module = source.build()
-    return legal_plan(plan, module, source.example(2))
+    return legal_plan(plan, build_followable(source.build), source.example(2))
 
 
 def _file(plan: Plan, model: str) -> Path | None:

@@ -98,9 +98,8 @@ def write_plan(folder: RunFolder, settings: Settings, decision: Decision) -> Non
 
 def _shapes(model: str) -> dict[str, tuple[int, ...]]:
     """Of a model's tensors by name; takes no memory."""
-    import torch
-
+    from meshwright.models.faked.build import build_followable
     from meshwright.models.source import resolve
 
-    with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in resolve(model).build().state_dict().items()}
+    built = build_followable(resolve(model).build)
+    return {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}

@@ -23,6 +23,7 @@ from meshwright.core.plan import Plan
 from meshwright.measure.exact import exact
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.examples import repeat_samples
+from meshwright.models.faked.attributes import widen_attributes
 from meshwright.models.objective import (
     IGNORED_LABEL,
     Batch,
@@ -130,7 +131,7 @@ def masked_unevenly(batch: Batch) -> Batch:
 
 
 def _loss(module: nn.Module, batch: Batch, objective: Objective) -> float:
-    module = module.double()
+    module = widen_attributes(module.double())
     silence_modules(module)
     for part in module.modules():
         if isinstance(part, BATCH_NORMS):

@@ -32,6 +32,7 @@ from meshwright.core.plan import Plan
 from meshwright.measure.exact import exact
 from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly
 from meshwright.measure.silence import silence, silence_modules
+from meshwright.models.faked.attributes import widen_attributes
 from meshwright.models.objective import Batch, Objective, call, map_batch, slice_batch, tensors_of
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
@@ -148,7 +149,7 @@ def _build(source: ModelSource) -> nn.Module:
 
 def _drawing(source: ModelSource) -> nn.Module:
     torch.manual_seed(SEED)
-    return source.build().double()
+    return widen_attributes(source.build().double())
 
 
 def _reference(source: ModelSource) -> tuple[_Reference, set[str]]:

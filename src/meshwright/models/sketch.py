@@ -7,7 +7,6 @@ it will go on every stage. Nothing is communicated: all ranks come to the same S
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,6 +18,9 @@ from torch import Tensor, nn
 from meshwright.core.flow import OUTSIDE
 from meshwright.models.discovery import Discovery
 from meshwright.models.experts import idle_experts
+from meshwright.models.faked.attributes import plain_tensors
+from meshwright.models.faked.copies import copy_module
+from meshwright.models.faked.unchanged import unchanged
 from meshwright.models.fakes import no_log_of_fakes
 from meshwright.models.objective import Batch, Objective, call
 from meshwright.models.steps import Answer, Steps
@@ -66,7 +68,7 @@ class Sketch:
         discovery = self._discovery = Discovery(self)
         try:
             with no_log_of_fakes():
-                with self.computing(), discovery:
+                with unchanged(self.module), self.computing(), discovery:
                     output = call(self.module, batch)
                 discovery.objective(objective, output, batch)
         finally:
@@ -85,10 +87,10 @@ class Sketch:
             for name in self.blocks:
                 for buffer in module.get_submodule(name).buffers():
                     made[id(buffer)] = self._fake(buffer, dtype)
-            for buffer in module.buffers():
-                if buffer.is_meta:
-                    made[id(buffer)] = self._fake(buffer, dtype)
-        return copy.deepcopy(module, made)
+            for tensor in (*module.buffers(), *(tensor for *_, tensor in plain_tensors(module))):
+                if tensor.is_meta:
+                    made[id(tensor)] = self._fake(tensor, dtype)
+        return copy_module(module, made)
 
     def _fake(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         kept = dtype if tensor.is_floating_point() else tensor.dtype

@@ -11,7 +11,6 @@ it, under the Splitter. What comes out is a plan that says what will run:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from math import gcd
 from typing import Any
@@ -25,6 +24,9 @@ from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
 from meshwright.models.experts import idle_experts
+from meshwright.models.faked.attributes import fake_attributes
+from meshwright.models.faked.copies import copy_module
+from meshwright.models.faked.unchanged import unchanged
 from meshwright.models.fakes import no_log_of_fakes
 from meshwright.models.objective import Batch, call
 from meshwright.models.packed import nothing_packed
@@ -52,17 +54,19 @@ def legal_plan(plan: Plan, module: nn.Module, batch: Batch) -> Plan:
     """The plan with shardings that run. The module may be on the meta device; the batch is one microbatch."""
     if plan.mesh.tp == 1 and plan.mesh.cp == 1:
         return plan
-    followed = _with_idle_experts(module)
-    with no_log_of_fakes(), nothing_packed():
+    followed, mode = _with_idle_experts(module), FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fake_attributes(followed, None)
+    with no_log_of_fakes(), nothing_packed(), unchanged(followed):
         if plan.mesh.tp > 1 and plan.sharding:
-            trial = _Trial(followed, batch, plan)
+            trial = _Trial(followed, batch, plan, mode)
             plan = msgspec.structs.replace(plan, sharding=tuple(trial.legal(rule) for rule in plan.sharding))
         if plan.mesh.cp > 1 or plan.sequence_parallel:
-            _check_tokens(followed, batch, plan)
+            _check_tokens(followed, batch, plan, mode)
     return plan
 
 
-def _check_tokens(module: nn.Module, batch: Batch, plan: Plan) -> None:
+def _check_tokens(module: nn.Module, batch: Batch, plan: Plan, mode: FakeTensorMode) -> None:
     """Tokens that lie over ranks go through the whole model: it is followed once as the plan will run it."""
     degrees = {axis: getattr(plan.mesh, axis) for axis in TOKEN_AXES}
     splitter = Splitter(
@@ -80,7 +84,7 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan) -> None:
         for name in plan.blocks
     ]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with mode:
             parameters = faked(module, first_alike(module, plan))
             if AXIS in splitter.axes:
                 _cut_parameters(parameters, sharded_tensors(module, plan), splitter)
@@ -119,9 +123,9 @@ def _cut_parameters(
 
 
 class _Trial:
-    def __init__(self, module: nn.Module, batch: Batch, plan: Plan) -> None:
+    def __init__(self, module: nn.Module, batch: Batch, plan: Plan, mode: FakeTensorMode) -> None:
         self.module, self.degree = module, plan.mesh.tp
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = mode
         self.alike = first_alike(module, plan)
         firsts = [expand_names(rule.for_blocks)[0] for rule in plan.sharding if rule.for_blocks]
         with alike_once(module, plan.blocks):
@@ -249,7 +253,7 @@ class _Trial:
 
 def _with_idle_experts(module: nn.Module) -> nn.Module:
     """A copy, with the same parameters."""
-    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
+    copied = copy_module(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
     idle_experts(copied)
     return copied
 

@@ -1,0 +1,182 @@
+"""Models as people write them: each has one habit that a follower of modules must live with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCAB, SEQ, WIDTH = 32, 8, 16
+TABLES: dict[int, Tensor] = {}
+
+
+def text(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    tokens = torch.randint(VOCAB, (4, SEQ + 1), generator=torch.Generator().manual_seed(0), device="cpu")
+    return module, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x)))) * self.scale(x)
+
+    def scale(self, x: Tensor) -> Any:
+        return 1.0
+
+
+class Lambda(MLP):
+    """A function that the constructor wrote, as minGPT's MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = nn.ModuleDict({"fc": nn.Linear(WIDTH, WIDTH), "proj": nn.Linear(WIDTH, WIDTH)})
+        self.more = parts
+        self.function: Callable[[Tensor], Tensor] = lambda x: parts["proj"](torch.tanh(parts["fc"](x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.function(x)
+
+
+class OwnDevice(MLP):
+    """Keeps its device, and a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = next(self.parameters()).device
+        self.slopes = torch.linspace(0.5, 1.0, SEQ)[:, None]
+
+    def scale(self, x: Tensor) -> Any:
+        return self.slopes.to(x.device) + torch.arange(x.shape[1], device=self.device)[:, None]
+
+
+class Reads(MLP):
+    """Its constructor reads a value of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = torch.linspace(0.0, 1.0, 3)[1].item()
+
+    def scale(self, x: Tensor) -> Any:
+        return self.rate
+
+
+class Lists(OwnDevice):
+    """Keeps tensors in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = [torch.ones(SEQ, 1), torch.ones(1)]
+
+    def scale(self, x: Tensor) -> Any:
+        return (self.tables[0] * self.tables[1]).to(x)
+
+
+def positions(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device)[:, None].to(x.dtype) / SEQ
+
+
+class Attribute(MLP):
+    table: Tensor | None = None
+
+    def scale(self, x: Tensor) -> Any:
+        if self.table is None:
+            self.table = positions(x)
+        return self.table
+
+
+class InDict(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def scale(self, x: Tensor) -> Any:
+        if x.shape[1] not in self.tables:
+            self.tables[x.shape[1]] = positions(x)
+        return self.tables[x.shape[1]]
+
+
+class Buffer(MLP):
+    table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+
+    def scale(self, x: Tensor) -> Any:
+        if self.table is None:
+            self.register_buffer("table", positions(x), persistent=False)
+        return self.table
+
+
+class Global(MLP):
+    def scale(self, x: Tensor) -> Any:
+        if x.shape[1] not in TABLES:
+            TABLES[x.shape[1]] = positions(x)
+        return TABLES[x.shape[1]]
+
+
+@functools.lru_cache
+def kept_positions(length: int, dtype: torch.dtype) -> Tensor:
+    return (torch.arange(length)[:, None] / SEQ).to(dtype)
+
+
+class Kept(MLP):
+    def scale(self, x: Tensor) -> Any:
+        return kept_positions(x.shape[1], x.dtype)
+
+
+class Model(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([block() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def function() -> Any:
+    return text(Model(Lambda))
+
+
+def own_device() -> Any:
+    return text(Model(OwnDevice))
+
+
+def reads() -> Any:
+    return text(Model(Reads))
+
+
+def lists() -> Any:
+    return text(Model(Lists))
+
+
+def cached_attribute() -> Any:
+    return text(Model(Attribute))
+
+
+def cached_dict() -> Any:
+    return text(Model(InDict))
+
+
+def cached_buffer() -> Any:
+    return text(Model(Buffer))
+
+
+def cached_global() -> Any:
+    return text(Model(Global))
+
+
+def cached_function() -> Any:
+    return text(Model(Kept))
