@@ -1,10 +1,11 @@
 """`make survey`: run the survey's cells, print what they came to, and write docs/survey.md.
 
-    python tests/cpu/survey.py [--only "swin pp2"] [--kinds traceback,wrong] [--again] [--at-once 2] [--no-write]
+    python tests/cpu/survey.py [--only "swin pp2"] [--kinds traceback,wrong] [--again] [--at-once 2] [--no-write] [--folder DIR]
 
 What a cell came to is kept in runs/survey.json as it ends, with a hash of src/ and of the architecture's file: a run that was cut
 goes on where it was, and only cells that are missing or stale are run. The exit code is 1 where a cell is wrong, ends in a
-traceback or hangs.
+traceback or hangs. Architectures of another folder are run and printed alike; what they came to is kept in DIR/.survey-results, and
+the page is left as it is.
 """
 
 from __future__ import annotations
@@ -17,25 +18,27 @@ from pathlib import Path
 from typing import Any
 
 from forked import command_template
-from survey_cells import ROOT, Architecture, Cell, Outcome, architectures, cells, run_cells, stamp
+from survey_cells import FOLDER, ROOT, Architecture, Cell, Outcome, architectures, cells, run_cells, stamp
 from survey_page import KINDS, Found, bad, tables, write
 
 KEPT = ROOT / "runs" / "survey.json"
+RESULTS = ".survey-results"
+"""In another folder; no architecture is called so."""
 
 
 def main() -> int:
     asked = _arguments()
-    every = architectures()
+    every, is_ours = architectures(asked.folder), asked.folder == FOLDER
     stamps = {one.name: stamp(one) for one in every}
-    kept = Kept(KEPT)
-    todo = [cell for cell in cells() if _is_asked(cell, asked, kept, stamps)]
+    kept = Kept(KEPT if is_ours else asked.folder / RESULTS)
+    todo = [cell for cell in cells(asked.folder) if _is_asked(cell, asked, kept, stamps)]
     _run(todo, asked.at_once, kept, stamps)
     found = kept.found(every)
     page = tables(every, found)
     print(page)
-    if not asked.no_write:
+    if is_ours and not asked.no_write:
         write(page)
-    stale = sum(not kept.is_fresh(cell, stamps) for cell in cells())
+    stale = sum(not kept.is_fresh(cell, stamps) for cell in cells(asked.folder))
     if stale:
         print(f"{stale} cells are stale or were not run: run again without --only to fill them", file=sys.stderr)
     wrong = bad(found)
@@ -49,6 +52,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", default="", help=f"cells that came to one of {','.join(KINDS)} before")
     parser.add_argument("--again", action="store_true", help="also cells that are up to date")
     parser.add_argument("--at-once", type=int, default=2, help="cells that run side by side")
+    parser.add_argument("--folder", type=lambda name: Path(name).resolve(), default=FOLDER, help="other architectures")
     parser.add_argument("--no-write", action="store_true", help="leave docs/survey.md as it is")
     return parser.parse_args()
 

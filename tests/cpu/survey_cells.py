@@ -1,6 +1,6 @@
 """The survey's cells: every architecture of tests/survey under every plan, by `meshwright parity` as people start it.
 
-An architecture is a file in a folder of tests/survey; the folder's name is its group:
+An architecture is a file in tests/survey or in a folder of it, whose name is its group:
 
     NAME.json    a Hugging Face config                                          hf:NAME.json
     FILE.py      each public function without arguments is one, by its name     FILE.py:function
@@ -86,7 +86,8 @@ class Outcome:
 
 
 def architectures(folder: Path = FOLDER) -> list[Architecture]:
-    found = [one for file in sorted(folder.glob("*/*")) for one in _in_file(file)]
+    files = sorted([*folder.glob("*.*"), *folder.glob("*/*.*")], key=lambda file: (file.parent != folder, file))
+    found = [one for file in files for one in _in_file(file)]
     names = [one.name for one in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -108,8 +109,8 @@ def _takes_any(function: ast.FunctionDef) -> bool:
     return bool(given.posonlyargs or given.args or given.kwonlyargs or given.vararg or given.kwarg)
 
 
-def cells() -> list[Cell]:
-    return [Cell(architecture, plan) for architecture in architectures() for plan in PLANS]
+def cells(folder: Path = FOLDER) -> list[Cell]:
+    return [Cell(architecture, plan) for architecture in architectures(folder) for plan in PLANS]
 
 
 def stamp(architecture: Architecture) -> str:

@@ -56,13 +56,15 @@ def test_how_a_command_ended_is_read(code: int, out: str, err: str, kind: str, w
 def test_a_file_in_the_folder_is_an_architecture(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "net.json").write_text("{}")
+    (tmp_path / "alone.json").write_text("{}")
     (tmp_path / "mine" / "nets.py").write_text(
         "def one(): ...\ndef _helper(): ...\ndef of(width): ...\ndef two(): ...\n"
     )
     found = architectures(tmp_path)
-    assert [(one.group, one.name) for one in found] == [("mine", "net"), ("mine", "one"), ("mine", "two")]
-    assert found[0].model == f"hf:{tmp_path}/mine/net.json"
-    assert found[1].model == f"{tmp_path}/mine/nets.py:one"
+    assert [one.name for one in found] == ["alone", "net", "one", "two"]
+    assert {one.group for one in found[1:]} == {"mine"}
+    assert found[1].model == f"hf:{tmp_path}/mine/net.json"
+    assert found[2].model == f"{tmp_path}/mine/nets.py:one"
 
 
 def test_two_of_one_name_are_refused(tmp_path: Path) -> None:
