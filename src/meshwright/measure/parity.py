@@ -8,9 +8,11 @@ parameter. A difference counts relative to the largest entry of the reference te
 
 The bound grows with depth and machine epsilon; the floor keeps gradients that are zero but for rounding (the bias of an
 attention key) from being compared with themselves. Both sides run inside `exact`, so that no cast of the model's own leaves
-float64, and inside `silence`, since two runs could not draw alike. Where the mathematics depends on the local batch (batch
-norm, expert capacity) the reference runs the same microbatch groups one after another; else it runs the global batch at once,
-and a loss that is not the mean of its parts' is refused for a plan that cuts the batch (`mean_loss`).
+float64, and inside `silence`, since two runs could not draw alike. Where the mathematics depends on the local batch (batch norm,
+expert capacity), or a forward leaves something behind (a buffer, a counter, a teacher's parameters), the reference runs the same
+microbatches one after another, each from the state that the first dp rank has then, as DistributedDataParallel sends it round;
+else it runs the global batch at once, and a loss that is not the mean of its parts' is refused for a plan that cuts the batch
+(`mean_loss`). Buffers are compared after the last step: the first rank's.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.codec import Value
 from meshwright.core.errors import ModelError
 from meshwright.core.plan import Plan
+from meshwright.measure.carried import carries_state, from_one_state
 from meshwright.measure.exact import exact
 from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly
 from meshwright.measure.silence import silence, silence_modules
@@ -70,6 +73,8 @@ class ParityResult(Value, kw_only=True):
 class _Reference:
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    in_groups: bool
+    """Whether it runs the plan's microbatches one after another."""
 
 
 def parity_rank(payload: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +89,8 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     if source.example is None:
         raise ModelError(f"{source.name} returned a module alone: return (module, batch) so that it can be run")
     check_mean_loss(lambda: _build(source), source.example(plan.global_batch), source.objective, plan)
-    reference, silenced = _reference(source)
+    batches = source.example(num_steps * plan.global_batch)
+    reference, silenced = _reference(source, slice_batch(batches, 0, plan.microbatch))
     with building(plan):
         module = _build(source)
     program = apply(module, plan, optimizer=_optimizer, objective=source.objective, device=rank.device)
@@ -94,7 +100,6 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     _observe(program, gradients)
     slack = SLACK * (BATCH_NORM_SLACK if _has_batch_norm(reference.module) else 1.0)
     tally = _Tally(bound=slack * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
-    batches = source.example(num_steps * plan.global_batch)
     for step in range(num_steps):
         batch = masked_unevenly(slice_batch(batches, step * plan.global_batch, (step + 1) * plan.global_batch))
         gradients.clear()
@@ -109,6 +114,8 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
         program.host.settle()
     held = _of_all_stages(_parameters(program.module, program.mesh), plan)
     tally.parameters(held, _parameters(reference.module))
+    program.sync_buffers()
+    tally.buffers(_of_all_stages(_buffers(program.module), plan), _buffers(reference.module))
     return msgspec.structs.replace(tally.result(), silenced=tuple(sorted(silenced)))
 
 
@@ -152,11 +159,14 @@ def _drawing(source: ModelSource) -> nn.Module:
     return widen_attributes(source.build().double())
 
 
-def _reference(source: ModelSource) -> tuple[_Reference, set[str]]:
+def _reference(source: ModelSource, microbatch: Batch) -> tuple[_Reference, set[str]]:
     """The reference, and the classes of its parts that drew random numbers."""
     module = _drawing(source)
     silenced = silence_modules(module)
-    return _Reference(module, _optimizer([p for p in module.parameters() if p.requires_grad])), silenced
+    with _surroundings(True, None):
+        carries = carries_state(module, lambda: _loss(module, microbatch, source))
+    in_groups = carries or _runs_in_groups(module, source.objective)
+    return _Reference(module, _optimizer([p for p in module.parameters() if p.requires_grad]), in_groups), silenced
 
 
 # Gradients that are zero but for rounding must not become steps: with the usual eps of 1e-8 they are multiplied by 1e5.
@@ -165,16 +175,20 @@ _optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-5)
 
 def _step(reference: _Reference, batch: Batch, source: ModelSource, plan: Plan) -> float:
     """Loss and gradients of the global batch in one process."""
-    groups = list(_groups(batch, plan)) if _runs_in_groups(reference.module, source.objective) else [batch]
-    total = sum(source.objective.count(group) for group in groups)
+    rounds = list(_groups(batch, plan)) if reference.in_groups else [[batch]]
+    total = sum(source.objective.count(group) for groups in rounds for group in groups)
     loss = 0.0
-    for group in groups:
-        moved = map_batch(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, group)
-        mean = source.objective.loss(call(reference.module, moved), moved)
-        weighted = mean * (source.objective.count(group) / total)
-        weighted.backward()
-        loss += float(weighted.detach())
+    for groups in rounds:
+        for group in from_one_state(reference.module, groups) if reference.in_groups else groups:
+            weighted = _loss(reference.module, group, source) * (source.objective.count(group) / total)
+            weighted.backward()
+            loss += float(weighted.detach())
     return loss
+
+
+def _loss(module: nn.Module, batch: Batch, source: ModelSource) -> Tensor:
+    moved = map_batch(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+    return source.objective.loss(call(module, moved), moved)
 
 
 def _has_batch_norm(module: nn.Module) -> bool:
@@ -185,14 +199,13 @@ def _runs_in_groups(module: nn.Module, objective: Objective) -> bool:
     return depends_on_batch(module, objective) or _has_batch_norm(module)
 
 
-def _groups(batch: Batch, plan: Plan) -> Iterator[Batch]:
-    """Samples that a batch norm sees together: a microbatch of one rank, or of all, where the plan synchronises them."""
+def _groups(batch: Batch, plan: Plan) -> Iterator[list[Batch]]:
+    """For each microbatch the samples that a batch norm sees together: those of each rank, or of all of them, where the plan
+    synchronises them."""
     starts = range(0, plan.global_batch, plan.microbatch)
-    together = [[start] for start in starts]
-    if plan.sync_batch_norm:
-        together = [list(starts[number :: plan.num_microbatches]) for number in range(plan.num_microbatches)]
-    for group in together:
-        yield _joined([slice_batch(batch, start, start + plan.microbatch) for start in group])
+    for number in range(plan.num_microbatches):
+        own = [slice_batch(batch, start, start + plan.microbatch) for start in starts[number :: plan.num_microbatches]]
+        yield [_joined(own)] if plan.sync_batch_norm else own
 
 
 def _joined(batches: list[Batch]) -> Batch:
@@ -214,6 +227,10 @@ def _gradients(module: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, T
 
 def _parameters(module: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
     return _whole(dict(module.named_parameters()), module, mesh)
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().to("cpu", torch.float64) for name, buffer in module.named_buffers()}
 
 
 def _whole(tensors: Mapping[str, Tensor], module: nn.Module, mesh: DeviceMesh | None) -> dict[str, Tensor]:
@@ -251,6 +268,11 @@ class _Tally:
 
     def parameters(self, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         self._tensors("parameter", "after the last step: ", found, expected)
+
+    def buffers(self, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+        num_tensors, self.num_tensors = self.num_tensors, 0
+        self._tensors("parameter", "after the last step: buffer ", found, expected)
+        self.num_tensors = num_tensors
 
     def _tensors(self, kind: str, words: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         self.num_tensors = len(expected)

@@ -90,11 +90,14 @@ def random_vectors(shape: VectorShape) -> Example:
 
 
 def repeat_samples(batch: Batch) -> Example:
-    """As many samples as asked for, made of the ones there are."""
+    """As many samples as asked for, made of the ones there are: these in order, then some drawn again and again, so that ranks and
+    microbatches differ in what they see."""
 
     def example(samples: int) -> Batch:
-        times = -(-samples // num_samples(batch))
-        return map_batch(lambda tensor: torch.cat([tensor] * times)[:samples], batch)
+        given = num_samples(batch)
+        drawn = torch.randint(given, (max(samples - given, 0),), generator=torch.Generator().manual_seed(0))
+        numbers = torch.cat([torch.arange(min(given, samples)), drawn])
+        return map_batch(lambda tensor: tensor[numbers.to(tensor.device)], batch)
 
     return example
 

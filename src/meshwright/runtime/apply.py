@@ -95,6 +95,7 @@ def wrap(
     found = _spread(module, plan, optimizer, device, Watch(None), DEFAULT)
     loop = OwnLoop(found.module, plan, found.mesh, found.split)
     found.module.register_forward_pre_hook(loop.before_forward)
+    found.module.register_forward_hook(loop.after_forward)
     host = _offload(found, plan, is_own_loop=True)
     if host is None:
         found.optimizer.register_step_pre_hook(loop.before_update)

@@ -42,6 +42,7 @@ from meshwright.runtime.samples import microbatches_of, share_of
 from meshwright.runtime.scaling import LossScale
 from meshwright.runtime.split.model import SplitModel
 from meshwright.runtime.step import StepOutput
+from meshwright.runtime.synced_buffers import SyncedBuffers
 from meshwright.runtime.tally import Peers, Tally
 from meshwright.runtime.update import UnusedError, Update
 from meshwright.runtime.watch import Watch
@@ -88,6 +89,7 @@ class Program:
         self._update = Update(module, optimizer, plan, mesh, max_norm, split, pipeline, host)
         self._coordinate = mesh.get_local_rank("pp")
         self._dropped = Dropped(module)
+        self._buffers = SyncedBuffers(self.module, self._dp)
         states = pipeline.states if pipeline is not None else {}
         self._dropped_of = {stage: Dropped(state.held) for stage, state in states.items()}
 
@@ -243,8 +245,11 @@ class Program:
         if self.host is not None:
             self.host.begin(is_last)
         moved = self._moved(microbatch)
+        self._buffers.before_forward()
         with self.watch.region("forward"):
-            return self._loss(moved)
+            loss = self._loss(moved)
+        self._buffers.after_forward()
+        return loss
 
     def _moved(self, microbatch: Batch) -> Batch:
         """Where the module is; a split model is told what its tokens are."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +15,7 @@ from meshwright.core.plan import Plan
 from meshwright.models.follow import Follower
 from meshwright.runtime._torch import _get_current_function_mode_stack
 from meshwright.runtime.selective import selective
+from meshwright.runtime.side_effects import Call, SideEffects
 from meshwright.runtime.watch import Watch
 
 
@@ -21,25 +23,40 @@ def mark_recompute(module: nn.Module, plan: Plan, watch: Watch) -> None:
     """Wrap the forward of the plan's blocks. Module names stay as they are: no wrapper module is put in between."""
     for name in plan.recomputed("full"):
         block = module.get_submodule(name)
-        block.forward = _recomputed(block.forward, {} if plan.compile else {"context_fn": _watched(watch)})
+        block.forward = _compiled(block.forward) if plan.compile else _recomputed(block, name, watch)
     for name in plan.recomputed("selective"):
         block = module.get_submodule(name)
         block.forward = selective(block, name, watch)
 
 
-def _recomputed(forward: Callable[..., Any], extra: dict[str, Any]) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled code takes no contexts of ours: there the second run is part of backward."""
 
     @wraps(forward)
     def run(*arguments: Any, **options: Any) -> Any:
-        return checkpoint(forward, *arguments, use_reentrant=False, **extra, **options)
+        return checkpoint(forward, *arguments, use_reentrant=False, **options)
 
     return run
 
 
-def _watched(watch: Watch) -> Callable[[], tuple[Any, Any]]:
-    """What the first run and the second one are inside of."""
-    return lambda: (nullcontext(), _again(watch, _modes()))
+def _recomputed(block: nn.Module, name: str, watch: Watch) -> Callable[..., Any]:
+    forward, effects = block.forward, SideEffects(block, name)
+
+    @wraps(forward)
+    def run(*arguments: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **options)
+        call = effects.begin((arguments, options))
+
+        def contexts() -> tuple[Any, Any]:
+            """What the first run and the second one are inside of."""
+            return nullcontext(), _again(watch, _modes(), call)
+
+        made = checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **options)
+        call.end()
+        return made
+
+    return run
 
 
 def _modes() -> list[Any]:
@@ -49,9 +66,10 @@ def _modes() -> list[Any]:
 
 
 @contextmanager
-def _again(watch: Watch, modes: list[Any]) -> Iterator[None]:
+def _again(watch: Watch, modes: list[Any], call: Call) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(watch.region("recompute"))
+        stack.enter_context(call.as_before())
         for mode in modes:
             stack.enter_context(mode)
         yield

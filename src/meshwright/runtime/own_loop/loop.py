@@ -26,6 +26,7 @@ from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_mi
 from meshwright.runtime.own_loop.gradients import Gradients
 from meshwright.runtime.reach import Usage, reach
 from meshwright.runtime.split.model import SplitModel, whole_output
+from meshwright.runtime.synced_buffers import SyncedBuffers
 from meshwright.runtime.update import dividing_groups
 
 
@@ -38,6 +39,7 @@ class OwnLoop:
         self.group = mesh.get_group("dp")
         self.usage = Usage(inner(module)) if isinstance(module, DistributedDataParallel) else None
         own = inner(module)
+        self.buffers = SyncedBuffers(own, self.group)
         self.gradients = Gradients(axes_of_parameters(own, plan), dividing_groups(own, plan, mesh))
         self._is_settled = self._in_backward = False
 
@@ -46,6 +48,11 @@ class OwnLoop:
         if module.training and torch.is_grad_enabled():
             self.done += 1
             prepare_microbatch(self.module, self.plan, is_last=self._is_last())
+            self.buffers.before_forward()
+
+    def after_forward(self, module: nn.Module, *_: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.buffers.after_forward()
 
     def around(self, forward: Callable[..., Any], context: Callable[[], Any]) -> Callable[..., Any]:
         """The module's forward as the plan computes it; its output is whole, and tells when a backward begins."""

@@ -39,6 +39,7 @@ from meshwright.runtime.pipeline.tied import TiedTensors
 from meshwright.runtime.pipeline.weights import WeightsLater
 from meshwright.runtime.pipeline.wiring import Wiring, lay_out
 from meshwright.runtime.split.layout import lay, layout_of
+from meshwright.runtime.synced_buffers import SyncedBuffers
 
 Context = Callable[[], AbstractContextManager[Any]]
 Key = tuple[int, int]
@@ -80,6 +81,10 @@ class Pipeline:
         self.tied.copy_first()
         ranks = state_mesh(plan, mesh) if plan.zero else mesh["dp"]
         self.states = {number: StageState(module, found.stages[number], plan, mesh, ranks) for number in self.mine}
+        self.buffers = {
+            number: SyncedBuffers(state.held, mesh.get_group("dp"), keeps_graphs=True)
+            for number, state in self.states.items()
+        }
         schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
         self.later = WeightsLater() if schedule.splits_backward else None
         self.last_backward = schedule.last_backwards(self.here)
@@ -101,12 +106,17 @@ class Pipeline:
         wiring = self.wiring(batch)
         arrivals = Arrivals(self.post.arrived.pop(key, {}), wiring.needs_gradient)
         run = StageRun(wiring, action.stage, arrivals.tensors, self.sketch.fakes)
+        buffers = self.buffers[action.stage]
+        trains = torch.is_grad_enabled()
+        if trains:
+            buffers.before_forward()
         with self.later or nullcontext(), compute():
             made: tuple[dict[int, Tensor], Tensor | None] = self.states[action.stage].held(
                 batch, partial(self._run_stage, run, objective)
             )
         sent, loss = made
-        if torch.is_grad_enabled():
+        if trains:
+            buffers.after_forward()
             self.in_flight[key] = InFlight(wiring, arrivals, sent, loss)
             self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         following = (action.stage + 1, action.microbatch)

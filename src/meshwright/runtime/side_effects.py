@@ -1,0 +1,114 @@
+"""Side effects of a block that backward runs again: the second run begins where the first one began, and leaves nothing.
+
+    attributes, items of lists, dicts and sets     put back as they were, and afterwards as they are
+    buffers and parameters that it writes          for the second run, copies from before the first take their place
+
+Which tensors a block writes is learned in its first call, for which all are copied; later calls copy those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import ModelError
+from meshwright.models.snapshot import Snapshot
+
+Copies = dict[tuple[nn.Module, str], Tensor]
+"""Where a tensor is registered → its value before the call."""
+
+
+class SideEffects:
+    """Of one block."""
+
+    def __init__(self, block: nn.Module, name: str) -> None:
+        self.block, self.name = block, name
+        self.parts: list[nn.Module] | None = None
+        """Those that change when the block is called; None before its first call."""
+        self.written: list[tuple[nn.Module, str]] = []
+
+    def begin(self, arguments: Any) -> Call:
+        return Call(self, arguments)
+
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Where the tensors are that may be written."""
+        if self.parts is not None:
+            return self.written
+        return [(part, name) for part in self.block.modules() for name in (*part._parameters, *part._buffers)]
+
+
+class Call:
+    """One call of a block: what it began with, until backward has run it again."""
+
+    def __init__(self, effects: SideEffects, arguments: Any) -> None:
+        self.effects = effects
+        parts = effects.block.modules() if effects.parts is None else effects.parts
+        self.before = Snapshot(parts, arguments=arguments)
+        self.copies: Copies = {}
+        for place in effects.places():
+            tensor = registered(place)
+            if tensor is not None:
+                self.copies[place] = tensor.detach().clone()
+        self.versions = [(part, name, b._version) for part, name, b in _buffers(effects.block)]
+
+    def end(self) -> None:
+        """After the first run."""
+        effects = self.effects
+        if effects.parts is None:
+            effects.parts = self.before.changed_parts()
+            effects.written = [place for place, copy in self.copies.items() if _differs(registered(place), copy)]
+            self.copies = {place: self.copies[place] for place in effects.written}
+        else:
+            self._check()
+
+    def _check(self) -> None:
+        names = {id(part): path for path, part in self.effects.block.named_modules()}
+        for part, name, version in self.versions:
+            buffer = part._buffers.get(name)
+            if buffer is not None and buffer._version != version and (part, name) not in self.copies:
+                raise ModelError(
+                    f"buffer '{'.'.join(filter(None, (self.effects.name, names[id(part)], name)))}' is written in this forward "
+                    "and was not in the first one: its value from before is not there for recompute; write it in every forward, or "
+                    "set recompute to none for this block"
+                )
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """For the second run."""
+        now = Snapshot(self.before.parts, arguments=[held for held, _ in self.before.items.values()])
+        originals = {place: registered(place) for place in self.copies}
+        self.before.restore()
+        for place, copy in self.copies.items():
+            original, made = originals[place], copy.clone()
+            _register(place, nn.Parameter(made, original.requires_grad) if isinstance(original, nn.Parameter) else made)
+        try:
+            yield
+        finally:
+            now.restore()
+            for place, tensor in originals.items():
+                _register(place, tensor)
+
+
+def registered(place: tuple[nn.Module, str]) -> Tensor | None:
+    part, name = place
+    return part._parameters[name] if name in part._parameters else part._buffers.get(name)
+
+
+def _register(place: tuple[nn.Module, str], tensor: Any) -> None:
+    part, name = place
+    (part._parameters if name in part._parameters else part._buffers)[name] = tensor
+
+
+def _buffers(block: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for part in block.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                yield part, name, buffer
+
+
+def _differs(tensor: Tensor | None, copy: Tensor) -> bool:
+    return tensor is None or tensor.shape != copy.shape or not torch.equal(tensor.detach(), copy)

@@ -1,0 +1,82 @@
+"""Buffers that a forward writes (moving averages, codebooks, power iterations), the same on all dp ranks.
+
+Every rank moves them by its own samples. Before the next forward the first rank's count, as DistributedDataParallel has it. Which
+ones are written is learned in the first forward; a batch norm's are left out: training does not read them, and
+`Program.sync_buffers` sends them round before anything else does.
+
+A stage of a pipeline keeps graphs of several microbatches: there each forward gets buffers of its own, so that no backward meets a
+value that a later forward wrote.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.core.errors import ModelError
+from meshwright.runtime.gather import all_ranks
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class SyncedBuffers:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, keeps_graphs: bool = False) -> None:
+        """group: the dp ranks. keeps_graphs: whether a forward may run before the backward of the one before it."""
+        self.module, self.group, self.keeps_graphs = module, group, keeps_graphs
+        self.written: list[str] | None = None
+        """None until the first forward is done."""
+        self._before: dict[str, tuple[Tensor, int, Tensor | None]] = {}
+
+    def before_forward(self) -> None:
+        for name in self.written or ():
+            buffer = self.module.get_buffer(name)
+            made = buffer.detach().clone() if self.keeps_graphs else buffer.detach()
+            if self.group.size() > 1:
+                dist.broadcast(made, group=self.group, group_src=0)
+            if self.keeps_graphs:
+                self._replace(buffer, made)
+        first = self.written is None
+        self._before = {
+            name: (buffer, buffer._version, buffer.detach().clone() if first else None)
+            for name, buffer in self._buffers().items()
+        }
+
+    def after_forward(self) -> None:
+        """Every rank of the group calls it."""
+        found = [name for name, buffer in self._buffers().items() if self._is_written(name, buffer)]
+        if self.written is None:
+            everywhere = all_ranks(found, self.group) if self._before and self.group.size() > 1 else [found]
+            self.written = sorted({name for names in everywhere for name in names})
+        else:
+            self._check(found)
+        self._before.clear()
+
+    def _is_written(self, name: str, buffer: Tensor) -> bool:
+        if name not in self._before:
+            return self.written is None
+        before, version, value = self._before[name]
+        if value is None:
+            return buffer is before and buffer._version != version
+        return value.shape == buffer.shape and not torch.equal(value, buffer.detach())
+
+    def _check(self, found: list[str]) -> None:
+        assert self.written is not None
+        late = next((name for name in found if name not in self.written), None)
+        if late is not None and self.group.size() > 1:
+            raise ModelError(
+                f"buffer '{late}' is written in this forward and was not in the first one: the dp ranks cannot know of each other "
+                "that it must be sent round; write it in every forward, if with the value it has, or set dp to 1"
+            )
+
+    def _buffers(self) -> dict[str, Tensor]:
+        own = {
+            id(buffer) for part in self.module.modules() if isinstance(part, BATCH_NORMS) for buffer in part.buffers()
+        }
+        return {name: buffer for name, buffer in self.module.named_buffers() if id(buffer) not in own}
+
+    def _replace(self, buffer: Tensor, made: Tensor) -> None:
+        for part in self.module.modules():
+            for name, one in part._buffers.items():
+                if one is buffer:
+                    part._buffers[name] = made

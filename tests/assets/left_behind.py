@@ -1,0 +1,105 @@
+"""Small language models whose forwards leave more behind than what they return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+V, D, S, B = 48, 16, 8, 4
+Made = tuple[nn.Module, dict[str, Tensor], Any]
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(V, (B, S + 1), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous().float()}
+
+
+def loss(output: Any, given: dict[str, Tensor]) -> Tensor:
+    """The second of two outputs is a loss of its own."""
+    logits, extra = output if isinstance(output, tuple) else (output, 0.0)
+    return F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten().long()) + 0.1 * extra
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(D), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class LM(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, D)
+        self.blocks = nn.ModuleList([block() for _ in range(num_blocks)])
+        self.head = nn.Linear(D, V)
+
+    def trunk(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.head(self.trunk(input_ids))
+
+
+# ---------------------------------------------------------------- buffers
+
+
+class Counting(Block):
+    """A buffer and a plain number, both of which the result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.calls += 1
+        return super().forward(x) * (1 + 0.01 * self.count + 0.02 * self.calls)
+
+
+def counting() -> Made:
+    return LM(Counting), batch(), loss
+
+
+class Averaging(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(D))
+        self.register_buffer("slow", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().mean((0, 1))
+        self.mean.data.lerp_(now, 0.1)
+        self.slow = 0.9 * self.slow + 0.1 * now
+        return super().forward(x - self.mean - self.slow)
+
+
+def averaging() -> Made:
+    module = LM(Averaging)
+    module.depends_on_batch = True  # type: ignore[assignment]
+    return module, batch(), loss
+
+
+def spectral() -> Made:
+    module = LM()
+    for block in module.blocks:
+        block.mlp.up = nn.utils.spectral_norm(block.mlp.up)
+    return module, batch(), loss

@@ -1,0 +1,42 @@
+"""What a forward leaves behind beside its result: right under every plan, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cases import ASSETS, graph_of, source_of
+from pool import RankPool, this_rank
+
+from meshwright.core.plan import Plan
+from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.measure.parity import ParityResult, compare
+
+Pools = Callable[[int], RankPool]
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "zero3": (2, {"zero": 3}),
+    "recompute": (2, {"recompute": "full"}),
+    "pp2": (2, {"pp": 2, "microbatch": 2}),
+    "pp2 interleaved": (2, {"pp": 2, "microbatch": 2, "virtual": 2, "schedule": "interleaved"}),
+    "pp2 x dp2": (4, {"pp": 2, "dp": 2, "microbatch": 2, "recompute": "full"}),
+}
+"""Ranks and what is asked for."""
+
+
+def plan_of(model: str, plan: str) -> Plan:
+    num_ranks, asked = PLANS[plan]
+    request = PlanRequest(**{"precision": "fp64", "global_batch": 8, "microbatch": 2, **asked})
+    return plain_plan(request, graph_of(f"{ASSETS}/left_behind.py:{model}"), num_ranks, "tests")
+
+
+def compare_on_rank(model: str, plan: Plan) -> ParityResult:
+    return compare(source_of(f"{ASSETS}/left_behind.py:{model}"), plan, 3, this_rank())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", ["counting", "averaging", "spectral"])
+def test_buffers_and_counters(pool: Pools, model: str, plan: str) -> None:
+    for result in pool(PLANS[plan][0]).run(compare_on_rank, model, plan_of(model, plan)):
+        assert result.ok, result.first_difference
