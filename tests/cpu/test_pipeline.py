@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 from cases import ASSETS, graph_of, hand_cluster, source_of
 from pool import RankError, RankPool, this_rank
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from meshwright.core.collective import Collective
@@ -21,6 +23,7 @@ from meshwright.core.names import compact_names
 from meshwright.core.plan import Plan, Stage
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.schedule import Action
 from meshwright.cost.estimate import Estimator
 from meshwright.measure.parity import ParityResult, Tamper, compare
 from meshwright.measure.record import StepRecorder
@@ -123,7 +126,11 @@ def lose_a_gradient(program: Program) -> None:
     assert program.pipeline is not None
     links = program.pipeline.links
     send = links.send_like
-    links.send_like = lambda to, tensors: send(to, [tensor / 2 for tensor in tensors])  # type: ignore[method-assign]
+
+    def halved(to: int, tensors: list[Tensor], action: Action) -> None:
+        send(to, [tensor / 2 for tensor in tensors] if action.kind == "send_backward" else tensors, action)
+
+    links.send_like = halved  # type: ignore[method-assign]
 
 
 def forget_ties(program: Program) -> None:
@@ -151,6 +158,40 @@ def test_a_planted_error_is_found(pool: Pools, tamper: Tamper, row: Row, found: 
     for result in pool(2).run(compare_on_rank, row.model, row.plan(), 1, tamper):
         assert result.first_difference is not None
         assert result.first_difference.startswith(f"step 0: gradient of {found}")
+
+
+# What is kept of messages
+
+
+def kept_messages(plan: Plan) -> tuple[int, int, int, int]:
+    """The most tensors under way at once and at the end of a step, how many were sent, and how many of those that were
+    released are still in memory."""
+    program = apply(source_of(DEEP).build(), plan, optimizer=torch.optim.SGD, device=this_rank().device)
+    assert program.pipeline is not None
+    links, counts, sent = program.pipeline.links, [0], []
+    post = links._post
+
+    def counted(coordinate: int, tensor: Tensor, action: Action) -> None:
+        post(coordinate, tensor, action)
+        sent.append(weakref.ref(links.under_way[-1].tensor))
+        counts.append(len(links.under_way))
+
+    links._post = counted  # type: ignore[method-assign]
+    example = source_of(DEEP).example
+    assert example is not None
+    program.step(example(plan.global_batch))
+    gc.collect()
+    return max(counts), len(links.under_way), len(sent), sum(one() is not None for one in sent)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb", "interleaved"])
+def test_what_was_sent_is_freed_when_it_has_arrived(pool: Pools, schedule: str) -> None:
+    virtual = {"virtual": 2} if schedule == "interleaved" else {}
+    plan = Row(DEEP, {"schedule": schedule, "microbatch": 1, "global_batch": 16, **virtual}).plan()
+    for most, left, number, alive in pool(2).run(kept_messages, plan):
+        assert number >= 16, "every microbatch crosses"
+        assert most <= 8, "of 16 microbatches"
+        assert left == alive == 0
 
 
 # What is predicted

@@ -274,12 +274,15 @@ def test_transfers_by_hand() -> None:
         assert found.idle_seconds == (6, 6)
 
 
-def test_what_is_requested_holds_its_taker_alone() -> None:
-    """The first goes on at once; the second waits a transfer for every message, however long it has been there."""
-    stages = equal_stages(2, 1, 2, 0, transfer=3)
-    first, second = timeline(make_order("gpipe", 2, 2), stages, "requested")
-    assert [span.start_seconds for span in first[:2]] == [0, 1]
-    assert [span.start_seconds for span in second[:2]] == [4, 8]
+def test_what_is_requested_is_asked_for_one_action_ahead() -> None:
+    """The first goes on at once. The second asks for its first message when it needs it, for the next while it works."""
+    stages = equal_stages(2, 2, 2, 0, transfer=3)
+    first, second = timeline(make_order("gpipe", 2, 3), stages, "requested")
+    assert [span.start_seconds for span in first[:3]] == [0, 2, 4]
+    assert [span.start_seconds for span in second[:3]] == [5, 8, 11]  # asked for at 5 and 8, a transfer each
+    quick_link = equal_stages(2, 2, 2, 0, transfer=1)
+    _, second = timeline(make_order("gpipe", 2, 3), quick_link, "requested")
+    assert [span.start_seconds for span in second[:3]] == [3, 5, 7]  # crosses while the second works
 
 
 def test_a_blocking_send_holds_its_maker() -> None:

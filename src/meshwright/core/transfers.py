@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from meshwright.core.placement import Placement, coordinate_of
-from meshwright.core.schedule import Action, ActionKind, Order
+from meshwright.core.schedule import COMPUTE_KINDS, Action, ActionKind, Order
 
 SENDS: dict[ActionKind, ActionKind] = {
     "forward": "send_forward", "backward": "send_backward", "backward_inputs": "send_backward",
@@ -70,3 +70,48 @@ class _Wires:
         if action.kind not in SENDS or not 0 <= other < len(self.homes):
             return None
         return None if self.homes[other] == self.homes[action.stage] else other
+
+
+def receives_ahead(row: tuple[Action, ...]) -> dict[int, tuple[Action, ...]]:
+    """Which receives to post before each piece of work: those of the next piece. By the work's place in the row."""
+    found: dict[int, tuple[Action, ...]] = {}
+    place = None
+    for number, action in enumerate(row):
+        if action.kind in COMPUTE_KINDS:
+            place = number
+        elif action.kind in RECEIVES.values() and place is not None:
+            found[place] = (*found.get(place, ()), action)
+    return found
+
+
+def receipts(rows: tuple[tuple[Action, ...], ...], coordinate: int) -> dict[Action, tuple[Action, ...]]:
+    """Which sends of a coordinate have arrived when one of its receives has: those that the other side had taken before it sent
+    this message. Each send stands at the first receive that tells."""
+    homes = {action.stage: number for number, row in enumerate(rows) for action in row}
+    own = [action for action in rows[coordinate] if action.kind in RECEIVES.values()]
+    sent = {_receive_of(action): action for action in rows[coordinate] if action.kind in SENDS.values()}
+    told: set[Action] = set()
+    found: dict[Action, tuple[Action, ...]] = {}
+    for receive in own:
+        send = _send_of(receive)
+        row = rows[homes[send.stage]]
+        taken = [sent[action] for action in row[: row.index(send)] if action in sent]
+        new = tuple(action for action in taken if action not in told)
+        told.update(new)
+        if new:
+            found[receive] = new
+    return found
+
+
+def _receive_of(send: Action) -> Action:
+    forward = send.kind == "send_forward"
+    return Action(
+        "receive_forward" if forward else "receive_backward", send.stage + (1 if forward else -1), send.microbatch
+    )
+
+
+def _send_of(receive: Action) -> Action:
+    forward = receive.kind == "receive_forward"
+    return Action(
+        "send_forward" if forward else "send_backward", receive.stage - (1 if forward else -1), receive.microbatch
+    )

@@ -2,7 +2,8 @@
 
     start of an action = max(end of the action before it, arrival of what it needs)
     asynchronous   a message leaves when it is made and the link is free, and arrives a transfer later; nobody is held
-    requested      a message leaves when it is made and its taker has nothing else to do, and holds the taker until it arrives
+    requested      a message leaves when it is made and its taker has asked for it, and arrives a transfer later. Takers ask one
+                   action ahead, but for a stage's first message, and for a gradient of what the action before makes
                    (gloo's: what is sent stays where it is until the other side asks for it)
     blocking       a message leaves when it is made and its taker has nothing else to do; it holds the taker until it
                    arrives, and the maker for one transfer; what a coordinate sends and what it takes pass each other
@@ -25,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from meshwright.core.codec import Value
 from meshwright.core.errors import ScheduleError
-from meshwright.core.schedule import ActionKind, Order
+from meshwright.core.schedule import Action, ActionKind, Order
 
 Transfers = Literal["asynchronous", "requested", "blocking"]
 
@@ -59,6 +60,7 @@ class _Rule(NamedTuple):
     """What all actions of one kind and stage have in common. Slots are those of microbatch 0."""
 
     need: int
+    asks_ahead: bool
     held_by_receive: float
     seconds: float
     extra_after: float
@@ -93,6 +95,8 @@ class _Rules:
         actions = self.order[coordinate]
         rules = {key: self._rule(*key) for key in {(action.kind, action.stage) for action in actions}}
         row = [(rules[action.kind, action.stage], action.microbatch) for action in actions]
+        if self.transfers == "requested":
+            row = [_asking(*pair) for pair in zip(row, (None, *actions), actions, strict=False)]
         for stage in {stage for _, stage in rules}:
             places = [place for place, action in enumerate(actions) if action.stage == stage]
             first, last = places[0], places[-1]  # a stage begins with a forward and ends with a backward
@@ -108,6 +112,7 @@ class _Rules:
         waits = self.transfers != "asynchronous"
         return _Rule(
             need=self.num_microbatches * (2 * num_stages if maker is None else gradients + maker),
+            asks_ahead=False,
             held_by_receive=taken if waits else 0.0,
             seconds=getattr(self.stages[stage], kind),
             extra_after=0.0,
@@ -129,6 +134,14 @@ class _Rules:
         if other is None or self.homes[other] == self.homes[stage]:
             return 0.0
         return self.stages[min(stage, other)].transfer
+
+
+def _asking(entry: tuple[_Rule, int], before: Action | None, action: Action) -> tuple[_Rule, int]:
+    """Whether the taker can ask while it does the action before: it must know what will come."""
+    rule, microbatch = entry
+    is_first = action.kind == "forward" and microbatch == 0
+    is_of_before = before == Action("forward", action.stage, microbatch)
+    return rule._replace(asks_ahead=not (before is None or is_first or is_of_before)), microbatch
 
 
 def _lengthened(entry: tuple[_Rule, int], before: float = 0.0, after: float = 0.0) -> tuple[_Rule, int]:
@@ -170,22 +183,25 @@ class _Machine:
         row, spans, woken = self.rows[coordinate], self.spans[coordinate], []
         for place in range(len(spans), len(row)):
             rule, microbatch = row[place]
-            need, held_by_receive, seconds, extra_after, slot, link, wire, held_by_send = rule
+            need, asks_ahead, held_by_receive, seconds, extra_after, slot, link, wire, held_by_send = rule
             need += microbatch
             if made[need] == inf:
                 waiting[need] = coordinate
                 break
             # comparisons, not max(): the loop is the cost of a play, and max() makes it half as slow again
             begun = made[need] if made[need] > clock else clock
-            start = begun + held_by_receive if begun + held_by_receive > free_at else free_at
+            left = begun
+            if asks_ahead:
+                left = made[need] if made[need] > spans[-1][0] else spans[-1][0]
+            start = left + held_by_receive if left + held_by_receive > free_at else free_at
             start = arrived[need] if arrived[need] > start else start
             exposed += start - begun
             end = start + seconds
             spans.append((start, end))
             slot += microbatch
             made[slot] = end
-            left = link_free[link] if link_free[link] > end else end
-            arrived[slot] = link_free[link] = left + wire
+            leaves = link_free[link] if link_free[link] > end else end
+            arrived[slot] = link_free[link] = leaves + wire
             clock = end + extra_after
             free_at = end + held_by_send if held_by_send > extra_after else clock
             if slot in waiting:

@@ -17,12 +17,13 @@ from meshwright.core.schedules import make_schedule
 from meshwright.models.experts import find_experts
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.runtime.batch_norm import sync_batch_norms
+from meshwright.runtime.communicators import data_mesh
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import agree_on_values, inner, spread
 from meshwright.runtime.deferred import materialise
 from meshwright.runtime.experts import spread_experts
 from meshwright.runtime.lowered import Values, lower
-from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, data_mesh, local_device
+from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, local_device
 from meshwright.runtime.nan import NanFinder
 from meshwright.runtime.offload.activations import offload_activations
 from meshwright.runtime.offload.build import stream

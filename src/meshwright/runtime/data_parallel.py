@@ -31,9 +31,9 @@ from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
 from meshwright.runtime._torch import FakeTensor, leave_out_of_replicas
 from meshwright.runtime.buckets import reduce_in_buckets, set_last
+from meshwright.runtime.communicators import state_mesh
 from meshwright.runtime.deferred import materialise
 from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
-from meshwright.runtime.mesh import state_mesh
 from meshwright.runtime.precision import sharded_policy
 
 

@@ -32,6 +32,7 @@ from meshwright.core.errors import ModelError, PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.plan_check import check_experts
 from meshwright.models.experts import find_experts
+from meshwright.runtime.communicators import expert_groups
 from meshwright.runtime.places import Place, note_place
 
 NOTE = "_meshwright_experts"
@@ -89,16 +90,6 @@ def spread_experts(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     for name, count in found.items():
         _keep_share(module, name, group)
         _send_tokens(module.get_submodule(name), count, group)
-
-
-def expert_groups(plan: Plan, device_type: str) -> tuple[dist.ProcessGroup, DeviceMesh]:
-    """This rank's ep group, and all ranks with dp in two directions: along ep, and along those that hold the same experts."""
-    own = plan.mesh
-    ranks = torch.arange(plan.world).view(own.pp, own.dp // own.ep, own.ep, own.cp, own.tp)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.movedim(2, -1).flatten(0, -2).tolist())
-    by_replica = ranks.transpose(1, 2).flatten(2, 3)  # those along cp hold the same experts, and have other tokens
-    names = ("pp", "ep", "replicas", "tp")
-    return group, DeviceMesh(device_type, by_replica, mesh_dim_names=names)
 
 
 def _keep_share(module: nn.Module, name: str, ep: dist.ProcessGroup) -> None:

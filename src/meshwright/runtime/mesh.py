@@ -7,27 +7,23 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import identity
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
+from meshwright.runtime.communicators import AXES, axes_mesh
 from meshwright.runtime.experts import expert_spread_of
 from meshwright.runtime.standing import name_world
-
-AXES = ("pp", "dp", "cp", "tp")
-
-STATE_DIMS = ("replicas", "shards")
 
 
 def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """Ranks by axis, pp outermost and tp innermost: neighbours share a host."""
     check_world(plan)
-    degrees = (plan.mesh.pp, plan.mesh.dp, plan.mesh.cp, plan.mesh.tp)
-    mesh = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
-    name_world(next((axis for axis, degree in zip(AXES, degrees, strict=True) if degree == plan.world), "all ranks"))
+    mesh = axes_mesh(plan, device.type)
+    name_world(next((axis for axis in AXES if getattr(plan.mesh, axis) == plan.world), "all ranks"))
     return mesh
 
 
@@ -36,24 +32,6 @@ def local_device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
-
-
-def data_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks with cp counted to dp: along it lie all that hold the same parameters and add up their gradients."""
-    if plan.mesh.cp == 1:
-        return mesh
-    degrees = (plan.mesh.pp, plan.mesh.dp * plan.mesh.cp, plan.mesh.tp)
-    return init_device_mesh(mesh.device_type, degrees, mesh_dim_names=("pp", "dp", "tp"))
-
-
-def state_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
-    """Of a data mesh, its dp as ZeRO sees it: one row, or replicas of sharding groups, the group innermost."""
-    replicas = plan.mesh.dp * plan.mesh.cp // plan.shard_degree
-    if replicas == 1:
-        return mesh["dp"]
-    sizes = (plan.mesh.pp, replicas, plan.shard_degree, plan.mesh.tp)
-    grid = torch.arange(plan.world).view(sizes).permute(0, 3, 1, 2)
-    return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("pp", "tp", *STATE_DIMS))[STATE_DIMS]
 
 
 def axis_groups(module: nn.Module, mesh: DeviceMesh) -> dict[Axis, dist.ProcessGroup]:

@@ -194,6 +194,8 @@ class Program:
         norm, opens = None, True
         actions = self.schedule.actions[self._coordinate]
         for place, action in enumerate(actions):
+            if self.pipeline is not None:
+                self.pipeline.look_ahead(place, lambda index: to_device(microbatches[index], self.plan, self.device))
             if action.kind != "update":
                 self._do(action, microbatches[action.microbatch], tally, losses)
             elif place == len(actions) - 1:  # all stages of a coordinate in one

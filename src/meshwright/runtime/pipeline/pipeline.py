@@ -24,15 +24,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
 from meshwright.core.schedules import make_schedule
+from meshwright.core.transfers import receipts, receives_ahead
 from meshwright.models.follow import give_number
 from meshwright.models.objective import Batch, Objective, call, tensors_of
 from meshwright.models.sketch import Sketch
 from meshwright.runtime._torch import around_calls
+from meshwright.runtime.communicators import state_mesh
 from meshwright.runtime.data_parallel import give_up_gathered
-from meshwright.runtime.mesh import state_mesh
 from meshwright.runtime.pipeline.arrivals import Arrivals
 from meshwright.runtime.pipeline.cut import Cut, stage_of_blocks
-from meshwright.runtime.pipeline.links import Links, form_of
+from meshwright.runtime.pipeline.links import Coming, Links, form_of
 from meshwright.runtime.pipeline.run import LeftEarly, StageRun
 from meshwright.runtime.pipeline.state import StageState
 from meshwright.runtime.pipeline.tied import TiedTensors
@@ -88,7 +89,11 @@ class Pipeline:
         schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
         self.later = WeightsLater() if schedule.splits_backward else None
         self.last_backward = schedule.last_backwards(self.here)
-        self.links = Links(mesh, sketch.device)
+        self.links = Links(plan, mesh, sketch.device)
+        self.ahead = receives_ahead(schedule.actions[self.here])
+        self.receipts = receipts(schedule.actions, self.here)
+        self.coming: dict[Action, tuple[tuple[int, ...], Coming]] = {}
+        """Messages that were asked for, with the numbers of their tensors."""
         self.wirings: dict[Hashable, Wiring] = {}
         self.in_flight: dict[Key, InFlight] = {}
         self.post = Post()
@@ -216,25 +221,51 @@ class Pipeline:
 
     # ------------------------------------------------------------ transfers
 
+    def look_ahead(self, place: int, batch_of: Callable[[int], Batch]) -> None:
+        """Before the piece of work at this place of the row: ask for the messages of the next one, as far as their form is
+        known. batch_of: a microbatch by its number."""
+        for receive in self.ahead.get(place, ()):
+            if not self._is_known(receive, batch_of):
+                break  # it is asked for in its own place, and what comes after it on its link after it
+            self._ask(receive, batch_of(receive.microbatch))
+
+    def _is_known(self, receive: Action, batch_of: Callable[[int], Batch]) -> bool:
+        if receive.kind == "receive_backward":
+            return (receive.stage, receive.microbatch) in self.in_flight
+        return (receive.stage - 1, self.wiring(batch_of(receive.microbatch)).signature) in self.links.known
+
     def transfer(self, action: Action, batch: Batch) -> None:
         """batch: the microbatch, whose shape says what crosses."""
         stage, key = action.stage, (action.stage, action.microbatch)
         if action.kind == "send_forward":
             sent = list(self.post.leaving.pop(key).values())
-            self.links.send(self._home(stage + 1), sent, (stage, self.wiring(batch).signature), key)
-        elif action.kind == "receive_forward":
-            wiring = self.wiring(batch)
-            numbers = wiring.received(stage)
-            found = self.links.receive(self._home(stage - 1), len(numbers), (stage - 1, wiring.signature))
-            self.post.arrived[key] = dict(zip(numbers, found, strict=True))
+            self.links.send(self._home(stage + 1), sent, (stage, self.wiring(batch).signature), action)
         elif action.kind == "send_backward":
-            self.links.send_like(self._home(stage - 1), list(self.post.gradients_leaving.pop(key).values()))
-        elif action.kind == "receive_backward":
-            flight = self.in_flight[key]
+            self.links.send_like(self._home(stage - 1), list(self.post.gradients_leaving.pop(key).values()), action)
+        else:
+            self._receive(action, batch)
+
+    def _receive(self, action: Action, batch: Batch) -> None:
+        if action not in self.coming:
+            self._ask(action, batch)
+        numbers, coming = self.coming.pop(action)
+        place = self.post.arrived if action.kind == "receive_forward" else self.post.gradients_arrived
+        place[action.stage, action.microbatch] = dict(zip(numbers, self.links.take(coming), strict=True))
+        if torch.is_grad_enabled():
+            self.links.release(self.receipts.get(action, ()))
+
+    def _ask(self, action: Action, batch: Batch) -> None:
+        if action.kind == "receive_backward":
+            flight = self.in_flight[action.stage, action.microbatch]
             numbers = tuple(n for n in flight.sent if n in flight.wiring.needs_gradient)
             forms = tuple(form_of(flight.sent[number]) for number in numbers)
-            found = self.links.receive_like(self._home(stage + 1), forms, key)
-            self.post.gradients_arrived[key] = dict(zip(numbers, found, strict=True))
+            self.coming[action] = numbers, self.links.ask(self._home(action.stage + 1), forms)
+            return
+        source, wiring = self._home(action.stage - 1), self.wiring(batch)
+        numbers, kind = tuple(wiring.received(action.stage)), (action.stage - 1, wiring.signature)
+        if numbers:
+            self.links.read_header(source, kind)
+        self.coming[action] = numbers, self.links.ask(source, self.links.known[kind] if numbers else ())
 
     def _home(self, stage: int) -> int:
         return self.plan.stages[stage].coordinate
@@ -252,8 +283,9 @@ class Pipeline:
         self.tied.add_gradients()
 
     def evaluate(self, batch: Batch, index: int, compute: Context, objective: Objective) -> Tensor | None:
-        """The loss of one microbatch without training, on the last stage."""
-        loss = None
+        """The loss of one microbatch without training, on the last stage. What the one before it sent is waited for: no
+        message comes back that would tell."""
+        loss, under_way = None, len(self.links.under_way)
         for stage in self.mine:
             if stage and not self._is_here(stage - 1):
                 self.transfer(Action("receive_forward", stage, index), batch)
@@ -261,6 +293,7 @@ class Pipeline:
             if stage + 1 < self.num_stages and not self._is_here(stage + 1):
                 self.transfer(Action("send_forward", stage, index), batch)
             self.post.leaving.clear()
+        self.links.finish(under_way)
         return loss
 
     def give_up_gathered(self) -> None:

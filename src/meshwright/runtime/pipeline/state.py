@@ -68,7 +68,7 @@ class StageState:
     def __init__(
         self, module: nn.Module, stage: StageParameters, plan: Plan, mesh: DeviceMesh, ranks: DeviceMesh
     ) -> None:
-        """ranks: of the mesh, those that share the state out (`mesh.state_mesh`)."""
+        """ranks: of the mesh, those that share the state out (`communicators.state_mesh`)."""
         self.plan = plan
         self.held = Held(module, stage)
         self.used: dict[int, nn.Parameter] = {}

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.plan import Plan
 from meshwright.runtime.clip import local
+from meshwright.runtime.communicators import tied_group
 from meshwright.runtime.pipeline.cut import Tie
 
 
@@ -21,7 +22,7 @@ class TiedTensors:
         self.places = [{stage: plan.stages[stage].coordinate for stage in tie.names} for tie in ties]
         self.ties = ties
         sets = dict.fromkeys(tuple(sorted(set(places.values()))) for places in self.places)
-        self.groups = {places: _group(places, mesh) for places in sets if len(places) > 1}
+        self.groups = {places: tied_group(places, mesh) for places in sets if len(places) > 1}
         """Pp coordinates → the ranks beside this one there; every rank makes all of them."""
 
     def copy_first(self) -> None:
@@ -71,11 +72,3 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)
-
-
-def _group(places: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup:
-    if len(places) == mesh["pp"].size():
-        return mesh.get_group("pp")
-    columns = mesh.mesh.reshape(mesh["pp"].size(), -1).T.tolist()
-    own, _ = dist.new_subgroups_by_enumeration([[column[place] for place in places] for column in columns])
-    return own if own is not None else mesh.get_group("pp")

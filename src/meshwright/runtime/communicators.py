@@ -1,0 +1,106 @@
+"""Every communicator of a run is made here: meshes, and groups beside them. `dist.destroy_process_group()` takes all of them down.
+
+`init_device_mesh` hands out the default group for an axis that spans the world, and two meshes of the same ranks may share their
+groups. That is as good as groups of their own for collectives, which all ranks call in one order. It is not for pipelines:
+
+    a send of NCCL above its buffering ends when the other side has posted the receive
+    what two ranks send each other over one group, or one rank sends to several, waits in one queue on the device
+    so a rank can stand with a send at the head of its queue whose receive lies behind another rank's send, and so on round
+
+1F1B on one group for both directions waits for itself in this way, and ZB-V even with one group for all that goes down and one
+for all that goes up. So each *link*, one way between two coordinates, has a group of these two ranks. Both ends post the messages
+of a link in the same order (`core/schedule_check.py`), nothing else is in its queue, and a piece of work waits only for receives:
+then a send that ends late holds up nobody, and a schedule that runs with buffered sends, which `check` proves, runs.
+`tests/pure/test_rendezvous.py` plays all schedules over such a transport.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.core.plan import Plan
+
+AXES = ("pp", "dp", "cp", "tp")
+STATE_DIMS = ("replicas", "shards")
+
+Link = tuple[int, int]
+"""The pp coordinates a message comes from and goes to."""
+
+
+def axes_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    """Ranks by axis, pp outermost and tp innermost: neighbours share a host."""
+    degrees = (plan.mesh.pp, plan.mesh.dp, plan.mesh.cp, plan.mesh.tp)
+    return init_device_mesh(device_type, degrees, mesh_dim_names=AXES)
+
+
+def data_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks with cp counted to dp: along it lie all that hold the same parameters and add up their gradients."""
+    if plan.mesh.cp == 1:
+        return mesh
+    degrees = (plan.mesh.pp, plan.mesh.dp * plan.mesh.cp, plan.mesh.tp)
+    return init_device_mesh(mesh.device_type, degrees, mesh_dim_names=("pp", "dp", "tp"))
+
+
+def state_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
+    """Of a data mesh, its dp as ZeRO sees it: one row, or replicas of sharding groups, the group innermost."""
+    replicas = plan.mesh.dp * plan.mesh.cp // plan.shard_degree
+    if replicas == 1:
+        return mesh["dp"]
+    sizes = (plan.mesh.pp, replicas, plan.shard_degree, plan.mesh.tp)
+    grid = torch.arange(plan.world).view(sizes).permute(0, 3, 1, 2)
+    return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("pp", "tp", *STATE_DIMS))[STATE_DIMS]
+
+
+def expert_groups(plan: Plan, device_type: str) -> tuple[dist.ProcessGroup, DeviceMesh]:
+    """This rank's ep group, and all ranks with dp in two directions: along ep, and along those that hold the same experts."""
+    own = plan.mesh
+    ranks = torch.arange(plan.world).view(own.pp, own.dp // own.ep, own.ep, own.cp, own.tp)
+    group, _ = dist.new_subgroups_by_enumeration(ranks.movedim(2, -1).flatten(0, -2).tolist())
+    by_replica = ranks.transpose(1, 2).flatten(2, 3)  # those along cp hold the same experts, and have other tokens
+    names = ("pp", "ep", "replicas", "tp")
+    return group, DeviceMesh(device_type, by_replica, mesh_dim_names=names)
+
+
+def link_groups(plan: Plan, mesh: DeviceMesh) -> dict[Link, dist.ProcessGroup]:
+    """A group of two ranks for each link of this rank's coordinate.
+
+    With NCCL only these two make it, all in the order of links: a cluster has as many as ranks. gloo finds its peers under the
+    group's name, and names that two ranks agree on by themselves come again in a later run of the process: all ranks make all.
+    """
+    here, own = mesh.get_local_rank("pp"), dist.get_process_group_ranks(mesh.get_group("pp"))
+    alone = "nccl" in dist.get_backend(mesh.get_group("pp"))
+    columns = [own] if alone else mesh.mesh.reshape(mesh["pp"].size(), -1).T.tolist()
+    found: dict[Link, dist.ProcessGroup] = {}
+    for link, column in product(links_of(plan), columns):
+        is_mine = here in link and column == own
+        if is_mine or not alone:
+            group = _pair(column, link, alone)
+            found |= {link: group} if is_mine else {}
+    return found
+
+
+def links_of(plan: Plan) -> list[Link]:
+    """Between the coordinates of neighbouring stages, each way."""
+    homes = [stage.coordinate for stage in plan.stages]
+    pairs = {pair for pair in pairwise(homes) if pair[0] != pair[1]}
+    return sorted({*pairs, *((target, source) for source, target in pairs)})
+
+
+def _pair(ranks: list[int], link: Link, alone: bool) -> Any:
+    source, target = link
+    pair = sorted((ranks[source], ranks[target]))
+    return dist.new_group(pair, use_local_synchronization=alone, group_desc=f"pp {source} to {target}")
+
+
+def tied_group(places: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Of the ranks beside this one at these pp coordinates; every rank makes all such groups."""
+    if len(places) == mesh["pp"].size():
+        return mesh.get_group("pp")
+    columns = mesh.mesh.reshape(mesh["pp"].size(), -1).T.tolist()
+    own, _ = dist.new_subgroups_by_enumeration([[column[place] for place in places] for column in columns])
+    return own if own is not None else mesh.get_group("pp")
