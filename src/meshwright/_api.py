@@ -18,7 +18,7 @@ from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
 from meshwright.core.units import parse_bytes
 from meshwright.measure.record import StepRecorder
-from meshwright.models.objective import DEFAULT, Batch, Objective
+from meshwright.models.objective import Batch, objective_of
 from meshwright.runtime.apply import apply as apply_plan
 from meshwright.runtime.apply import wrap as wrap_plan
 from meshwright.runtime.optimizer import OptimizerFactory
@@ -38,7 +38,7 @@ def capture(
     precision: Precision = "fp32",
 ) -> Graph:
     """Follow forward, loss and backward of a module on fake tensors: needs no memory, takes seconds."""
-    return capture_module(model, batch, _objective(loss, count), precision=precision)
+    return capture_module(model, batch, objective_of(loss, count), precision=precision)
 
 
 def search(
@@ -80,7 +80,7 @@ def apply(
         model,
         plan,
         optimizer=optimizer,
-        objective=_objective(loss, count),
+        objective=objective_of(loss, count),
         max_norm=clip_norm,
         recorder=recorder,
         find_nan=find_nan,
@@ -92,7 +92,3 @@ def wrap(
 ) -> tuple[nn.Module, Optimizer]:
     """For people who keep their own loop: forward, `loss.backward()` and `optimizer.step()` stay as they were."""
     return wrap_plan(model, optimizer, plan, device)
-
-
-def _objective(loss: Loss | None, count: Count | None) -> Objective:
-    return Objective(loss=loss or DEFAULT.loss, count=count or DEFAULT.count)

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 LENGTH = 10
 
 
 class Numbers(Dataset[dict[str, Tensor]]):
     """Sample i is the number i."""
+
+    worker = -1
+    """Of the process that loads."""
 
     def __init__(self, first: int = 0) -> None:
         self.first = first
@@ -21,7 +25,11 @@ class Numbers(Dataset[dict[str, Tensor]]):
         return LENGTH
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.tensor([float(self.first + index)]), "labels": torch.tensor(index)}
+        return {
+            "x": torch.tensor([float(self.first + index)]),
+            "labels": torch.tensor(index),
+            "worker": torch.tensor(self.worker),
+        }
 
 
 def doubled(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -46,11 +54,53 @@ def both() -> tuple[Numbers, Numbers]:
 
 
 def loader() -> DataLoader[dict[str, Tensor]]:
-    return DataLoader(Numbers(), batch_size=3, collate_fn=doubled)
+    return DataLoader(Numbers(), batch_size=4, collate_fn=doubled)
 
 
 def shuffled_loader() -> DataLoader[dict[str, Tensor]]:
-    return DataLoader(Numbers(), batch_size=3, shuffle=True)
+    return DataLoader(Numbers(), batch_size=4, shuffle=True)
+
+
+def odd_loader() -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Numbers(), batch_size=3)
+
+
+def dropping_loader() -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Numbers(), batch_size=4, drop_last=True)
+
+
+def small_loader() -> DataLoader[dict[str, Tensor]]:
+    """Of the last three samples, fewer than a batch."""
+    return DataLoader(Subset(Numbers(), [7, 8, 9]), batch_size=4, drop_last=True)
+
+
+def seeded_loader() -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Numbers(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(7))
+
+
+def started(worker: int) -> None:
+    Numbers.worker = worker
+
+
+def worked_loader() -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, worker_init_fn=started, prefetch_factor=3)
+
+
+def weighted_loader() -> DataLoader[dict[str, Tensor]]:
+    """A sampler with a mind of its own, that draws from torch's own generator."""
+    return DataLoader(Numbers(), batch_size=4, sampler=WeightedRandomSampler(torch.ones(LENGTH), 8), drop_last=True)
+
+
+def replacing_loader() -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Numbers(), batch_size=4, sampler=RandomSampler(Numbers(), replacement=True, num_samples=8))
+
+
+def distributed_loader() -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), num_replicas=2, rank=0))
+
+
+def no_samples() -> list[Tensor]:
+    return []
 
 
 def iterable() -> Batches:

@@ -17,7 +17,7 @@ from meshwright.models.examples import ImageShape, TextShape, random_text
 from meshwright.models.objective import IGNORED_LABEL
 from meshwright.models.source import ModelSource, resolve
 from meshwright.train.corpus import read_corpus
-from meshwright.train.data import default_source, open_streams
+from meshwright.train.data import check_data, default_source, open_streams
 from meshwright.train.samples import SyntheticImages, TextWindows
 from meshwright.train.settings import DataSettings
 from meshwright.train.stream import IndexedStream, Slice, Stream
@@ -265,13 +265,56 @@ def test_a_dataset_is_shuffled() -> None:
 
 
 def test_a_loader_keeps_its_collate_function_and_order() -> None:
-    """Its batch size is the plan's business; whether it shuffles is its own."""
+    """Whether it shuffles is its own."""
     stream = opened(f"{ASSETS}/datasets.py:loader", text_model(), shuffle=True)
     assert x_of(stream.next()) == [0, 2, 4, 6]
     shuffled = opened(f"{ASSETS}/datasets.py:shuffled_loader", text_model(), shuffle=False)
     drawn = [*x_of(shuffled.next()), *x_of(shuffled.next())]
     assert drawn != sorted(drawn)
     assert len(set(drawn)) == 8
+
+
+LOADERS = ("loader", "shuffled_loader", "worked_loader", "weighted_loader", "replacing_loader", "dropping_loader")
+
+
+@pytest.mark.parametrize("function", LOADERS)
+def test_ranks_with_random_states_of_their_own_share_a_loaders_batches(function: str) -> None:
+    name = f"{ASSETS}/datasets.py:{function}"
+    torch.manual_seed(1)
+    alone = opened(name, text_model(), seed=3)
+    ranks = []
+    for rank in range(2):
+        torch.manual_seed(10 + rank)
+        ranks.append(opened(name, text_model(), Slice(rank, 2), seed=3))
+    before = torch.get_rng_state()
+    for _ in range(5):
+        assert x_of(alone.next()) == x_of(joined(ranks))
+    assert torch.equal(torch.get_rng_state(), before), "a model's dropout does not depend on how data is loaded"
+    again = opened(name, text_model(), seed=3)
+    again.seek(alone.cursor)
+    assert x_of(again.next()) == x_of(alone.next())
+
+
+def test_a_loaders_workers_load() -> None:
+    batch: Any = opened(f"{ASSETS}/datasets.py:worked_loader", text_model()).next()
+    assert set(batch["worker"].tolist()) <= {0, 1}, "in a process of its own, after its init function"
+
+
+def test_a_loader_drops_the_last_batch_where_it_says_so() -> None:
+    stream = opened(f"{ASSETS}/datasets.py:dropping_loader", text_model())
+    assert [x_of(stream.next())[0] for _ in range(3)] == [0, 4, 0]
+
+
+def test_a_loaders_generator_decides_its_order() -> None:
+    orders = [x_of(opened(f"{ASSETS}/datasets.py:seeded_loader", text_model(), seed=seed).next()) for seed in (1, 2)]
+    assert orders[0] == orders[1] != x_of(opened(f"{ASSETS}/datasets.py:shuffled_loader", text_model()).next())
+
+
+def test_a_trained_model_needs_data_that_somebody_named() -> None:
+    with pytest.raises(InputError, match="weights names a trained model, but no data"):
+        check_data(DataSettings(), text_model(), has_weights=True)
+    check_data(DataSettings(), text_model())
+    check_data(DataSettings(source="stdlib"), text_model(), has_weights=True)
 
 
 def test_training_and_validation_data() -> None:
@@ -314,6 +357,15 @@ def test_the_source_follows_the_model() -> None:
         ("sdtlib", lambda: text_model(), InputError, "unknown data source 'sdtlib': use stdlib, text:PATH"),
         ("text:/nowhere", lambda: text_model(), InputError, "no such file or folder: /nowhere"),
         (f"text:{ASSETS}/llama-tiny.json", lambda: text_model(seq=4096), InputError, "fewer than one sample of 4096"),
+        (f"{ASSETS}/datasets.py:odd_loader", lambda: text_model(), InputError, "batch_size=3, but the plan's global"),
+        (f"{ASSETS}/datasets.py:distributed_loader", lambda: text_model(), InputError, "a DistributedSampler"),
+        (
+            f"{ASSETS}/datasets.py:small_loader",
+            lambda: text_model(),
+            InputError,
+            "3 samples, fewer than a global batch",
+        ),
+        (f"{ASSETS}/datasets.py:no_samples", lambda: text_model(), InputError, "has no samples"),
         (f"{ASSETS}/datasets.py:number", lambda: text_model(), InputError, "returned int: return a DataLoader"),
         (
             f"{ASSETS}/datasets.py:numbr",

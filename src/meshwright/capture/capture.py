@@ -20,7 +20,7 @@ from meshwright.core.flow import Flow
 from meshwright.core.graph import Casting, Graph, Parameter, Precision
 from meshwright.models.examples import repeat_samples
 from meshwright.models.faked.build import build_followable, can_be_built
-from meshwright.models.objective import DEFAULT, Batch, Objective
+from meshwright.models.objective import DEFAULT, Batch, Objective, answered
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import ModelSource
 
@@ -60,7 +60,7 @@ class Subject:
 
     def __init__(self, module: nn.Module, batch: Batch, objective: Objective, arithmetic: Arithmetic) -> None:
         self.module = module
-        self.example = repeat_samples(batch)
+        self.example = repeat_samples(answered(module, batch, objective))
         self.objective = objective
         self.arithmetic = arithmetic
         self.blocks = find_blocks(module)

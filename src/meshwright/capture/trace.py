@@ -28,7 +28,7 @@ from meshwright.capture.stand_ins import (
 from meshwright.capture.storages import Storages, stored_bytes
 from meshwright.capture.surroundings import quiet_surroundings
 from meshwright.capture.watch import Watcher
-from meshwright.core.errors import CaptureError
+from meshwright.core.errors import CaptureError, MeshwrightError
 from meshwright.models.objective import Batch, Objective, call, num_samples, tensors_of
 from meshwright.runtime._torch import (
     DataDependentOutputException,
@@ -107,7 +107,7 @@ def _run(step: _Step, tensors: dict[str, Tensor], batch: Batch) -> None:
         torch.func.functional_call(step, named, (batch,))
         if step.storages.gone_early is not None:
             raise CannotSkip(step.storages.gone_early)
-    except (CaptureError, CannotSkip):
+    except (MeshwrightError, CannotSkip):
         raise
     except Exception as error:
         if step.storages.recording.representatives:

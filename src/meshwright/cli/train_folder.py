@@ -37,7 +37,7 @@ def _check(settings: Settings, resume: bool) -> None:
 
     check_batch(settings)
     source = resolve(settings.model)
-    check_data(settings.data, source)
+    check_data(settings.data, source, has_weights=settings.weights is not None and not resume)
     check_optimizer(settings.optimizer)
     if not resume:
         check_weights(settings, source)

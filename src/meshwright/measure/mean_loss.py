@@ -24,16 +24,8 @@ from meshwright.measure.exact import exact
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.examples import repeat_samples
 from meshwright.models.faked.attributes import widen_attributes
-from meshwright.models.objective import (
-    IGNORED_LABEL,
-    Batch,
-    Objective,
-    call,
-    labels_of,
-    map_batch,
-    num_samples,
-    slice_batch,
-)
+from meshwright.models.labels import IGNORED_LABEL, LABELS, SHIFTED, TAKEN
+from meshwright.models.objective import Batch, Objective, call, map_batch, num_samples, slice_batch
 from meshwright.models.source import ModelSource
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -122,12 +114,12 @@ def find_whole_batch_loss(build: Callable[[], nn.Module], batch: Batch, objectiv
 
 def masked_unevenly(batch: Batch) -> Batch:
     """Sample i of a text batch does not count its first i mod 5 labels, so that a mean over anything else shows."""
-    labels = labels_of(batch)
-    if not isinstance(batch, dict) or labels is None or labels.dim() < 2 or labels.is_floating_point():
+    name = next((name for name in (LABELS, TAKEN, SHIFTED) if isinstance(batch, dict) and name in batch), None)
+    if not isinstance(batch, dict) or name is None or batch[name].dim() < 2 or batch[name].is_floating_point():
         return batch
-    positions = torch.arange(labels.shape[1])
-    ignored = positions[None, :] < (torch.arange(labels.shape[0]) % 5)[:, None]
-    return {**batch, "labels": labels.masked_fill(ignored, IGNORED_LABEL)}
+    positions = torch.arange(batch[name].shape[1])
+    ignored = positions[None, :] < (torch.arange(batch[name].shape[0]) % 5)[:, None]
+    return {**batch, name: batch[name].masked_fill(ignored, IGNORED_LABEL)}
 
 
 def _loss(module: nn.Module, batch: Batch, objective: Objective) -> float:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.gpt import MLP, Attention, GPTOptions
-from meshwright.models.objective import Batch, Objective, cross_entropy, default_count, labels_of, widened
+from meshwright.models.objective import Batch, Objective, default_count, default_loss, widened
 
 
 @dataclass(frozen=True)
@@ -205,9 +205,7 @@ class MoEGPT(nn.Module):
 
 def loss_with_balance(output: Any, batch: Batch) -> Tensor:
     logits, balance = output
-    labels = labels_of(batch)
-    own = widened(logits).mean() if labels is None else cross_entropy(logits, labels)
-    return own + balance
+    return default_loss(logits, batch) + balance
 
 
 BALANCED = Objective(loss=loss_with_balance, count=default_count)

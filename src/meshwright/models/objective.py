@@ -2,7 +2,8 @@
 
 A batch is a tensor, a pair `(inputs, labels)`, or a dict: every entry except `labels` is passed to the model by name. The
 first dim of every tensor counts samples. Labels stand where the model answers them: for a language model they are already
-shifted by one (the model itself never sees them, so it cannot shift them).
+shifted by one. Labels that are not are for the model itself, where it takes them (models/labels.py). A loss that nobody gives,
+neither the user nor the model, is refused.
 
 A loss is an ordinary mean. `count` says over how many things the mean runs (label tokens, or samples), so that microbatches
 and ranks that hold different numbers of them are weighted exactly:
@@ -20,12 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.core.errors import ModelError
 from meshwright.models.head_loss import PostponedLogits, cross_entropy_in_pieces
-
-IGNORED_LABEL = -100
-"""Positions with this label do not count, as in torch and Hugging Face."""
-
-Batch = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
+from meshwright.models.labels import IGNORED_LABEL as IGNORED_LABEL
+from meshwright.models.labels import Batch as Batch
+from meshwright.models.labels import arguments_of, labels_of, name_labels, num_targets, own_loss, who_answers
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Objective:
     """(what the model returned, batch) → mean loss."""
     count: Callable[[Batch], int]
     """How many things that mean runs over."""
+    is_given: bool = True
+    """Whether the loss is the user's, and not the default one."""
 
 
 def call(module: nn.Module, batch: Batch) -> Any:
@@ -41,17 +43,8 @@ def call(module: nn.Module, batch: Batch) -> Any:
     if isinstance(batch, Tensor):
         return module(batch)
     if isinstance(batch, Mapping):
-        return module(**{name: tensor for name, tensor in batch.items() if name != "labels"})
+        return module(**arguments_of(batch))
     return module(*(batch[:-1] if len(batch) > 1 else batch))
-
-
-def labels_of(batch: Batch) -> Tensor | None:
-    """`labels` of a dict, the last of several tensors, or nothing."""
-    if isinstance(batch, Tensor):
-        return None
-    if isinstance(batch, Mapping):
-        return batch.get("labels")
-    return batch[-1] if len(batch) > 1 else None
 
 
 def logits_of(output: Any) -> Tensor:
@@ -68,14 +61,39 @@ def logits_of(output: Any) -> Tensor:
 
 
 def default_loss(output: Any, batch: Batch) -> Tensor:
-    """Cross-entropy for integer labels, mean square error for others, the mean of the output without labels."""
+    """Cross-entropy for integer labels, mean square error for others; without labels, the loss that the model returned."""
     labels = labels_of(batch)
-    logits = logits_of(output)
     if labels is None:
-        return widened(logits).mean()
+        return _returned_loss(output, batch)
+    logits = logits_of(output)
     if labels.is_floating_point():
+        _check_shapes(logits, labels, logits.shape, logits.shape == labels.shape)
         return F.mse_loss(logits, labels)
+    answers = logits.shape[:-1]
+    fits = labels.shape == answers or (len(answers) == 1 and labels.numel() == answers.numel())
+    _check_shapes(logits, labels, answers, fits)
     return cross_entropy(logits, labels)
+
+
+def _returned_loss(output: Any, batch: Batch) -> Tensor:
+    found = own_loss(output, batch)
+    if found is None:
+        shown = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise ModelError(
+            f"nobody gave a loss: the batch has no 'labels', and what the model returned ({shown}) holds no single number that "
+            "could be one: give the loss (loss=... in Python; a file returns (module, batch, loss)), name the labels 'labels', or "
+            "let the model return its loss as `.loss`, in a tuple beside its logits, or alone"
+        )
+    return found
+
+
+def _check_shapes(logits: Tensor, labels: Tensor, answered: torch.Size, fits: bool) -> None:
+    """Broadcast labels would give a loss, but not the one that was meant."""
+    if not fits:
+        raise ModelError(
+            f"labels of shape {list(labels.shape)} do not fit what the model returned, {list(logits.shape)}: give labels of shape "
+            f"{list(answered)}, or the loss (loss=... in Python; a file returns (module, batch, loss))"
+        )
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -94,14 +112,25 @@ def widened(logits: Tensor) -> Tensor:
 
 
 def default_count(batch: Batch) -> int:
-    """Integer labels that count; without them, samples."""
+    """Integer labels that count, here or for the model's own loss; without them, samples."""
     labels = labels_of(batch)
     if labels is None or labels.is_floating_point():
-        return num_samples(batch)
+        targets = num_targets(batch) if labels is None else None
+        return num_samples(batch) if targets is None else targets
     return int((labels != IGNORED_LABEL).sum())
 
 
-DEFAULT = Objective(loss=default_loss, count=default_count)
+def answered(module: nn.Module, batch: Batch, objective: Objective) -> Batch:
+    """The batch as the module is called with it: labels go to the model where it, and no loss of the user's, answers them."""
+    return batch if objective.is_given else name_labels(batch, who_answers(module, batch))
+
+
+DEFAULT = Objective(loss=default_loss, count=default_count, is_given=False)
+
+
+def objective_of(loss: Callable[[Any, Batch], Tensor] | None, count: Callable[[Batch], int] | None) -> Objective:
+    """What a user gave, and the default for what not."""
+    return Objective(loss or default_loss, count or default_count, is_given=loss is not None)
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:

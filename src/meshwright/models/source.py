@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ModelError, nearest
 from meshwright.models.examples import Example, Shape, random_examples, repeat_samples
-from meshwright.models.objective import DEFAULT, Batch, Objective, tensors_of
+from meshwright.models.objective import DEFAULT, Batch, Objective, answered, objective_of, tensors_of
 from meshwright.models.reference import REFERENCE, Reference
 from meshwright.models.userfile import call_function
 
@@ -106,7 +106,8 @@ def _parse_option(name: str, key: str, value: str, default: Any) -> Any:
 def from_function(name: str) -> ModelSource:
     """The user's function is called once to learn what it returns, and again for each build."""
     module, batch, loss, count = _returned(name, call_function(name))
-    objective = Objective(loss=loss or DEFAULT.loss, count=count or DEFAULT.count)
+    objective = objective_of(loss, count)
+    batch = None if batch is None else answered(module, batch, objective)
     del module
     return ModelSource(
         name=name,

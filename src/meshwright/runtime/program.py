@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.trace import Trace
+from meshwright.models.labels import name_labels, who_answers
 from meshwright.models.objective import Batch, Objective, call
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.data_parallel import (
@@ -80,6 +81,8 @@ class Program:
         """Asked before every update, where there is one."""
         self._finder = finder
         self._history = History()
+        self._labels: str | None = None
+        """What the labels of batches are to be called, found with the first."""
         self.split = split
         self._compute = compute_context(plan, self.device, split.splitter if split else None)
         self.pipeline = pipeline
@@ -127,7 +130,12 @@ class Program:
 
     def share_of(self, batch: Batch) -> Batch:
         """This rank's samples of a global batch. A batch that already is the share is returned as it is."""
-        return share_of(batch, self.plan, self.mesh.get_local_rank("dp"))
+        share = share_of(batch, self.plan, self.mesh.get_local_rank("dp"))
+        if self.objective.is_given:
+            return share
+        if self._labels is None:
+            self._labels = who_answers(self.module, share)
+        return name_labels(share, self._labels)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over batches, each a share or a global batch, without training; in microbatches, as training runs."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import ceil_div
@@ -15,6 +15,7 @@ from meshwright.models.objective import Batch, map_batch
 from meshwright.models.source import ModelSource
 from meshwright.models.userfile import call_function, split_name
 from meshwright.train.corpus import Split
+from meshwright.train.loaders import loader_stream
 from meshwright.train.pictures import FolderImages, check_pictures
 from meshwright.train.samples import DatasetSamples, Samples, SyntheticImages, make_text
 from meshwright.train.settings import DataSettings
@@ -43,8 +44,13 @@ def steps_per_epoch(settings: DataSettings, source: ModelSource, global_batch: i
     return ceil_div(len(train.samples), global_batch) if isinstance(train, IndexedStream) else None
 
 
-def check_data(settings: DataSettings, source: ModelSource) -> None:
-    """A source that is not there is refused before any rank starts; nothing is read yet."""
+def check_data(settings: DataSettings, source: ModelSource, has_weights: bool = False) -> None:
+    """A source that is not there is refused before any rank starts; nothing is read yet. has_weights: the model was trained."""
+    if has_weights and settings.source == "auto":
+        raise InputError(
+            "weights names a trained model, but no data to train it on: set source under [data] to path/to/file.py:function, which "
+            "gives batches of its own tokenizer's tokens (or, to try it on bytes, to text:PATH or stdlib)"
+        )
     name = settings.source if settings.source != "auto" else default_source(source)
     if ".py:" in name:
         split_name(name)
@@ -117,23 +123,13 @@ def _from_function(
     return opened, None if validation is None else _stream(name, validation, False, global_batch, part, seed)
 
 
-def _draws_plainly(loader: DataLoader[Any]) -> bool:
-    """Whether a loader draws all samples of a dataset in order or shuffled; other samplers are left to themselves."""
-    is_map = hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")
-    plain = (RandomSampler, SequentialSampler)
-    return is_map and loader.batch_size is not None and type(loader.sampler) in plain
-
-
 def _stream(name: str, data: Any, shuffle: bool, global_batch: int, part: Slice, seed: int) -> Stream:
     if isinstance(data, DataLoader):
-        if not _draws_plainly(data):
-            return IterableStream(data, global_batch, part)
-        shuffles = isinstance(data.sampler, RandomSampler)
-        return IndexedStream(DatasetSamples(data.dataset, data.collate_fn), global_batch, part, seed, shuffles)
+        return loader_stream(name, data, global_batch, part, seed)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return IndexedStream(DatasetSamples(data), global_batch, part, seed, shuffle)
     if isinstance(data, Iterable) and not isinstance(data, Iterator):
-        return IterableStream(data, global_batch, part)
+        return IterableStream(data, global_batch, part, seed)
     if isinstance(data, Iterator):
         raise InputError(f"{name} returned an iterator, which can be read only once: return what it was made from")
     raise InputError(

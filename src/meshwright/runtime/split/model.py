@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ class SplitModel:
 
     def whole_loss(self, objective: Objective) -> Objective:
         """The objective with a loss that every rank has, also where it was left as summands."""
-        return Objective(
-            loss=lambda output, batch: whole_output(self.splitter, objective.loss(output, batch)), count=objective.count
+        return dataclasses.replace(
+            objective, loss=lambda output, batch: whole_output(self.splitter, objective.loss(output, batch))
         )
 
     def settle_gradients(self, module: nn.Module) -> None:

@@ -1,0 +1,90 @@
+"""Models that compute their loss themselves, as their authors wrote them: `tests/assets/own_losses.py:nano` and others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB, SEQ, WIDTH, SAMPLES = 24, 9, 16, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        return x + before + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Nano(nn.Module):
+    """Called and answering as nanoGPT is: targets may be missing, and those of -1 do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.embedding(idx)
+        for block in self.blocks:
+            x = block(x)
+        if targets is None:
+            return self.head(x[:, [-1]]), None
+        logits = self.head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCAB, (SAMPLES, SEQ), generator=torch.Generator().manual_seed(0))
+
+
+def nano() -> Any:
+    drawn = tokens()
+    targets = drawn[:, 1:].clone()
+    targets[0], targets[3, :5] = -1, -1
+    targets[0, 0] = drawn[0, 1]
+    return Nano(), {"idx": drawn[:, :-1], "targets": targets}
+
+
+def nano_without_targets() -> Any:
+    return Nano(), {"idx": tokens()}
+
+
+def nano_pair() -> Any:
+    """As nanoGPT's loader gives them: nothing says that the model takes both."""
+    drawn = tokens()
+    return Nano(), (drawn[:, :-1], drawn[:, 1:])
+
+
+def copies() -> Any:
+    return nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)), (tokens(), tokens())
+
+
+def collated() -> Any:
+    """What the collator of Hugging Face gives a causal model: labels are the inputs, padding apart."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(Path(__file__).with_name("llama-tiny.json"))
+    drawn = torch.randint(config.vocab_size, (SAMPLES, SEQ), generator=torch.Generator().manual_seed(0))
+    labels = drawn.clone()
+    labels[1, 4:] = -100
+    config.use_cache = False
+    return AutoModelForCausalLM.from_config(config), {"input_ids": drawn, "labels": labels}
+
+
+def translated() -> Any:
+    """An encoder-decoder that makes its decoder's inputs of the labels."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    config = AutoConfig.from_pretrained(Path(__file__).with_name("t5-tiny.json"))
+    drawn = torch.randint(2, config.vocab_size, (SAMPLES, SEQ), generator=torch.Generator().manual_seed(0))
+    config.use_cache, config.dropout_rate = False, 0.1
+    return AutoModelForSeq2SeqLM.from_config(config), {"input_ids": drawn, "labels": drawn.flip(1)}
