@@ -22,7 +22,7 @@ from meshwright.capture.trace import trace
 from meshwright.core.errors import CaptureError, InputError, ModelError
 from meshwright.core.graph import Graph, Pass, Precision, Segment, identity
 from meshwright.models.faked.build import build_on_meta
-from meshwright.models.objective import Objective, call
+from meshwright.models.objective import Objective, call, objective_of
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import resolve
 
@@ -85,7 +85,7 @@ def test_flops_follow_the_rule_of_six() -> None:
 def test_flops_of_grouped_convolutions_by_hand(groups: int) -> None:
     """Each output channel sees the inputs of its group; backward is two such products, the first layer's only one."""
     first, second = (nn.Conv2d(8, 8, 3, padding=1, groups=count, bias=False) for count in (1, groups))
-    graph = capture(nn.Sequential(first, second), torch.randn(2, 8, 6, 6))
+    graph = capture(nn.Sequential(first, second), torch.randn(2, 8, 6, 6), objective_of(mean, None))
     products = [2 * 36 * 8 * 8 * 9, 2 * 36 * 8 * (8 // groups) * 9]
     assert graph.flops(3) == 3 * (2 * products[0] + 3 * products[1])
 
@@ -290,7 +290,8 @@ def test_parameters_may_lie_anywhere() -> None:
 def test_kinds_of_batches(kind: str) -> None:
     x, labels = torch.randn(4, 5), torch.randint(7, (4,))
     batches = {"tensor": x, "pair": (x, labels), "dict": {"input": x, "labels": labels}}
-    graph = meshwright.capture(nn.Linear(5, 7, bias=False), batches[kind])
+    loss = mean if kind == "tensor" else None
+    graph = meshwright.capture(nn.Linear(5, 7, bias=False), batches[kind], loss=loss)
     assert graph.flops(4) == 4 * 4 * 5 * 7
     assert graph.batch_bytes.at(1) == 5 * 4 + (0 if kind == "tensor" else 8)
 
@@ -377,7 +378,7 @@ class Branches(nn.Module):
 
 def test_work_that_depends_on_the_batch_size_is_refused() -> None:
     with pytest.raises(CaptureError, match="the module does other work for other batch sizes"):
-        meshwright.capture(Branches(), torch.randn(2, 3))
+        meshwright.capture(Branches(), torch.randn(2, 3), loss=mean)
 
 
 @pytest.mark.parametrize(

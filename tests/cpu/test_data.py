@@ -10,7 +10,7 @@ import torch
 from cases import ASSETS, ROOT, source_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.core.errors import InputError, MeshwrightError, ModelError
 from meshwright.models.examples import ImageShape, TextShape, random_text
@@ -18,9 +18,10 @@ from meshwright.models.objective import IGNORED_LABEL
 from meshwright.models.source import ModelSource, resolve
 from meshwright.train.corpus import read_corpus
 from meshwright.train.data import check_data, default_source, open_streams
+from meshwright.train.positions import find_positions, within_positions
 from meshwright.train.samples import SyntheticImages, TextWindows
 from meshwright.train.settings import DataSettings
-from meshwright.train.stream import IndexedStream, Slice, Stream
+from meshwright.train.stream import IndexedStream, IterableStream, Slice, Stream
 
 quick = settings(deadline=None, max_examples=30)
 
@@ -332,6 +333,39 @@ def test_an_iterable_starts_again_when_it_ends() -> None:
     assert stream.cursor == 20
     stream.seek(8)
     assert x_of(stream.next()) == [8, 9, 10, 11]
+
+
+# Tables of positions.
+
+
+class Padded(nn.Embedding):
+    """As in RoBERTa: positions begin behind the one of padding."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 4, padding_idx=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "length"),
+    [
+        ({"wpe": nn.Embedding(12, 4)}, 12),
+        ({"position_embeddings": Padded(), "word_embeddings": nn.Embedding(99, 4)}, 10),
+        ({"position_embedding": nn.Embedding(5, 4), "text_position_embedding": nn.Embedding(7, 4)}, 7),
+        ({"relative_position_bias": nn.Embedding(5, 4), "tokens": nn.Embedding(5, 4)}, None),
+    ],
+)
+def test_samples_longer_than_the_table_of_positions_are_refused(module: Any, length: int | None) -> None:
+    table = find_positions(nn.ModuleDict(module))
+    assert (table and table.length) == length
+    for extra in (0, 1):
+        ids = torch.zeros(4, (length or 20) + extra, dtype=torch.long)
+        stream = within_positions(IterableStream([{"input_ids": ids}], 4, ALONE), table)
+        if length and extra:
+            with pytest.raises(InputError, match=rf"{length + 1} tokens.*max_length={length}"):
+                stream.next()
+        else:
+            stream.next()
+            assert stream.cursor == 4
 
 
 # Choices and errors.

@@ -21,6 +21,7 @@ from meshwright.train.data import open_streams
 from meshwright.train.job import Job, Outcome
 from meshwright.train.loop import Loop, Start
 from meshwright.train.optimizers import make_optimizer
+from meshwright.train.positions import find_positions, within_positions
 from meshwright.train.pretrained import fill, match
 from meshwright.train.resuming import resume
 from meshwright.train.stream import Slice
@@ -34,7 +35,7 @@ def run(job: Job, rank: Rank, recorder: Recorder | None, console: Console) -> Ou
     weights = None if job.resume else job.settings.weights
     with building(job.plan), undrawn() if weights else nullcontext():
         module = source.build()
-    graph = identity(list_parameters(module))
+    graph, table = identity(list_parameters(module)), find_positions(module)
     matched = match(WeightsFolder(weights), module) if weights else None
     program = build_program(job, module, source, rank, recorder)
     if matched is not None:
@@ -45,6 +46,7 @@ def run(job: Job, rank: Rank, recorder: Recorder | None, console: Console) -> Ou
     torch.manual_seed(job.settings.seed + replica)  # replicas draw their own dropout
     part = Slice(replica, job.plan.mesh.dp)
     train, validation = open_streams(job.settings.data, source, job.plan.global_batch, part, job.settings.seed)
+    train = within_positions(train, table)
     first_step = resume(job, rank, program, graph, train, console) if job.resume else 0
     return Loop(job, rank, program, Start(graph, train, validation, first_step), console).run()
 
