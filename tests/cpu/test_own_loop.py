@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import graph_of, source_of
-from pool import RankPool, this_rank
+from pool import RankError, RankPool, this_rank
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn import utils
 
 import meshwright as mw
@@ -195,3 +198,92 @@ def test_norms_between_microbatches_are_refused(pool: Pools, asked: dict[str, An
     plan = plan_of(GPT, 2, microbatch=1, **asked)
     for said in pool(2).run(refused_reading, plan, "between"):
         assert f"after 1 of {plan.num_microbatches} microbatches" in said
+
+
+# Saving by oneself
+
+
+def trained(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], float]]:
+    """A model after a step of AdamW, and what trains it on."""
+    torch.manual_seed(3)
+    source = source_of(GPT)
+    module = source.build().double()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    module, optimizer = wrap(module, optimizer, plan, this_rank().device)
+    assert source.example is not None
+    batch = source.example(SAMPLES)
+
+    def step() -> float:
+        loss = source.objective.loss(call(module, batch), batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    step()
+    return module, optimizer, step
+
+
+def saved_and_loaded(plan: Plan, folder: Path, of_rank: int | None) -> tuple[list[float], list[float]]:
+    """Losses of two steps, and of the same steps again after what was saved before them is loaded. of_rank: whose file."""
+    module, optimizer, step = trained(plan)
+    rank = this_rank().number
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{rank}.pt")
+    losses = [step(), step()]
+    dist.barrier()
+    found = torch.load(folder / f"{rank if of_rank is None else of_rank}.pt")
+    module.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    return losses, [step(), step()]
+
+
+SAVED = {"tp": {"tp": 2}, "tp, ZeRO 3": {"tp": 2, "zero": 3}, "ZeRO 1": {"zero": 1, "microbatch": 2}}
+
+
+@pytest.mark.parametrize("asked", SAVED)
+def test_what_each_rank_saved_can_be_loaded(pool: Pools, asked: str, tmp_path: Path) -> None:
+    for before, after in pool(2).run(saved_and_loaded, plan_of(GPT, 2, **SAVED[asked]), tmp_path, None):
+        assert after == pytest.approx(before, rel=1e-12)
+        assert before[0] != before[1]
+
+
+@pytest.mark.parametrize("asked", SAVED)
+def test_another_ranks_part_is_refused(pool: Pools, asked: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as raised:
+        pool(2).run(saved_and_loaded, plan_of(GPT, 2, **SAVED[asked]), tmp_path, 0)
+    assert "CheckpointError" in raised.value.errors[1]
+    assert "part of the rank at [0" in raised.value.errors[1]
+
+
+def whole_state(plan: Plan) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """All of it in whole tensors, loaded again after two steps; and the same of halves that nobody marked."""
+    module, _, step = trained(plan)
+    options = StateDictOptions(full_state_dict=True)
+    state = {name: tensor.clone() for name, tensor in get_model_state_dict(module, options=options).items()}
+    plain = source_of(GPT).build().double()
+    plain.load_state_dict(state)
+    source = source_of(GPT)
+    assert source.example is not None
+    batch = source.example(SAMPLES)
+    expected = float(source.objective.loss(call(plain, batch), batch).detach())
+    found = [step()]
+    step()
+    module.load_state_dict(state)
+    found.append(step())
+    return state, [expected] * 2, found
+
+
+@pytest.mark.parametrize("asked", ["tp", "tp, ZeRO 3"])
+def test_whole_tensors_are_given_and_taken(pool: Pools, asked: str) -> None:
+    for _, expected, found in pool(2).run(whole_state, plan_of(GPT, 2, **SAVED[asked])):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def load_halves(plan: Plan) -> None:
+    module, _, _ = trained(plan)
+    module.load_state_dict({name: parameter.detach() for name, parameter in module.named_parameters()}, strict=False)
+
+
+def test_halves_that_nobody_marked_are_refused(pool: Pools) -> None:
+    with pytest.raises(RankError, match="one rank's part, and nothing says which rank's"):
+        pool(2).run(load_halves, plan_of(GPT, 2, tp=2))

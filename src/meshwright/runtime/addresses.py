@@ -62,6 +62,10 @@ class Addresses:
             local(own).detach().copy_(local(loaded))
         return own
 
+    def own_part(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor, as an ordinary one."""
+        return self._own_part(self.parameters[name], whole, self.places.get(name, ()))
+
     def _is_part(self, name: str, found: Any) -> bool:
         """Not a count of steps, nor a tensor that no axis cuts."""
         return bool(self.places.get(name)) and isinstance(found, Tensor) and found.shape == self.parameters[name].shape

@@ -41,6 +41,7 @@ from meshwright.runtime.ranks import join
 from meshwright.runtime.recompute import mark_recompute
 from meshwright.runtime.split.model import SplitModel, split_model
 from meshwright.runtime.split.own_rows import run_on_own_rows
+from meshwright.runtime.state_dicts import mark_states
 from meshwright.runtime.watch import Recorder, Watch
 
 
@@ -174,4 +175,6 @@ def _spread(
         split.carry_notes()
     made = make_optimizer(optimizer, module, before)
     check_optimizer(made, plan)
+    if values is None:
+        mark_states(module, made, mesh)
     return _Spread(spread_module, made, mesh, split, pipeline, values)
