@@ -88,3 +88,26 @@ def translated() -> Any:
     drawn = torch.randint(2, config.vocab_size, (SAMPLES, SEQ), generator=torch.Generator().manual_seed(0))
     config.use_cache, config.dropout_rate = False, 0.1
     return AutoModelForSeq2SeqLM.from_config(config), {"input_ids": drawn, "labels": drawn.flip(1)}
+
+
+class Pairs(nn.Module):
+    """Two towers: sample i of the one belongs to sample i of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        for block in self.blocks:
+            image = block(image)
+        first, second = (F.normalize(x, dim=-1) for x in (image.mean(1), self.second(text)))
+        logits = self.scale * first @ second.T
+        numbers = torch.arange(len(logits), device=logits.device)
+        return (F.cross_entropy(logits, numbers) + F.cross_entropy(logits.T, numbers)) / 2
+
+
+def contrast() -> Any:
+    draws = torch.randn(SAMPLES, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+    return Pairs(), {"image": draws[:, :4], "text": draws[:, 4]}

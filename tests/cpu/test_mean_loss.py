@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, plan_of
+from cases import ASSETS, Case, hand_cluster, plan_of
+from pool import RankPool, this_rank
+from rich.console import Console
 from torch import Tensor, nn
 
+from meshwright.capture.capture import capture_source
+from meshwright.cli.train_folder import lay_out_on
 from meshwright.core.errors import PlanError
+from meshwright.core.request import PlanRequest, plain_plan
 from meshwright.measure.mean_loss import check_mean_loss, depends_on_batch, find_whole_batch_loss
+from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.objective import DEFAULT, Batch, Objective
+from meshwright.models.source import resolve
+from meshwright.train.settings import Settings
+
+Pools = Callable[[int], RankPool]
 
 WIDTH = 8
 
@@ -110,6 +122,33 @@ def test_a_count_of_its_own_makes_it_right() -> None:
 
 def test_a_part_that_centres_its_batch_is_found() -> None:
     assert find_whole_batch_loss(build(Centred), batch(), DEFAULT) is not None
+
+
+@pytest.mark.parametrize(("nproc", "microbatch"), [(1, 4), (2, 4)])
+def test_train_refuses_before_it_touches_a_folder(tmp_path: Path, nproc: int, microbatch: int) -> None:
+    settings = Settings(
+        model=f"{ASSETS}/own_losses.py:contrast",
+        plan=PlanRequest(global_batch=8, microbatch=microbatch),
+        out=str(tmp_path / "run"),
+    )
+    with pytest.raises(PlanError, match=r"not the mean of its parts'.*use dp=1 and microbatch=8"):
+        lay_out_on(hand_cluster(nproc), settings, nproc, False, Console(quiet=True))
+    assert not (tmp_path / "run").exists()
+    whole = msgspec.structs.replace(settings, plan=PlanRequest(global_batch=8, microbatch=8))
+    assert lay_out_on(hand_cluster(1), whole, 1, False, Console(quiet=True))
+
+
+def compare_on_rank(request: PlanRequest) -> ParityResult:
+    source = resolve(f"{ASSETS}/own_losses.py:contrast")
+    plan = plain_plan(request, capture_source(source, "fp64"), 2, "tests")
+    return compare(source, plan, 2, this_rank())
+
+
+@pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_a_plan_that_does_not_cut_the_batch_runs_a_contrast(pool: Pools, cut: dict[str, int]) -> None:
+    request = PlanRequest(global_batch=8, microbatch=8, precision="fp64", **cut)  # type: ignore[arg-type]
+    for found in pool(2).run(compare_on_rank, request):
+        assert found.ok, found.first_difference
 
 
 def test_a_loss_may_say_that_it_belongs_to_each_microbatch() -> None:

@@ -11,8 +11,13 @@ if TYPE_CHECKING:
 
     from meshwright.cli.decision import Decision
     from meshwright.core.cluster import Cluster
+    from meshwright.core.plan import Plan
     from meshwright.train.folder import RunFolder
     from meshwright.train.settings import Settings
+
+
+MOST_CHECKED = 300_000_000
+"""Parameters of a model that is run in float64 in the command's own process: some GiB, and seconds."""
 
 
 def lay_out(settings: Settings, resume: bool, console: Console) -> tuple[Path, Decision]:
@@ -55,13 +60,34 @@ def lay_out_on(
 
     cluster = with_host_link(cluster, settings)
     wish = with_plan_of_before(settings, world or cluster.num_devices) if resume else settings
-    decision = decide(wish, both_castings(settings.model, precision_of_run(wish)), cluster, world)
+    graphs = both_castings(settings.model, precision_of_run(wish))
+    decision = decide(wish, graphs, cluster, world)
     _show(decision, cluster, console)
+    if not resume:
+        _check_loss(settings.model, decision.plan, graphs[0].num_parameters, console)
     folder = RunFolder(settings.folder)
     _open(folder, settings, decision, resume, console)
     write_plan(folder, settings, decision)
     cluster.save(folder.cluster)
     return folder.path, decision
+
+
+def _check_loss(model: str, plan: Plan, num_parameters: int, console: Console) -> None:
+    """A user's loss that sees the whole batch is refused for a plan that cuts it. Others' losses are means, as written here."""
+    from meshwright.measure.mean_loss import cuts_batch, find_in_source
+    from meshwright.models.source import resolve
+
+    if ".py:" not in model or not cuts_batch(plan):
+        return
+    if num_parameters > MOST_CHECKED:
+        console.print(
+            f"not checked, since {model} is large: whether its loss is a mean over samples or labels, as the parts of a batch need",
+            highlight=False,
+        )
+        return
+    found = find_in_source(resolve(model).small())
+    if found is not None:
+        raise found.refusal(plan)
 
 
 def _show(decision: Decision, cluster: Cluster, console: Console) -> None:

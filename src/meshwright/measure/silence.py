@@ -212,7 +212,7 @@ STAND_INS: dict[Any, StandIn] = {
     torch.bernoulli: _bernoulli,
     Tensor.bernoulli: _bernoulli,
     Tensor.bernoulli_: _bernoulli_,
-    torch.poisson: _same,
+    torch.poisson: lambda rates, **_: rates.clone(),
     torch.binomial: lambda count, prob, **_: count * prob,
     torch.multinomial: _multinomial,
     Tensor.multinomial: _multinomial,
