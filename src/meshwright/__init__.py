@@ -33,7 +33,7 @@ _HOMES = {
     "clip_grad_norm_": "meshwright.runtime.own_loop.loop",
     "deferred": "meshwright.runtime.deferred",
     "estimate": "meshwright.cost.estimate",
-    "plain_plan": "meshwright.core.request",
+    "plain_plan": "meshwright._api",
     "predicted_vs_measured": "meshwright.report.tables",
     "probe": "meshwright.measure.probe",
     "search": "meshwright._api",
@@ -41,14 +41,14 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from meshwright._api import apply, capture, search, wrap
+    from meshwright._api import apply, capture, plain_plan, search, wrap
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import InfeasibleError, MeshwrightError
     from meshwright.core.estimate import Estimate
     from meshwright.core.graph import Graph
     from meshwright.core.plan import Plan
     from meshwright.core.recipe import Recipe
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.core.request import PlanRequest
     from meshwright.core.result import SearchResult
     from meshwright.core.schedule import Schedule
     from meshwright.core.trace import Trace

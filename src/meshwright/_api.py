@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright._captured import remember, settled
 from meshwright.capture.capture import capture as capture_module
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Precision
+from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
+from meshwright.core.request import plain_plan as plan_plainly
 from meshwright.core.result import SearchResult
 from meshwright.core.units import parse_bytes
 from meshwright.measure.record import StepRecorder
@@ -23,6 +26,7 @@ from meshwright.runtime.apply import apply as apply_plan
 from meshwright.runtime.apply import wrap as wrap_plan
 from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.runtime.program import Program
+from meshwright.search.asking import search_legal
 from meshwright.search.search import search as search_plans
 
 Loss = Callable[[Any, Batch], Tensor]
@@ -38,7 +42,7 @@ def capture(
     precision: Precision = "fp32",
 ) -> Graph:
     """Follow forward, loss and backward of a module on fake tensors: needs no memory, takes seconds."""
-    return capture_module(model, batch, objective_of(loss, count), precision=precision)
+    return remember(capture_module(model, batch, objective_of(loss, count), precision=precision), model, batch)
 
 
 def search(
@@ -51,10 +55,21 @@ def search(
     recipe: Recipe | None = None,
     **fixed: Any,
 ) -> SearchResult:
-    """The best plan for a graph on a cluster. Parts of the plan can be fixed by name: `zero=2`, `precision="bf16"`."""
+    """The best plan for a graph on a cluster. Parts of the plan can be fixed by name: `zero=2`, `precision="bf16"`. Shardings are
+    tried on the model where it was captured in this process."""
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
     request = PlanRequest(global_batch=global_batch, **fixed)
-    return search_plans(graph, cluster, request, recipe=recipe, budget_bytes=budget, world=world)
+
+    def find(legal: tuple[LegalSharding, ...]) -> SearchResult:
+        return search_plans(graph, cluster, request, recipe=recipe, budget_bytes=budget, world=world, legal=legal)
+
+    return search_legal(find, settled)
+
+
+def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> Plan:
+    """The request with plain defaults: all ranks data parallel, one microbatch, nothing sharded or recomputed. Shardings are tried
+    on the model where it was captured in this process."""
+    return settled(plan_plainly(request, graph, world, cluster))
 
 
 def apply(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import graph_of, source_of
+from cases import graph_of, hand_cluster, source_of
 from pool import RankError, RankPool, this_rank
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -287,3 +287,63 @@ def load_halves(plan: Plan) -> None:
 def test_halves_that_nobody_marked_are_refused(pool: Pools) -> None:
     with pytest.raises(RankError, match="one rank's part, and nothing says which rank's"):
         pool(2).run(load_halves, plan_of(GPT, 2, tp=2))
+
+
+# Plans of a graph
+
+
+class Fused(nn.Module):
+    """Query, key and value in one projection, taken apart by code."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1)]
+        x = x + self.out(nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class FusedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Fused() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def fused_losses(num_ranks: int, how: str) -> list[float]:
+    torch.manual_seed(3)
+    model: nn.Module = FusedModel().double()
+    batch = (torch.randn(4, 8, 32).double(), torch.randn(4, 8, 32).double())
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if num_ranks > 1:
+        graph = mw.capture(
+            model, batch, loss=lambda output, given: (output - given[1]).square().mean(), precision="fp64"
+        )
+        asked: dict[str, Any] = {"tp": 2, "global_batch": 4, "microbatch": 4, "precision": "fp64"}
+        if how == "search":
+            plan = mw.search(graph, hand_cluster(2), world=2, **asked).plan
+        else:
+            plan = mw.plain_plan(mw.PlanRequest(**asked), graph, 2, "tests")
+        assert any(tensor.runs == 3 for rule in plan.sharding for tensor in rule.tensors)
+        model, optimizer = wrap(model, optimizer, plan, this_rank().device)
+    losses = []
+    for _ in range(3):
+        loss = (model(batch[0]) - batch[1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("how", ["search", "plain_plan"])
+def test_a_plan_of_a_captured_model_cuts_fused_projections(pool: Pools, how: str) -> None:
+    for found in pool(2).run(fused_losses, 2, how):
+        assert found == pytest.approx(fused_losses(1, how), rel=1e-11)

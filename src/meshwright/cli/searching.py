@@ -35,7 +35,8 @@ class Searching:
     recipe: Recipe | None = None
 
     def on(self, cluster: Cluster, request: PlanRequest) -> SearchResult:
-        from meshwright.cli.shardings import search_legal
+        from meshwright.cli.shardings import with_legal_sharding
+        from meshwright.search.asking import search_legal
         from meshwright.search.search import search
 
         def find(legal: tuple[LegalSharding, ...]) -> SearchResult:
@@ -53,7 +54,7 @@ class Searching:
             )
 
         with _seldom_collected():
-            return search_legal(find, self.graph.model)
+            return search_legal(find, lambda plan: with_legal_sharding(plan, self.graph.model))
 
 
 @contextmanager

@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from meshwright.core.legal import LegalSharding
-    from meshwright.core.plan import BlockSharding, Plan
-    from meshwright.core.result import SearchResult
+    from meshwright.core.plan import Plan
     from meshwright.models.source import ModelSource
 
 SHARDING_VERSION = 2
@@ -39,55 +35,6 @@ def with_legal_sharding(plan: Plan, model: str) -> Plan:
     if path is not None:
         _keep(path, msgspec.json.encode(tried.sharding))
     return tried
-
-
-MOST_ANSWERS = 8
-"""How often a search is told that a sharding it proposed is not what runs, before it is taken at its word."""
-
-
-def search_legal(find: Callable[[tuple[LegalSharding, ...]], SearchResult], model: str) -> SearchResult:
-    """Search, ask the runtime about the sharding that was chosen, and search again where it says otherwise.
-
-    What the runtime says is a value that the search takes; only degrees that win are asked about.
-    """
-    legal: tuple[LegalSharding, ...] = ()
-    for _ in range(MOST_ANSWERS):
-        result = find(legal)
-        answer = answer_about(result.plan, model)
-        if answer is None or (
-            not answer.refusal and split_tensors(answer.sharding) == split_tensors(result.plan.sharding)
-        ):
-            break
-        legal = (*legal, answer)
-    return result
-
-
-def answer_about(plan: Plan, model: str) -> LegalSharding | None:
-    """None where there is nothing to ask."""
-    from msgspec.structs import replace
-
-    from meshwright.core.errors import ModelError, PlanError
-    from meshwright.core.legal import LegalSharding
-
-    if plan.mesh.tp == 1 and plan.mesh.cp == 1:
-        return None
-    asked = LegalSharding(
-        tp=plan.mesh.tp, cp=plan.mesh.cp, sequence_parallel=plan.sequence_parallel, context=plan.context
-    )
-    try:
-        return replace(asked, sharding=with_legal_sharding(plan, model).sharding)
-    except (PlanError, ModelError) as error:
-        return replace(asked, refusal=str(error))
-
-
-def split_tensors(sharding: tuple[BlockSharding, ...]) -> set[tuple[str, str, tuple[str, ...], int]]:
-    """Which tensor of which blocks is cut how; tensors that stay whole are left out."""
-    return {
-        (",".join(rule.for_blocks) or str(rule.for_kind), tensor.tensor, tensor.dims, tensor.runs)
-        for rule in sharding
-        for tensor in rule.tensors
-        if any(tensor.dims)
-    }
 
 
 def try_sharding(plan: Plan, source: ModelSource) -> Plan:

@@ -54,7 +54,11 @@ class NotSplit(PlanError):  # noqa: N818 - raised at a rule, caught where shardi
 
     def __str__(self) -> str:
         where = f"block '{self.block}'" if self.block else "the model"
-        return f"{where} cannot be split: {self.words}"
+        fused = (
+            f"; a fused projection is cut in runs: set runs = {self.runs} for its tensors in the plan's sharding, or make the plan "
+            "in the process that captures the model"
+        )
+        return f"{where} cannot be split: {self.words}{fused if self.runs > 1 else ''}"
 
 
 class Indivisible(NotSplit):
