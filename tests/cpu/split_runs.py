@@ -6,18 +6,18 @@ of it, and gradients of whole inputs are summands (runtime/split/exchange.py).
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from split_samples import RANDOM, Sample
+from split_samples import Sample
+from thread_ranks import on_every_rank
 from torch import Tensor, nn
 
 from meshwright.core.collective import Axis
+from meshwright.core.plan import ContextWay
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Addend, Cut, Layout, lay
 from meshwright.runtime.split.splitter import NotSplit, Splitter
@@ -27,14 +27,30 @@ Ways = dict[int, Layout]
 """Number of an input → how it lies; the others are whole."""
 
 
-@dataclass
-class Finding:
-    """What came of a group of samples on one rank."""
+@dataclass(frozen=True)
+class World:
+    """Degrees of the axes, and how the plan uses them."""
 
-    wrong: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    right: dict[str, int] = field(default_factory=dict)
-    """Name of a sample → in how many ways it ran right."""
+    degrees: tuple[tuple[Axis, int], ...]
+    sequence_parallel: bool = False
+    context: ContextWay = "heads"
+
+    @property
+    def axes(self) -> list[Axis]:
+        return [axis for axis, _ in self.degrees]
+
+    def pieces(self, axis: Axis) -> int:
+        return dict(self.degrees)[axis] * (2 if axis == "cp" and self.context == "ring" else 1)
+
+
+WORLDS = {
+    "tp": World((("tp", 2),)),
+    "tp 4": World((("tp", 4),)),
+    "sequence": World((("tp", 2),), sequence_parallel=True),
+    "cp": World((("cp", 2),)),
+    "ring": World((("cp", 2),), context="ring"),
+    "cp tp": World((("cp", 2), ("tp", 2))),
+}
 
 
 @dataclass
@@ -44,78 +60,39 @@ class Outcome:
     gradients: list[Tensor | None]
 
 
-def check_samples(samples: Iterator[Sample], axis: Axis) -> Finding:
-    ranks = Ranks(axis, dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-    finding = Finding()
-    for sample in samples:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected = run(sample, sample.inputs)
-            finding.right.setdefault(sample.name, 0)
-            for ways in ways_of(sample, ranks):
-                _check(sample, expected, ways, ranks, finding)
-    return finding
-
-
-def _check(sample: Sample, expected: Outcome, ways: Ways, ranks: Ranks, finding: Finding) -> None:
-    what = f"{sample} with {ways} over {ranks.axis}"
-    try:
-        found = run_split(sample, ways, ranks)
-    except NotSplit as error:
-        finding.refused[what] = error.words
-        return
-    except Exception as error:
-        finding.wrong.append(f"{what}: {type(error).__name__}: {str(error)[:200]}")
-        return
-    difference = compare(expected, found, sample)
-    if difference:
-        finding.wrong.append(f"{what}: {difference}")
-    else:
-        finding.right[sample.name] += 1
-
-
-def ways_of(sample: Sample, ranks: Ranks) -> Iterator[Ways]:
-    """Each input cut along each dim that divides, in one run and in two; two inputs cut; the first one as summands."""
-    tensors = {n: value for n, value in enumerate(sample.inputs) if isinstance(value, Tensor) and value.dim()}
-    single: dict[int, list[Cut]] = {
-        n: [Cut(dim, runs) for dim, size in enumerate(t.shape) for runs in (1, 2) if size % (ranks.size * runs) == 0]
-        for n, t in tensors.items()
-    }
-    if sample.brief:
-        yield from ({n: {ranks.axis: found[0]}} for n, found in single.items() if found)
-        return
-    for n, found in single.items():
-        yield from ({n: {ranks.axis: cut}} for cut in found)
-    numbers = sorted(single)
-    for one, other in pairwise(numbers):
-        for cut in single[one]:
-            yield from (
-                {one: {ranks.axis: cut}, other: {ranks.axis: also}} for also in single[other] if also.runs == cut.runs
-            )
-    if len(numbers) > 2:
-        shapes = {tensors[n].shape for n in numbers[:3]}
-        yield from ({n: {ranks.axis: cut} for n in numbers[:3]} for cut in single[numbers[0]] if len(shapes) == 1)
-    for n in numbers:
-        if tensors[n].is_floating_point() and not isinstance(tensors[n], nn.Parameter):
-            yield {n: {ranks.axis: Addend()}}
-            yield {n: {ranks.axis: Addend(torch.ones(()))}}
+def difference(sample: Sample, ways: Ways, world: World) -> str | None:
+    """In words; empty: everything is the same on all ranks. None: refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = run(sample)
+        found = on_every_rank(
+            dict(world.degrees), world.context == "ring", lambda axes: run_split(sample, ways, world, axes)
+        )
+    errors = [one for one in found if isinstance(one, Exception)]
+    causes = [one for one in errors if not isinstance(one, threading.BrokenBarrierError)]
+    if errors and all(isinstance(one, NotSplit) for one in errors):
+        return None if len(errors) == len(found) else f"refused by some ranks only: {errors[0]}"
+    if errors:
+        cause = (causes or errors)[0]
+        return f"{type(cause).__name__}: {str(cause)[:300]}"
+    return next((words for one in found if (words := compare(expected, one, sample))), "")
 
 
 # ---------------------------------------------------------------- runs
 
 
-def run(sample: Sample, inputs: tuple[Any, ...]) -> Outcome:
-    own = [_leaf(value) for value in inputs]
+def run(sample: Sample) -> Outcome:
+    own = [_leaf(value) for value in sample.inputs]
     made = _tensors(sample.call(*own))
     _backward(made, 1)
     return Outcome([m.detach() for m in made], [tuple(m.shape) for m in made], _gradients(own))
 
 
-def run_split(sample: Sample, ways: Ways, ranks: Ranks) -> Outcome:
-    splitter = Splitter([ranks])
+def run_split(sample: Sample, ways: Ways, world: World, axes: list[Ranks]) -> Outcome:
+    splitter = Splitter(axes, world.sequence_parallel, world.context)
     own = []
     for n, value in enumerate(sample.inputs):
-        part = _laid(value, ways.get(n, {}), ranks)
+        part = _laid(value, ways.get(n, {}), splitter)
         if isinstance(part, nn.Parameter):
             splitter.names[id(part)] = str(n)
         own.append(part)
@@ -123,18 +100,22 @@ def run_split(sample: Sample, ways: Ways, ranks: Ranks) -> Outcome:
         made = _tensors(sample.call(*own))
         sizes = [tuple(m.shape) for m in made]
     whole = [splitter.gather_dims(splitter.summed(m), range(m.dim())) for m in made]
-    along_cp = ranks.axis == "cp"
-    _backward(whole, ranks.size if along_cp else 1)
-    gradients = _gradients(own)
-    for n, gradient in enumerate(gradients):
-        if gradient is None:
-            continue
-        share = ways.get(n, {}).get(ranks.axis)
-        if isinstance(share, Cut):
-            gradients[n] = ranks.gather(gradient, share)
-        elif share is None and (along_cp or str(n) in splitter.owed):
-            gradients[n] = ranks.add_up(gradient)
+    _backward(whole, splitter.degrees.get("cp", 1))
+    gradients = [
+        None if gradient is None else _whole_gradient(gradient, ways.get(n, {}), str(n) in splitter.owed, splitter)
+        for n, gradient in enumerate(_gradients(own))
+    ]
     return Outcome([w.detach() for w in whole], sizes, gradients)
+
+
+def _whole_gradient(gradient: Tensor, layout: Layout, is_owed: bool, splitter: Splitter) -> Tensor:
+    for axis, share in reversed(layout.items()):
+        if isinstance(share, Cut):
+            gradient = splitter.axes[axis].gather(gradient, share)
+    for axis, ranks in splitter.axes.items():
+        if axis not in layout and (axis == "cp" or is_owed):
+            gradient = ranks.add_up(gradient)
+    return gradient
 
 
 def _leaf(value: Any) -> Any:
@@ -146,28 +127,36 @@ def _leaf(value: Any) -> Any:
     return copied.requires_grad_(value.requires_grad)
 
 
-def _laid(value: Any, layout: Layout, ranks: Ranks) -> Any:
+def _laid(value: Any, layout: Layout, splitter: Splitter) -> Any:
     if not layout:
         return _leaf(value)
-    share = layout[ranks.axis]
-    whole = value.detach()
-    if isinstance(share, Cut):
-        part = ranks.own_part(whole, share).clone()
-    else:
-        # summands that add up to the whole, or to the whole less the bias
-        part = (whole - (0.0 if share.bias is None else 1.0)) / ranks.size + (ranks.rank - (ranks.size - 1) / 2)
+    part, noted = value.detach().clone(), dict(layout)
+    for axis, share in layout.items():
+        if isinstance(share, Addend) and share.bias is not None:
+            noted[axis] = Addend(torch.ones(value.shape[-1], dtype=value.dtype))
+            part = part - 1.0
+    for axis, share in layout.items():  # summands that add up to the whole, or to the whole less the bias
+        if isinstance(share, Addend):
+            ranks = splitter.axes[axis]
+            part = part / ranks.size + (ranks.rank - (ranks.size - 1) / 2)
+    for axis, share in layout.items():
+        if isinstance(share, Cut):
+            part = splitter.axes[axis].own_part(part, share).clone()
     made = nn.Parameter(part) if isinstance(value, nn.Parameter) else part.requires_grad_(value.requires_grad)
-    if isinstance(share, Addend) and share.bias is not None:
-        share = Addend(torch.ones(whole.shape[-1], dtype=whole.dtype))
-    return lay(made, {ranks.axis: share})
+    return lay(made, noted)
 
 
 def _tensors(made: Any) -> list[Tensor]:
     return [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
 
 
+def _real(made: Tensor) -> Tensor:
+    return torch.view_as_real(made.resolve_conj()) if made.is_complex() else made
+
+
 def _backward(made: list[Tensor], shares: int) -> None:
-    losses = [(m * _factors(m)).sum() for m in made if m.is_floating_point() and m.requires_grad]
+    real = [_real(m) for m in made if (m.is_floating_point() or m.is_complex()) and m.requires_grad]
+    losses = [(m * _factors(m)).sum() for m in real]
     if losses:
         (torch.stack([loss.double() for loss in losses]).sum() / shares).backward()
 
@@ -191,7 +180,7 @@ def compare(expected: Outcome, found: Outcome, sample: Sample) -> str:
     """In words; empty when all is the same."""
     if expected.sizes != found.sizes:
         return f"the model sees sizes {found.sizes}, which are {expected.sizes}"
-    if sample.name.partition("/")[0] in RANDOM:
+    if sample.random:
         return ""
     for one, other in zip(expected.values, found.values, strict=True):
         if one.dtype != other.dtype or not _same(one, other):
@@ -206,10 +195,8 @@ def compare(expected: Outcome, found: Outcome, sample: Sample) -> str:
 def _same(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
+    exact = one.dtype in (torch.float64, torch.complex128)
+    kind = torch.complex128 if one.is_complex() else torch.float64
     return torch.allclose(
-        one.double(),
-        other.double(),
-        rtol=TOLERANCE if one.dtype == torch.float64 else 1e-3,
-        atol=TOLERANCE,
-        equal_nan=True,
+        one.to(kind), other.to(kind), rtol=TOLERANCE if exact else 1e-3, atol=TOLERANCE, equal_nan=True
     )

@@ -1,4 +1,4 @@
-"""Calls of every torch function that has a rule for split tensors (runtime/split/table.py), on small tensors.
+"""Calls of every torch function that has a rule for split tensors (runtime/split/rules/table.py), on small tensors.
 
 A sample is tried on whole tensors first: one that torch itself refuses is none.
 """
@@ -15,11 +15,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.runtime.split import table
+from meshwright.runtime.split.rules import table
 
 Inputs = tuple[Any, ...]
 Made = Callable[[], Inputs]
-RANDOM = ("rand_like", "randn_like", "empty_like", "alpha_dropout", "dropout", "dropout1d", "dropout2d")
+RANDOM = (
+    *[
+        "empty_like",
+        "dropout",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "feature_dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+    ],
+    *["gumbel_softmax", "new_empty", "attention_dropout", "multinomial"],
+    *f"{table.DRAWN_BY_VALUES} {table.DRAWN_ALIKE} {table.FILLED}".split(),
+)
 """Draw values, or promise none."""
 
 
@@ -30,6 +43,15 @@ class Sample:
     inputs: Inputs
     brief: bool = False
     """Whether few ways to lie are enough: others under the same rule are tried in all."""
+
+    @property
+    def random(self) -> bool:
+        return self.rule in RANDOM
+
+    @property
+    def rule(self) -> str:
+        """The name in the table of rules."""
+        return self.name.partition("/")[0].partition("-")[0]
 
     def __str__(self) -> str:
         sizes = ", ".join(str(list(i.shape)) if isinstance(i, Tensor) else repr(i) for i in self.inputs)
@@ -118,6 +140,10 @@ def same_answer_inputs() -> list[Inputs]:
     return [(real(4, 4, 8),), (real(4, 4, 8), real(4, 4, 8, seed=1))]
 
 
+def drawn_inputs() -> list[Inputs]:
+    return [(real(4, 4, 8),), (real(4, 4, 8), 0.5), (real(4, 4, 8), 0, 4), (real(4, 4, 8), real(4, 4, 8, seed=1))]
+
+
 BRIEF = ("pointwise", "unary", "reduced", "by channel")
 """Groups of many functions under one rule: one call of each, and many of a few."""
 THOROUGHLY = (
@@ -132,6 +158,9 @@ GROUPS: dict[str, tuple[str, Callable[[], list[Inputs]]]] = {
     "along dim": (table.ALONG_DIM, along_dim_inputs),
     "by channel": (table.BY_CHANNEL, by_channel_inputs),
     "on whole": (table.ON_WHOLE, on_whole_inputs),
+    "drawn by values": (table.DRAWN_BY_VALUES, drawn_inputs),
+    "drawn alike": (table.DRAWN_ALIKE, drawn_inputs),
+    "filled": (table.FILLED, drawn_inputs),
 }
 
 
@@ -409,17 +438,3 @@ def vocabulary_samples() -> Iterator[Sample]:
     )
     yield Sample("dropout-none", lambda t: F.dropout(t, 0.0), (real(4, 4, 8),))
     yield Sample("dropout-eval", lambda t: F.dropout(t, 0.5, training=False), (real(4, 4, 8),))
-
-
-SINGLES: dict[str, Callable[[], Iterator[Sample]]] = {
-    "views": view_samples,
-    "picking": picking_samples,
-    "reductions": reduction_samples,
-    "contractions": contraction_samples,
-    "attention": attention_samples,
-    "vocabulary": vocabulary_samples,
-}
-
-
-def samples_of(group: str) -> Iterator[Sample]:
-    return SINGLES[group]() if group in SINGLES else group_samples(group)

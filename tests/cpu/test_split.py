@@ -14,9 +14,7 @@ import torch.distributed as dist
 from cases import ASSETS, graph_of, source_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool import RankError, RankPool, this_rank
-from split_runs import Finding, check_samples
-from split_samples import GROUPS, SINGLES, samples_of
+from pool import RankPool, this_rank
 from torch import Tensor, nn
 
 from meshwright.capture.capture import capture_source
@@ -31,8 +29,8 @@ from meshwright.runtime.split import exchange
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Addend, Cut, lay, part_shape
 from meshwright.runtime.split.legal import legal_plan
+from meshwright.runtime.split.rules.views import recut
 from meshwright.runtime.split.splitter import NotSplit, Splitter
-from meshwright.runtime.split.views import recut
 from meshwright.runtime.split.weights import cut_weights
 
 Pools = Callable[[int], RankPool]
@@ -109,31 +107,6 @@ def all_moves_on_rank() -> dict[str, list[str]]:
 
 
 # Rules
-
-
-def check_on_rank(group: str, axis: Axis) -> Finding:
-    return check_samples(samples_of(group), axis)
-
-
-NEVER = {"matmul-vector", "einsum-diagonal", "conv2d-depthwise-more", "conv2d-groups", "attention-no-heads"}
-"""Refused in every way they could lie."""
-
-
-AXES: tuple[Axis, ...] = ("tp", "cp")
-EACH_WAY = [
-    (group, axis)
-    for number, group in enumerate([*GROUPS, *SINGLES])
-    for axis in (AXES[number % 2], AXES[(number + 1) % 2])
-]
-"""Every second one: every group, and both axes in turn."""
-
-
-@pytest.mark.parametrize(("group", "axis"), EACH_WAY)
-def test_functions_on_parts_give_what_they_give_on_the_whole(pool: Pools, group: str, axis: Axis) -> None:
-    """They may refuse; they may not be wrong."""
-    for finding in pool(2).run(check_on_rank, group, axis):
-        assert not finding.wrong, "\n".join(finding.wrong)
-        assert {name for name, count in finding.right.items() if not count} <= NEVER
 
 
 def in_place_on_rank() -> list[bool]:
@@ -270,10 +243,11 @@ def test_a_block_with_a_function_without_a_rule_is_left_whole_there_and_runs(
 
 
 @pytest.mark.filterwarnings("ignore::meshwright.core.errors.GuessWarning")
-def test_a_plan_that_splits_it_anyway_is_refused_by_name(pool: Pools) -> None:
-    model = f"{ASSETS}/split_models.py:choosing"
-    with pytest.raises(RankError, match="cannot be split: 'nonzero' has no rule"):
-        pool(2).run(parity_on_rank, model, plan_over_tp(model, 2))
+@pytest.mark.parametrize("function", ["inverting", "choosing"])
+def test_a_plan_that_splits_it_anyway_runs_the_function_on_the_whole(pool: Pools, function: str) -> None:
+    model = f"{ASSETS}/split_models.py:{function}"
+    for result in pool(2).run(parity_on_rank, model, plan_over_tp(model, 2)):
+        assert result.first_difference is None
 
 
 # Weights

@@ -59,7 +59,7 @@ def normalised(
     eps: float,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """A torch function like `batch_norm`: where channels lie over tp, it is called on parts (runtime/split/table.py)."""
+    """A torch function like `batch_norm`: where channels lie over tp, it is called on parts (runtime/split/rules/table.py)."""
     tensors = (x, running_mean, running_variance, weight, bias)
     if has_torch_function(tensors):
         others = (*tensors[1:], momentum, eps, group)

@@ -52,26 +52,26 @@ class Ranks:
 
     def gather(self, part: Tensor, cut: Cut) -> Tensor:
         """The whole of which each rank has a part."""
-        runs = _runs(part, cut)
+        runs, dim = _runs(part, cut)
         parts = part.new_empty((self.size, *runs.shape))
         if self.group is not None:
             with along(self.axis):
                 gather_into(parts.view(-1), runs.reshape(-1), group=self.group)
-        return _joined(self._unfold(torch.cat(parts.unbind(0), dim=cut.dim + 1), cut.dim + 1), cut)
+        return _fresh(self._unfold(torch.cat(parts.unbind(0), dim=dim), dim), cut)
 
     def scatter(self, whole: Tensor, cut: Cut) -> Tensor:
         """The sum of every rank's tensor; each gets its part of it."""
-        runs = self._fold(_runs(whole, cut), cut.dim + 1)
-        parts = torch.stack(runs.chunk(self.size, dim=cut.dim + 1))
-        own = torch.empty_like(parts[0])
+        runs, dim = _runs(whole, cut)
+        parts = torch.stack(self._fold(runs, dim).chunk(self.size, dim)).contiguous()  # stack may keep channels last
+        own = parts.new_empty(parts.shape[1:])
         if self.group is not None:
             with along(self.axis):
                 scatter_into(own.view(-1), parts.view(-1), group=self.group)
-        return _joined(own, cut)
+        return _fresh(own, cut)
 
     def own_part(self, whole: Tensor, cut: Cut) -> Tensor:
         """This rank's part of a tensor that all have."""
-        return _joined(self.part_of(self.rank, _runs(whole, cut), cut.dim + 1), cut)
+        return _joined(self.part_of(self.rank, *_runs(whole, cut)), cut)
 
     def part_of(self, rank: int, whole: Tensor, dim: int) -> Tensor:
         """Another's part of a dim that is one run."""
@@ -81,26 +81,27 @@ class Ranks:
 
     def padded(self, part: Tensor, cut: Cut) -> Tensor:
         """A whole tensor that is zero but for this rank's part."""
-        runs = _runs(part, cut)
+        runs, dim = _runs(part, cut)
         sizes = list(runs.shape)
-        size = sizes[cut.dim + 1]
-        sizes[cut.dim + 1] = size * self.size
+        size = sizes[dim]
+        sizes[dim] = size * self.size
         found = part.new_zeros(sizes)
         places = self._places(self.rank)
-        for place, piece in zip(places, runs.chunk(len(places), cut.dim + 1), strict=True):
-            found.narrow(cut.dim + 1, place * size // len(places), size // len(places)).copy_(piece)
+        for place, piece in zip(places, runs.chunk(len(places), dim), strict=True):
+            found.narrow(dim, place * size // len(places), size // len(places)).copy_(piece)
         return _joined(found, cut)
 
     def swap(self, part: Tensor, now: Cut, then: Cut) -> Tensor:
         """A part along one dim becomes a part along another: every rank sends every other a piece."""
-        runs = self._fold(_runs(part, then), then.dim + 1)
-        pieces = torch.stack(runs.chunk(self.size, dim=then.dim + 1)).contiguous()
+        runs, dim = _runs(part, then)
+        pieces = torch.stack(self._fold(runs, dim).chunk(self.size, dim)).contiguous()
         received = torch.empty_like(pieces)
         if self.group is not None:
             with along(self.axis):
                 dist.all_to_all_single(received.view(-1), pieces.view(-1), group=self.group)
         arrived = [_runs(_joined(piece, then), now) for piece in received.unbind(0)]
-        return _joined(self._unfold(torch.cat(arrived, dim=now.dim + 1), now.dim + 1), now)
+        dim = arrived[0][1]
+        return _fresh(self._unfold(torch.cat([runs for runs, _ in arrived], dim), dim), now)
 
     def _places(self, rank: int) -> tuple[int, ...]:
         """Which pieces a rank has."""
@@ -155,11 +156,18 @@ def _reordered(tensor: Tensor, dim: int, order: list[int]) -> Tensor:
     return torch.cat([pieces[place] for place in order], dim)
 
 
-def _runs(tensor: Tensor, cut: Cut) -> Tensor:
-    """The cut dim as two: the runs, and what is in one."""
+def _runs(tensor: Tensor, cut: Cut) -> tuple[Tensor, int]:
+    """The tensor with the cut dim as two, where it is several runs, and the dim within a run."""
+    if cut.runs == 1:
+        return tensor, cut.dim
     found: Tensor = tensor.unflatten(cut.dim, (cut.runs, -1))
-    return found
+    return found, cut.dim + 1
 
 
 def _joined(tensor: Tensor, cut: Cut) -> Tensor:
-    return tensor.flatten(cut.dim, cut.dim + 1)
+    return tensor if cut.runs == 1 else tensor.flatten(cut.dim, cut.dim + 1)
+
+
+def _fresh(tensor: Tensor, cut: Cut) -> Tensor:
+    """Joined, in memory of its own: a model may change what an exchange gave it, which torch refuses for views."""
+    return _joined(tensor, cut) if cut.runs == 1 else _joined(tensor, cut).clone()

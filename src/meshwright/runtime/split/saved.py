@@ -44,7 +44,7 @@ class _Kept:
 
     def give(self) -> Tensor:
         if self.whole is None:
-            self.whole = self.ranks.gather(self.part, self.cut)
+            self.whole = self.ranks.gather(self.part, self.cut).contiguous()
         found = self.whole
         self.readers -= 1
         if self.readers == 0:
@@ -81,14 +81,20 @@ class keeping_parts:  # noqa: N801 - used like a function, in `with`
     def _pack(self, tensor: Tensor) -> Any:
         assert self.kept is not None
         assert self.gathered is not None
-        if storage_key(tensor) != storage_key(self.gathered) or tensor.numel() != self.gathered.numel():
+        if not _is_all_of(self.gathered, tensor):
             return tensor
         self.kept.readers += 1
-        return self.kept, tensor.shape
+        return self.kept, tensor.shape, tensor.stride()
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        kept, shape = packed
-        found: Tensor = kept.give().view(shape)
+        kept, shape, strides = packed  # a product may save its operand turned
+        found: Tensor = kept.give().as_strided(shape, strides)
         return found
+
+
+def _is_all_of(whole: Tensor, tensor: Tensor) -> bool:
+    """Whether one is the other, in whatever order of dims."""
+    is_there = storage_key(tensor) == storage_key(whole) and tensor.numel() == whole.numel()
+    return is_there and whole.is_contiguous() and tensor.storage_offset() == whole.storage_offset()

@@ -1,4 +1,4 @@
-"""The Splitter: while it is active, each torch function that meets a split tensor follows its rule (runtime/split/table.py).
+"""The Splitter: while it is active, each torch function that meets a split tensor follows its rule (runtime/split/rules/table.py).
 
 It sits above autograd, as a torch function mode: rules call ordinary functions on this rank's parts, and autograd finds the
 gradients of those. What must pass between ranks, passes in the moves of runtime/split/exchange.py, and nowhere else. The
@@ -22,7 +22,6 @@ from meshwright.core.errors import PlanError
 from meshwright.core.plan import ContextWay
 from meshwright.runtime._torch import tree_leaves
 from meshwright.runtime.split import exchange
-from meshwright.runtime.split.arguments import Args, Options
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import (
     NOTE,
@@ -35,6 +34,7 @@ from meshwright.runtime.split.layout import (
     storage_key,
     whole_shape,
 )
+from meshwright.runtime.split.rules.arguments import Args, Options, spelled
 from meshwright.runtime.split.saved import gathered_again, was_gathered
 
 STREAM_DIMS = 3
@@ -97,17 +97,17 @@ class Splitter(TorchFunctionMode):
     # ------------------------------------------------------------ as a mode
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from meshwright.runtime.split.table import ALWAYS, RULES
+        from meshwright.runtime.split.aliases import follow
+        from meshwright.runtime.split.rules.table import ALWAYS, rule_of
 
         kwargs = kwargs or {}
         if not _touches(args, kwargs) and function not in ALWAYS:
-            return function(*args, **kwargs)
-        rule = RULES.get(function)
-        if rule is None and getattr(function, "__name__", "") == "__get__":
-            return function(*args, **kwargs)  # an attribute that says nothing of sizes
-        if rule is None:
-            raise NotSplit(f"'{_name(function)}' has no rule for tensors that lie over ranks")
-        return rule(self, function, args, kwargs)
+            made = function(*args, **kwargs)
+        else:
+            args, kwargs = spelled(function, args, kwargs)
+            made = rule_of(function, args, kwargs)(self, function, args, kwargs)
+        follow(function, args, kwargs, made)
+        return made
 
     def __enter__(self) -> Any:
         _active.splitter = self
@@ -141,7 +141,8 @@ class Splitter(TorchFunctionMode):
         layout = layout_of(tensor) or {}
         ranks = self.axes[axis]
         cut = None
-        if axis == "tp" and self.sequence_parallel and tensor.dim() == STREAM_DIMS:
+        along_last = share.bias is None or share.bias.dim() <= 1
+        if axis == "tp" and self.sequence_parallel and tensor.dim() == STREAM_DIMS and along_last:
             cut = Cut(tensor.dim() - 2)
             self.divide(tensor.shape[cut.dim], "tp", "tokens")
             made = exchange.scatter(tensor, ranks, cut)
@@ -150,7 +151,9 @@ class Splitter(TorchFunctionMode):
         made = lay(made, moved(layout, axis, cut))
         if share.bias is None:
             return made
-        bias = self.lend(share.bias, axis) if cut else share.bias
+        bias = share.bias
+        for other in cuts(layout_of(made)):
+            bias = self.lend(bias, other)
         return lay(made + bias, layout_of(made))
 
     def lend(self, whole: Tensor, axis: Axis) -> Tensor:
@@ -218,11 +221,25 @@ class Splitter(TorchFunctionMode):
         assert isinstance(now, Cut)
         if now == then:
             return tensor
+        if now.dim == then.dim:
+            words = f"dim {now.dim}, which lies over {axis} in {now.runs} runs, meets one in {then.runs}"
+            self.allow_gathering(axis, NotSplit(words, runs=max(now.runs, then.runs)))
+            return self.narrow(self.gather(tensor, axis), axis, then)
         tensor = self._uncover(tensor, axis)
         self.divide(tensor.shape[then.dim] // then.runs, axis, f"dim {then.dim}")
         layout = layout_of(tensor) or {}
         made = exchange.swap(tensor, self.axes[axis], now, then)
         return lay(made, moved(layout, axis, then))
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether shardings of weights are tried, with pretended ranks (runtime/split/legal.py)."""
+        return list(self.axes) == ["tp"] and self.axes["tp"].group is None and not self.sequence_parallel
+
+    def allow_gathering(self, axis: Axis, otherwise: NotSplit) -> None:
+        """What lies over the axis is to be gathered for a function. In a trial that is refused: weights stay whole instead."""
+        if self.is_trial:
+            raise otherwise
 
     def divide(self, size: int, axis: Axis, words: str) -> int:
         """size / degree; refused where it does not divide."""
@@ -244,7 +261,7 @@ class Splitter(TorchFunctionMode):
         return storage_key(tensor) in self.batch
 
 
-def _name(function: Any) -> str:
+def name_of(function: Any) -> str:
     """Of an attribute, its own name: torch asks for it through `__get__`."""
     name = getattr(function, "__name__", str(function))
     return str(getattr(getattr(function, "__self__", None), "__name__", name)) if name == "__get__" else str(name)

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.runtime.split.arguments import Args, Options, by_name, dim_of
+from meshwright.runtime.split.laying import ELSEWHERE, Target, laid
 from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of
-from meshwright.runtime.split.pointwise import pointwise
+from meshwright.runtime.split.rules.arguments import Args, Options, by_name, dim_of
+from meshwright.runtime.split.rules.pointwise import noted, pointwise
+from meshwright.runtime.split.rules.whole import without_rule
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 
 
@@ -68,12 +70,10 @@ def norm(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
 
 def along(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """softmax, cumsum, …: as large as what they read; the dim they run along is made whole."""
-    if kwargs.get("dim", 0) is None:
-        raise NotSplit(f"'{function.__name__}' that is not told its dim")
+    if (args[1] if len(args) > 1 else kwargs.get("dim")) is None:
+        return without_rule(split, function, args, kwargs)
     tensor = split.gather_dims(split.summed(args[0]), [dim_of(args, kwargs, 1, default=-1)])
-    if tensor is not args[0] and function.__name__.endswith("_"):
-        raise NotSplit(f"'{function.__name__}' in place, along a dim that lies over ranks")
-    return lay(function(tensor, *args[1:], **kwargs), layout_of(tensor))
+    return noted(function(tensor, *args[1:], **kwargs), layout_of(tensor))
 
 
 def last_two(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
@@ -91,41 +91,51 @@ def layer_norm(split: Splitter, function: Any, args: Args, kwargs: Options) -> A
     tensor = split.gather_dims(tensor, range(tensor.dim() - num, tensor.dim()))
 
     def lent(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            value = split.summed(value)
-            for axis in cuts(layout_of(value)):
-                value = split.gather(value, axis, read_by_parts=axis in (layout_of(tensor) or {}))
-        for axis in layout_of(tensor) or {}:
-            value = split.lend(value, axis) if isinstance(value, Tensor) else value
-        return value
+        return laid(split, split.summed(value), target) if isinstance(value, Tensor) else value
 
-    made = function(
-        tensor, sizes, *map(lent, args[2:]), **{k: lent(v) for k, v in kwargs.items() if k != "normalized_shape"}
-    )
-    return lay(made, layout_of(tensor))
+    target = dict.fromkeys(cuts(layout_of(tensor)), ELSEWHERE)
+    options = {name: lent(value) for name, value in kwargs.items() if name != "normalized_shape"}
+    return lay(function(tensor, sizes, *map(lent, args[2:]), **options), layout_of(tensor))
+
+
+def _channel_target(layout: Layout | None) -> Target:
+    """How a tensor with one value a channel, which is dim 1, is read beside one that lies so."""
+    return {axis: Cut(0, cut.runs) if cut.dim == 1 else ELSEWHERE for axis, cut in cuts(layout).items()}
 
 
 def batch_norm(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """batch_norm(tensor, mean, variance, weight, bias, …): statistics of a channel need nothing of the others."""
     tensor = split.summed(args[0])
     tensor = split.gather_dims(tensor, [dim for dim in range(tensor.dim()) if dim != 1])
-    layout = layout_of(tensor)
-    if any(cut.runs > 1 for cut in cuts(layout).values()):
-        raise NotSplit("statistics of channels that lie over ranks in several runs")  # would be written into a copy
+    for axis, cut in cuts(layout_of(tensor)).items():
+        if cut.runs > 1 or axis != "tp":  # statistics would be written into a copy
+            words = "statistics of channels that lie over ranks in several runs"
+            split.allow_gathering(axis, NotSplit(words))
+            return batch_norm(split, function, (split.gather(tensor, axis), *args[1:]), kwargs)
+    target = _channel_target(layout_of(tensor))
 
     def part(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        value = split.summed(value)
-        for axis, cut in cuts(layout_of(value)).items():
-            if layout is None or layout.get(axis) != Cut(1, cut.runs):
-                value = split.gather(value, axis, read_by_parts=axis in (layout or {}))
-        for axis, cut in cuts(layout).items():
-            if axis not in cuts(layout_of(value)):
-                value = split.narrow(value, axis, Cut(0, cut.runs))
-        return value
+        return laid(split, split.summed(value), target) if isinstance(value, Tensor) and value.dim() else value
 
-    return lay(function(tensor, *map(part, args[1:]), **{k: part(v) for k, v in kwargs.items()}), layout)
+    options = {name: part(value) for name, value in kwargs.items()}
+    return lay(function(tensor, *map(part, args[1:]), **options), layout_of(tensor))
+
+
+def group_norm(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """group_norm(tensor, groups, weight, bias, eps): a rank that has all channels of a group has all it needs."""
+    groups, weight, bias, *rest = by_name(args[1:], kwargs, ("num_groups", "weight", "bias", "eps"))
+    tensor = split.summed(args[0])
+    tensor = split.gather_dims(tensor, range(2, tensor.dim()))
+    along = [(axis, cut) for axis, cut in cuts(layout_of(tensor)).items() if cut.dim == 1]
+    if any(cut.runs > 1 or groups % split.axes[axis].num_pieces for axis, cut in along) or len(along) > 1:
+        tensor, along = split.gather_dims(tensor, [1]), []
+    target = _channel_target(layout_of(tensor))
+    weight, bias = (laid(split, split.summed(v), target) if v is not None else None for v in (weight, bias))
+    for axis, _ in along:
+        groups //= split.degrees[axis]
+    return lay(
+        function(tensor, groups, weight, bias, *(value for value in rest if value is not None)), layout_of(tensor)
+    )
 
 
 def by_channel(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
@@ -148,28 +158,6 @@ def pad(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
 def prelu(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """prelu(tensor, weight): one slope for all, or one a channel, which is dim 1."""
     tensor, slope = (split.summed(value) for value in by_name(args, kwargs, ("input", "weight")))
-    layout = layout_of(tensor)
-    if split.shape(slope) == (1,):
+    if split.shape(slope) in ((1,), ()):
         return pointwise(split, function, (tensor, slope), {})
-    if layout is None or "tp" in cuts(layout_of(slope)) or "cp" in cuts(layout_of(slope)):
-        tensor, slope = split.gather_dims(tensor, [1]), split.gather_dims(slope, [0])
-        layout = layout_of(tensor)
-    for axis, cut in cuts(layout).items():
-        slope = split.narrow(slope, axis, Cut(0, cut.runs)) if cut.dim == 1 else split.lend(slope, axis)
-    return lay(function(tensor, slope), layout)
-
-
-def noted(made: Any, layout: Layout | None) -> Any:
-    """The layout on what a function made, or on each of several."""
-    for item in [made] if isinstance(made, Tensor) else made:
-        lay(item, dict(layout or {}))
-    return made
-
-
-def on_whole(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
-    """Functions whose result has no use for a layout: done on whole tensors."""
-
-    def whole(value: Any) -> Any:
-        return split.gather_dims(split.summed(value), range(value.dim())) if isinstance(value, Tensor) else value
-
-    return function(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+    return lay(function(tensor, laid(split, slope, _channel_target(layout_of(tensor)))), layout_of(tensor))

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.runtime.split.arguments import Args, Options, by_name
 from meshwright.runtime.split.collectives import Ranks
+from meshwright.runtime.split.laying import laid
 from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of
-from meshwright.runtime.split.reductions import on_whole
+from meshwright.runtime.split.rules.arguments import Args, Options, by_name
+from meshwright.runtime.split.rules.whole import on_whole, without_rule
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 
 TOKEN_DIMS = 2
@@ -32,8 +33,11 @@ def embedding(split: Splitter, function: Any, args: Args, kwargs: Options) -> An
     settings = {name: value for name, value in zip(names[2:], rest, strict=True) if value is not None}
     ids = _own_tokens(split, split.summed(ids), table)
     cut = cuts(layout_of(table)).get("tp")
-    if "cp" in cuts(layout_of(table)) or (cut is not None and cut.dim == 0 and cut.runs > 1):
-        raise NotSplit("a table that does not lie over tp in one run")
+    if "cp" in cuts(layout_of(table)) or settings.get("max_norm") or settings.get("scale_grad_by_freq"):
+        return without_rule(split, function, args, kwargs)
+    if cut is not None and cut.dim == 0 and cut.runs > 1:
+        split.allow_gathering("tp", NotSplit("a table that does not lie over tp in one run"))
+        table, cut = split.gather(table, "tp"), None
     if cut is not None and "tp" in cuts(layout_of(ids)):
         ids = split.gather(ids, "tp")
     layout: Layout = dict(layout_of(ids) or {})
@@ -80,7 +84,8 @@ def cross_entropy(split: Splitter, function: Any, args: Args, kwargs: Options) -
     reduction, smoothing = values[6] or "mean", values[7] or 0.0
     classes = 1 if logits.dim() > 1 else 0
     plain_labels = not target.is_floating_point() and weight is None and not smoothing and logits.dim() == TOKEN_DIMS
-    if weight is not None or smoothing or target.is_floating_point():
+    is_legacy = values[3] is not None or values[5] is not None
+    if weight is not None or smoothing or target.is_floating_point() or is_legacy:
         return on_whole(split, function, args, kwargs)
     across = cuts(layout_of(logits)).get("tp")
     if not plain_labels or "tp" not in split.axes or across is None or across.runs > 1 or across.dim != classes:
@@ -104,13 +109,7 @@ def _labels_part(split: Splitter, target: Tensor, logits: Tensor, classes: int) 
         for axis, cut in cuts(layout_of(logits)).items()
         if cut.dim != classes
     }
-    for axis, here in cuts(layout_of(target)).items():
-        if wanted.get(axis) != here:
-            target = split.gather(target, axis)
-    for axis, cut in wanted.items():
-        if axis not in cuts(layout_of(target)):
-            target = split.narrow(target, axis, cut)
-    return target
+    return laid(split, split.summed(target), wanted)
 
 
 def _reduced(split: Splitter, losses: Tensor, target: Tensor, layout: Layout, ignored: int, reduction: str) -> Tensor:
@@ -151,12 +150,13 @@ class _VocabularyLoss(torch.autograd.Function):
 
 def nll_loss(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """After a log_softmax, which made its dim whole: labels follow the tokens."""
-    logits, target = split.summed(args[0]), args[1]
-    if any(isinstance(value, Tensor) and layout_of(value) for value in (*args[2:], *kwargs.values())):
-        raise NotSplit("nll_loss with weights of classes that lie over ranks")
-    logits = split.gather_dims(logits, [1 if logits.dim() > 1 else 0])
-    target = _labels_part(split, target, logits, 1)
-    if (kwargs.get("reduction") or "mean") != "sum" and cuts(layout_of(logits)):
-        raise NotSplit("a mean of nll_loss over tokens that lie over ranks: use cross_entropy")
-    made = function(logits, target, *args[2:], **kwargs)
-    return lay(made, {axis: Addend() for axis in cuts(layout_of(logits))})
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    values = by_name(args, kwargs, names)
+    if any(values[place] is not None for place in (2, 3, 5)):
+        return on_whole(split, function, args, kwargs)
+    logits, target, ignored = split.summed(values[0]), values[1], -100 if values[4] is None else values[4]
+    classes = 1 if logits.dim() > 1 else 0
+    logits = split.gather_dims(logits, [classes])
+    target = _labels_part(split, target, logits, classes)
+    losses = function(logits, target, ignore_index=ignored, reduction="none")
+    return _reduced(split, losses, target, {**cuts(layout_of(target))}, ignored, values[6] or "mean")

@@ -1,7 +1,7 @@
 """The rule for attention: along tp the heads come cut; along cp tokens come cut, and the plan says how they meet.
 
 heads: an all-to-all each for query, key and value gives every rank all tokens of some heads, and what the attention made goes
-back by another when the next weight reads it (runtime/split/contraction.py). Heads of keys and values that several heads of
+back by another when the next weight reads it (runtime/split/rules/contraction.py). Heads of keys and values that several heads of
 queries read are repeated where they are too few for the ranks.
 ring: queries stay, keys and values go round (runtime/split/ring.py); what the attention made lies as the queries do. Where torch
 itself has no fused kernel (dropout, a learned bias), keys and values are gathered, as for explicit attention.
@@ -14,10 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core.collective import Axis
 from meshwright.core.context import FUSED_DIMS, key_repeats
-from meshwright.runtime.split.arguments import Args, Options, by_name
+from meshwright.runtime.split.laying import laid
 from meshwright.runtime.split.layout import Cut, cuts, lay, layout_of
 from meshwright.runtime.split.ring import Ring, ring_attention
+from meshwright.runtime.split.rules.arguments import Args, Options, by_name
+from meshwright.runtime.split.rules.pointwise import joint_layout
+from meshwright.runtime.split.rules.random import apart
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 
 HEADS, TOKENS = -3, -2
@@ -32,13 +36,12 @@ def attention(split: Splitter, function: Any, args: Args, kwargs: Options) -> An
         return _round(split, function, (query, key, value), by_name(args, kwargs, NAMES)[3:])
     if kwargs.get("enable_gqa"):
         key, value = (_repeated(split, tensor) for tensor in (key, value))
-    query, key, value = (_by_heads(split, tensor) for tensor in (query, key, value))
+    query, key, value = _alike(split, *(_by_heads(split, tensor) for tensor in (query, key, value)))
     layout = layout_of(query) or {}
-    if any(cuts(layout_of(tensor)) != cuts(layout) for tensor in (key, value)):
-        raise NotSplit("attention in which query, key and value do not lie alike")
     options = {name: option for name, option in kwargs.items() if name not in names}
     mask = _mask_part(split, given[3], query)
-    return lay(function(query, key, value, mask, *args[4:], **options), layout)
+    with apart(split, query, layout if by_name(args, kwargs, NAMES)[4] else None):
+        return lay(function(query, key, value, mask, *args[4:], **options), layout)
 
 
 def _repeated(split: Splitter, tensor: Tensor) -> Tensor:
@@ -51,13 +54,41 @@ def _repeated(split: Splitter, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _alike(split: Splitter, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """All three cut along the same heads and samples. Heads of keys that several heads of queries read go with those."""
+    tensors = [query, key, value]
+    target = cuts(joint_layout(tensors))
+    heads = query.dim() + HEADS
+    counts = {split.shape(tensor)[heads] for tensor in tensors} if heads >= 0 else {1}
+    along = [(axis, cut) for axis, cut in target.items() if cut.dim == heads]
+    apart = len(along) > 1 or any(_divides_apart(split, tensors, axis, cut) for axis, cut in along)
+    if split.shape(key)[heads] != split.shape(value)[heads] or (len(counts) > 1 and apart):
+        tensors[1:] = (_times(split, tensor, split.shape(query)[heads], heads) for tensor in (key, value))
+    return [laid(split, tensor, target) for tensor in tensors]
+
+
+def _divides_apart(split: Splitter, tensors: list[Tensor], axis: Axis, cut: Cut) -> bool:
+    """Whether a rank's heads of queries would read heads of keys that another has."""
+    return cut.runs > 1 or any(split.shape(tensor)[cut.dim] % split.axes[axis].num_pieces for tensor in tensors)
+
+
+def _times(split: Splitter, tensor: Tensor, num_heads: int, heads: int) -> Tensor:
+    """Heads repeated until there are so many."""
+    times = num_heads // split.shape(tensor)[heads]
+    return lay(tensor.repeat_interleave(times, heads), layout_of(tensor))
+
+
 def _by_heads(split: Splitter, tensor: Tensor) -> Tensor:
-    if tensor.dim() < 4:
-        raise NotSplit("attention without a dim for the heads")
     heads = tensor.dim() + HEADS
-    for axis, cut in cuts(layout_of(tensor)).items():
-        if cut.dim > heads and not (axis == "cp" and split.context == "ring"):
+    for axis in list(cuts(layout_of(tensor))):
+        cut = cuts(layout_of(tensor)).get(axis)  # a swap along another axis may have gathered it
+        if cut is None or cut.dim <= heads or (axis == "cp" and split.context == "ring"):
+            continue
+        if heads > 0 or (heads == 0 and tensor.shape[0] % split.axes[axis].num_pieces == 0):
             tensor = split.swap(tensor, axis, Cut(heads))
+        else:  # no dim for the heads, and samples that do not divide
+            split.allow_gathering(axis, NotSplit("attention without a dim for the heads"))
+            tensor = split.gather(tensor, axis)
     return tensor
 
 
@@ -109,7 +140,8 @@ def _with_all_keys(split: Splitter, function: Any, tensors: tuple[Tensor, ...], 
     else:
         mask = _mask_part(split, mask, query)
     key, value = (split.gather(tensor, "cp", read_by_parts=True) for tensor in (key, value))
-    return lay(function(query, key, value, mask, dropout or 0.0, scale=scale), layout_of(query))
+    with apart(split, query, layout_of(query) if dropout else None):
+        return lay(function(query, key, value, mask, dropout or 0.0, scale=scale), layout_of(query))
 
 
 def _cast(tensor: Tensor) -> Tensor:
@@ -129,16 +161,4 @@ def _mask_part(split: Splitter, mask: Tensor | None, query: Tensor) -> Tensor | 
         return None
     mask = split.summed(mask)
     mask = split.gather_dims(mask, [mask.dim() - 2, mask.dim() - 1])
-    away = query.dim() - mask.dim()
-    for axis, cut in cuts(layout_of(mask)).items():
-        if cuts(layout_of(query)).get(axis) != Cut(cut.dim + away, cut.runs):
-            mask = split.gather(mask, axis, read_by_parts=axis in cuts(layout_of(query)))
-    for axis, cut in cuts(layout_of(query)).items():
-        dim = cut.dim - away
-        if axis in cuts(layout_of(mask)):
-            continue
-        if dim >= 0 and split.shape(mask)[dim] > 1:
-            mask = split.narrow(mask, axis, Cut(dim, cut.runs))
-        else:
-            mask = split.lend(mask, axis)
-    return mask
+    return laid(split, mask, cuts(layout_of(query)), query.dim() - mask.dim())

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwright.core.collective import Axis
-from meshwright.runtime.split.arguments import Args, Options
-from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of, part_shape
+from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of
+from meshwright.runtime.split.rules.arguments import Args, Options
+from meshwright.runtime.split.rules.whole import without_rule
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 
 Sizes = tuple[int, ...]
@@ -37,15 +37,28 @@ def reshaped(split: Splitter, tensor: Tensor, sizes: Sizes) -> Tensor:
     """The tensor in other sizes, which are those of the whole; one may be -1."""
     old = split.shape(tensor)
     new = _complete(old, sizes)
+    tensor = _with_bias(split, tensor, keeps_last=bool(new) and new[-1:] == old[-1:])
     layout: Layout = {}
-    if any(isinstance(s, Addend) and s.bias is not None for s in (layout_of(tensor) or {}).values()) and (
-        not new or new[-1] != old[-1]
-    ):
-        tensor = split.summed(tensor)
+    before, after = list(old), list(new)
     for axis, share in (layout_of(tensor) or {}).items():
-        layout[axis] = share if isinstance(share, Addend) else recut(split, axis, share, old, new)
-    _check_divides(split, new, layout)
-    return lay(tensor.reshape(part_shape(new, layout, split.degrees)), layout)
+        if isinstance(share, Addend):
+            layout[axis] = share
+            continue
+        try:
+            then = recut(split, axis, share, tuple(before), tuple(after))
+        except NotSplit as error:
+            split.allow_gathering(axis, error)
+            return reshaped(split, split.gather(tensor, axis), sizes)
+        layout[axis] = then
+        before[share.dim] //= split.degrees[axis]  # the next axis cuts the parts
+        after[then.dim] //= split.degrees[axis]
+    return lay(tensor.reshape(after), layout)
+
+
+def _with_bias(split: Splitter, tensor: Tensor, keeps_last: bool) -> Tensor:
+    """A bias that is still to be added must broadcast as before: one along the last dim, where that stays the last."""
+    found = [s.bias for s in (layout_of(tensor) or {}).values() if isinstance(s, Addend) and s.bias is not None]
+    return split.summed(tensor) if any(bias.dim() > 1 or not keeps_last for bias in found) else tensor
 
 
 def _complete(old: Sizes, sizes: Sizes) -> Sizes:
@@ -96,20 +109,12 @@ def _groups(old: Sizes, new: Sizes) -> Iterator[tuple[range, range]]:
         yield range(first, i), range(other, j)
 
 
-def _check_divides(split: Splitter, sizes: Sizes, layout: Layout) -> None:
-    """Where two axes cut one dim, their product must divide it."""
-    for dim, size in enumerate(sizes):
-        degree = prod(split.degrees[axis] for axis, cut in cuts(layout).items() if cut.dim == dim)
-        if size % degree:
-            raise NotSplit(f"dim {dim} of {list(sizes)} does not divide over {degree} ranks")
-
-
 def reshape(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     tensor, *sizes = args
     if kwargs:
         sizes = [kwargs.get("shape", kwargs.get("size"))]
-    if sizes and isinstance(sizes[0], torch.dtype):
-        raise NotSplit("a view as another dtype of a tensor that lies over ranks")
+    if sizes and not isinstance(sizes[0], int | list | tuple):
+        return without_rule(split, function, args, kwargs)  # view(dtype)
     return reshaped(split, tensor, sizes_of(tuple(sizes)))
 
 
@@ -143,11 +148,9 @@ def _named(args: Args, kwargs: Options, names: tuple[str, ...]) -> list[Any]:
 
 
 def permuted(split: Splitter, tensor: Tensor, order: list[int]) -> Tensor:
-    """order: for every new dim, the old one. A pending bias lies along the last dim, which must stay the last."""
+    """order: for every new dim, the old one."""
+    tensor = _with_bias(split, tensor, keeps_last=order[-1:] == [len(order) - 1])
     layout = layout_of(tensor) or {}
-    if order[-1] != len(order) - 1 and any(isinstance(s, Addend) and s.bias is not None for s in layout.values()):
-        tensor = split.summed(tensor)
-        layout = layout_of(tensor) or {}
     new: Layout = {
         axis: Cut(order.index(share.dim), share.runs) if isinstance(share, Cut) else share
         for axis, share in layout.items()
@@ -178,10 +181,17 @@ def movedim(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     return permuted(split, args[0], [placed[dim] if dim in placed else next(rest) for dim in range(num)])
 
 
+def adjoint(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """`.H`, `.mH`, `.adjoint()`"""
+    turned = turn_last_two(split, function, args, kwargs)
+    return lay(turned.conj(), layout_of(turned))
+
+
 def turn_last_two(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
-    """`.T`, `.mT`, `.t()`"""
+    """`.mT`, `.t()`, and `.T`, which turns all dims round"""
     order = list(range(args[0].dim()))
-    order[-2:] = reversed(order[-2:])
+    turns_all = getattr(function, "__self__", None) is Tensor.T
+    order = order[::-1] if turns_all else [*order[:-2], *reversed(order[-2:])]
     return permuted(split, args[0], order)
 
 
@@ -196,12 +206,18 @@ def shifted(layout: Layout | None, place: int, by: int) -> Layout:
     }
 
 
+def as_complex(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """view_as_complex: the last dim, of two, is gone."""
+    tensor = split.summed(args[0])
+    tensor = split.gather_dims(tensor, [tensor.dim() - 1])
+    return lay(function(tensor.contiguous()), layout_of(tensor))
+
+
 def unsqueeze(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     (dim,) = _named(args, kwargs, ("dim",))
     dim %= args[0].dim() + 1
-    if dim == args[0].dim():
-        args = (split.summed(args[0]),)
-    return lay(args[0].unsqueeze(dim), shifted(layout_of(args[0]), dim, 1))
+    tensor = _with_bias(split, args[0], keeps_last=dim < args[0].dim())
+    return lay(tensor.unsqueeze(dim), shifted(layout_of(tensor), dim, 1))
 
 
 def squeeze(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
@@ -231,7 +247,7 @@ def _expanded(split: Splitter, tensor: Tensor, sizes: Sizes) -> Tensor:
 
 
 def repeat(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
-    tensor, times = split.summed(args[0]), sizes_of(args[1:])
+    tensor, times = split.summed(args[0]), sizes_of(args[1:] if len(args) > 1 else (kwargs["repeats"],))
     more = len(times) - tensor.dim()
     layout = shifted(layout_of(tensor), 0, more)
     tensor = split.gather_dims(tensor, [c.dim - more for c in cuts(layout).values() if times[c.dim] != 1])
@@ -242,5 +258,5 @@ def repeat_interleave(split: Splitter, function: Any, args: Args, kwargs: Option
     tensor = split.summed(args[0])
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     if dim is None or not isinstance(args[1] if len(args) > 1 else kwargs["repeats"], int):
-        raise NotSplit("repeat_interleave without a dim, or by a tensor, of a tensor that lies over ranks")
+        return without_rule(split, function, args, kwargs)
     return lay(function(tensor, *args[1:], **kwargs), layout_of(tensor))

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.core.collective import Axis
-from meshwright.runtime.split.arguments import Args, Options
-from meshwright.runtime.split.layout import NOTE, Cut, Layout, cuts, lay, layout_of
-from meshwright.runtime.split.splitter import NotSplit, Splitter
+from meshwright.runtime.split.laying import laid
+from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of
+from meshwright.runtime.split.rules.arguments import Args, Options, changes_its_input
+from meshwright.runtime.split.rules.whole import in_place_on_whole, on_whole
+from meshwright.runtime.split.splitter import NotSplit, Splitter, name_of
 
 
 def pointwise(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
@@ -20,22 +21,35 @@ def pointwise(split: Splitter, function: Any, args: Args, kwargs: Options) -> An
     places = [n for n, value in enumerate(args) if isinstance(value, Tensor)]
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     given = [*(args[n] for n in places), *(kwargs[name] for name in names)]
-    before = layout_of(args[0]) if isinstance(args[0], Tensor) else None
-    summed = [split.summed(tensor) for tensor in given]
-    layout = joint_layout(summed)
-    parts = alike(split, summed)
-    if _changes_its_input(function) and (layout or {}) != (before or {}):
-        raise NotSplit(f"'{function.__name__}' would write a part into a whole tensor")
+    if len(given) == 1 and len(args) + len(kwargs) == 1:
+        return on_whole(split, function, args, kwargs)  # where(condition) asks for places
+    in_place = changes_its_input(function, args, kwargs)
+    if in_place and cuts(layout_of(args[0])) != (layout_of(args[0]) or {}):
+        return _into(split, function, args, kwargs)
+    parts = [split.summed(tensor) for tensor in given]
+    layout = joint_layout(parts)
+    if in_place and list(layout.items()) != list((layout_of(args[0]) or {}).items()):
+        return _into(split, function, args, kwargs)
+    parts = alike(split, parts)
     new_args = list(args)
     for n, part in zip(places, parts, strict=False):
         new_args[n] = part
     new_kwargs = {**kwargs, **dict(zip(names, parts[len(places) :], strict=True))}
-    return lay(function(*new_args, **new_kwargs), layout)
+    return noted(function(*new_args, **new_kwargs), layout)
 
 
-def _changes_its_input(function: Any) -> bool:
-    name = getattr(function, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+def _into(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """In place, where what is to be written lies otherwise than the tensor that the model holds."""
+    for axis in cuts(joint_layout([value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)])):
+        split.allow_gathering(axis, NotSplit(f"'{name_of(function)}' would write a part into a whole tensor"))
+    return in_place_on_whole(split, function, args, kwargs)
+
+
+def noted(made: Any, layout: Layout | None) -> Any:
+    """The layout on what a function made, or on each of several."""
+    for item in [made] if isinstance(made, Tensor) else made:
+        lay(item, dict(layout or {}))
+    return made
 
 
 def joint_layout(tensors: list[Tensor]) -> Layout:
@@ -52,52 +66,20 @@ def alike(split: Splitter, tensors: list[Tensor], whole_dims: Iterable[int] = ()
     """The tensors laid so that they can be combined element by element. whole_dims: along these, sizes differ."""
     most = max(tensor.dim() for tensor in tensors)
     target = cuts(joint_layout(tensors))
-    return [_laid(split, tensor, target, most - tensor.dim(), set(whole_dims)) for tensor in tensors]
-
-
-def _laid(split: Splitter, tensor: Tensor, target: dict[Axis, Cut], missing: int, whole_dims: set[int]) -> Tensor:
-    for axis, wanted in target.items():
-        dim = wanted.dim - missing
-        here = cuts(layout_of(tensor)).get(axis)
-        has_dim = dim >= 0 and split.shape(tensor)[dim] > 1 and dim not in whole_dims
-        if here == Cut(dim, wanted.runs):
-            continue
-        if here is not None and has_dim:
-            tensor = split.swap(tensor, axis, Cut(dim, wanted.runs))
-        elif here is not None:
-            tensor = split.gather(tensor, axis, read_by_parts=True)
-        elif has_dim:
-            tensor = split.narrow(tensor, axis, Cut(dim, wanted.runs))
-        else:
-            tensor = split.lend(tensor, axis)
-    return tensor
+    return [laid(split, tensor, target, most - tensor.dim(), set(whole_dims)) for tensor in tensors]
 
 
 def unary(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """Functions of one tensor; others among the arguments only lend their dtype."""
     tensor = split.summed(args[0])
+    if tensor is not args[0] and changes_its_input(function, args, kwargs):
+        return in_place_on_whole(split, function, args, kwargs)
     made = function(tensor, *args[1:], **kwargs)
-    if not isinstance(made, Tensor):
-        return made  # `type()` says a name
-    made = lay(made, layout_of(tensor))
-    if tensor is not args[0] and (_changes_its_input(function) or kwargs.get("inplace")):
-        return _written_back(function, args[0], made)
-    return made
-
-
-def _written_back(function: Any, summand: Tensor, made: Tensor) -> Tensor:
-    """What was done in place to a sum: the summand that the model holds becomes the result too."""
-    if made.shape != summand.shape:
-        raise NotSplit(f"'{function.__name__}' would write tokens of this rank into a whole tensor")
-    summand.copy_(made)
-    vars(summand).pop(NOTE, None)
-    return lay(summand, layout_of(made))
+    return lay(made, layout_of(tensor)) if isinstance(made, Tensor) else made  # `type()` says a name
 
 
 def as_it_is(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """Functions that are linear and of one tensor: addends stay addends."""
-    if any(not isinstance(share, Cut) and share.bias is not None for share in (layout_of(args[0]) or {}).values()):
-        return unary(split, function, args, kwargs)
     return lay(function(*args, **kwargs), layout_of(args[0]))
 
 
@@ -107,6 +89,22 @@ def one_hot(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     if classes < 0:
         raise NotSplit("'one_hot' without num_classes counts classes over all ranks")
     return unary(split, function, args, kwargs)
+
+
+def question(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """A gradient of a split tensor is a part or a summand: only that there is none can be told."""
+    found = function(*args, **kwargs)
+    if isinstance(found, Tensor):
+        raise NotSplit(f"'{name_of(function)}' of a tensor that lies over ranks")
+    return found
+
+
+def nbytes(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    return prod(split.shape(args[0])) * args[0].element_size()
+
+
+def same_size(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    return split.shape(args[0]) == split.shape(args[1] if len(args) > 1 else kwargs["other"])
 
 
 def plain(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:

@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.runtime.split.arguments import Args, Options, dim_of
+from meshwright.runtime.split.laying import laid
 from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of
-from meshwright.runtime.split.pointwise import alike
-from meshwright.runtime.split.reductions import noted
+from meshwright.runtime.split.rules.arguments import Args, Options, dim_of
+from meshwright.runtime.split.rules.pointwise import alike, noted
+from meshwright.runtime.split.rules.views import shifted, sizes_of
+from meshwright.runtime.split.rules.whole import all_whole, in_place_on_whole, without_rule
 from meshwright.runtime.split.splitter import NotSplit, Splitter
-from meshwright.runtime.split.views import shifted, sizes_of
 
 # ---------------------------------------------------------------- pieces of equal rank
 
@@ -32,9 +33,27 @@ def split_by_size(split: Splitter, function: Any, args: Args, kwargs: Options) -
     dim = dim_of(args, kwargs, 2)
     whole = split.shape(args[0])[dim]
     sizes = [size] * (whole // size) if isinstance(size, int) else list(size)
-    if sum(sizes) != whole or len(set(sizes)) > 1:
+    if sum(sizes) != whole:
         return _uneven(split, function, args, kwargs, dim)
+    if len(set(sizes)) > 1:
+        return _some_runs(split, function, args, kwargs, dim, sizes)
     return _pieces(split, args, len(sizes), dim)
+
+
+def _some_runs(split: Splitter, function: Any, args: Args, kwargs: Options, dim: int, sizes: list[int]) -> Any:
+    """Pieces that differ in size, each of some runs of the dim: a query, and keys and values in one."""
+    tensor = split.summed(args[0])
+    whole = split.shape(tensor)[dim]
+    along = [(axis, cut) for axis, cut in cuts(layout_of(tensor)).items() if cut.dim == dim]
+    if len(along) != 1 or any(size * along[0][1].runs % whole for size in sizes):
+        return _uneven(split, function, args, kwargs, dim)
+    (axis, cut) = along[0]
+    pieces = tensor.split([size // split.degrees[axis] for size in sizes], dim)
+    layout = layout_of(tensor) or {}
+    return tuple(
+        lay(piece, {**layout, axis: Cut(dim, cut.runs * size // whole)})
+        for piece, size in zip(pieces, sizes, strict=True)
+    )
 
 
 def _pieces(split: Splitter, args: Args, number: int, dim: int) -> Any:
@@ -45,14 +64,27 @@ def _pieces(split: Splitter, args: Args, number: int, dim: int) -> Any:
         if cut.dim != dim:
             continue
         if cut.runs % number:
-            raise NotSplit(f"{number} pieces along dim {dim}, which lies over {axis} in {cut.runs} runs", runs=number)
+            words = f"{number} pieces along dim {dim}, which lies over {axis} in {cut.runs} runs"
+            split.allow_gathering(axis, NotSplit(words, runs=number))
+            return _pieces(split, (split.gather(tensor, axis),), number, dim)
         layout[axis] = Cut(dim, cut.runs // number)
     return tuple(lay(piece, dict(layout)) for piece in tensor.chunk(number, dim))
+
+
+def glu(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """glu(tensor, dim): half of the dim gates the other; both must be runs of it."""
+    dim = dim_of(args, kwargs, 1, default=-1)
+    one, other = _pieces(split, args, 2, dim)
+    return lay(one * other.sigmoid(), layout_of(one))
 
 
 def _uneven(split: Splitter, function: Any, args: Args, kwargs: Options, dim: int) -> Any:
     tensor = split.gather_dims(split.summed(args[0]), [dim])
     return tuple(lay(piece, layout_of(tensor)) for piece in function(tensor, *args[1:], **kwargs))
+
+
+def iterate(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    return iter(unbind(split, function, args, kwargs))
 
 
 def unbind(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
@@ -65,8 +97,8 @@ def along_dim(split: Splitter, function: Any, args: Args, kwargs: Options) -> An
     """Functions that need some dims whole and keep the others: narrow and index_select(tensor, dim, …), flip, roll."""
     dims = _dims_of(getattr(function, "__name__", ""), args, kwargs)
     tensor = split.gather_dims(split.summed(args[0]), [dim % args[0].dim() for dim in dims])
-    others = [split.gather_dims(v, range(v.dim())) if isinstance(v, Tensor) else v for v in args[1:]]
-    return lay(function(tensor, *others, **kwargs), layout_of(tensor))
+    others, options = all_whole(split, (args[1:], kwargs))
+    return lay(function(tensor, *others, **options), layout_of(tensor))
 
 
 def _dims_of(name: str, args: Args, kwargs: Options) -> list[int]:
@@ -116,6 +148,8 @@ def getitem(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     items = _spelled_out(index, tensor.dim())
     if any(isinstance(item, Tensor | list) for item in items):
         return _by_tensors(split, tensor, items)
+    if any(isinstance(item, bool) or not (item is None or isinstance(item, slice | int)) for item in items):
+        return without_rule(split, function, args, kwargs)
     old = split.shape(tensor)
     partly = [dim for dim, item in _by_dim(items) if not _is_all(item, old[dim])]
     tensor = split.gather_dims(tensor, partly)
@@ -189,6 +223,42 @@ def _by_tensors(split: Splitter, tensor: Tensor, items: list[Any]) -> Tensor:
     ]
     found: Tensor = tensor[tuple(whole)]
     return found
+
+
+def setitem(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """tensor[…] = value. On parts where each cut dim of the tensor is written all along; else on the whole tensor."""
+    tensor, index, value = args
+    layout = layout_of(tensor) or {}
+    items = _spelled_out(index, tensor.dim())
+    by_place = all(item is None or isinstance(item, slice | int) for item in items)
+    sizes = split.shape(tensor)
+    if not layout or not by_place or layout != cuts(layout):
+        return _set_whole(split, function, args)
+    if any(
+        not _is_all(item, sizes[dim]) for dim, item in _by_dim(items) for cut in cuts(layout).values() if cut.dim == dim
+    ):
+        return _set_whole(split, function, args)
+    after = _after(layout, items)
+    num_dims = sum(item is None or isinstance(item, slice) for item in items)
+    if isinstance(value, Tensor):
+        value = laid(split, split.summed(value), cuts(after), num_dims - value.dim())
+    if (layout_of(value) if isinstance(value, Tensor) else None) not in (None, after, {}):
+        return _set_whole(split, function, args)
+    tensor[_local(items, layout)] = value
+    return None
+
+
+def _local(items: list[Any], layout: Layout) -> tuple[Any, ...]:
+    """The index on a part: all of a cut dim is all of the part."""
+    cut_dims = {cut.dim for cut in cuts(layout).values()}
+    return tuple(slice(None) if dim in cut_dims else item for dim, item in _with_dims(items))
+
+
+def _set_whole(split: Splitter, function: Any, args: Args) -> None:
+    for value in (args[0], args[2]):
+        for axis in cuts(layout_of(value)) if isinstance(value, Tensor) else ():
+            split.allow_gathering(axis, NotSplit("'tensor[…] = …' along a dim that lies over ranks"))
+    in_place_on_whole(split, function, args, {})
 
 
 # ---------------------------------------------------------------- together

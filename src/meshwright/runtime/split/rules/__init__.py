@@ -1,0 +1,1 @@
+"""What each torch function does to tensors that lie over ranks."""
