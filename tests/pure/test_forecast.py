@@ -35,6 +35,10 @@ GRAPH = chain_graph(8)
         {"pp": 4, "microbatch": 1, "global_batch": 4},
         {"pp": 2, "virtual": 2, "microbatch": 1, "global_batch": 4, "schedule": "interleaved"},
         {"pp": 2, "microbatch": 1, "global_batch": 8, "schedule": "zb"},
+        {"microbatch": 1, "global_batch": 4, "offload": "optimizer"},
+        {"dp": 2, "zero": 2, "microbatch": 1, "global_batch": 4, "offload": "optimizer"},
+        {"pp": 2, "microbatch": 1, "global_batch": 4, "offload": "optimizer"},
+        {"microbatch": 1, "global_batch": 4, "offload": "parameters", "recompute": "full"},
     ],
     ids=str,
 )

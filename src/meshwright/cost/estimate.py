@@ -146,6 +146,15 @@ class Estimator:
             other=self.other_seconds(worst),
         )
 
+    def after_seconds(self, coordinate: int, played_seconds: float) -> float:
+        """What a step takes beside its played schedule, on one coordinate: the update, and what nothing hides."""
+        mine = [
+            cost for cost, stage in zip(self.stages, self.plan.stages, strict=True) if stage.coordinate == coordinate
+        ]
+        moved = self.offloaded(coordinate, played_seconds)
+        update = self.update_seconds(coordinate) if moved.update_seconds is None else moved.update_seconds
+        return moved.transfer_seconds + self.away_seconds(mine) + update + self.other_seconds(coordinate)
+
     def update_seconds(self, coordinate: int) -> float:
         holdings = self.holdings(coordinate)
         item = 8 if self.plan.precision == "fp64" else 4

@@ -1,6 +1,7 @@
 """One predicted step, moment by moment: (Graph, Plan, Cluster) → Forecast.
 
-    work     the schedule, played (cost/play.py); the update follows the last backward
+    work     the schedule, played (cost/play.py); the update follows the last backward, with copies to and from the host that
+             nothing hides
     memory   along the work of a coordinate: what the microbatches in flight hold, and inside an action the fullest moment of
              each pass (cost/memory.py), which takes the share of the action that its work is of all passes'
 
@@ -41,12 +42,13 @@ def forecast(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None =
     order = make_order(plan.schedule, plan.mesh.pp, count, plan.virtual)
     seconds = [stage_seconds(cost) for cost in estimator.stages]
     spans = timeline(order, seconds, estimator.transfers)
-    played = play(order, seconds, estimator.transfers).step_seconds
-    extras = [
-        estimator.update_seconds(coordinate) + estimator.other_seconds(coordinate) for coordinate in range(plan.mesh.pp)
-    ]
+    play_of_all = play(order, seconds, estimator.transfers)
+    played, worst = play_of_all.step_seconds, play_of_all.busiest
+    after = estimator.after_seconds(worst, estimator.played().step_seconds)
+    extras = [min(after, estimator.after_seconds(coordinate, played)) for coordinate in range(plan.mesh.pp)]
+    extras[worst] = after
     return Forecast(
-        step_seconds=played + max(extras),
+        step_seconds=played + after,
         num_microbatches=count,
         work=tuple(_planned(row, played, extra) for row, extra in zip(spans, extras, strict=True)),
         memory_over_time=tuple(
@@ -81,6 +83,14 @@ class _Curve:
     def points(self, row: Sequence[Span], played: float, extra: float) -> Iterator[MemoryPoint]:
         resting = self._resting()
         yield MemoryPoint(at_seconds=0.0, memory_bytes=resting)
+        if self.estimator.streamed is None:
+            yield from self._along(row)
+            yield MemoryPoint(at_seconds=played, memory_bytes=self.holdings.during_update(self.device))
+        else:  # blocks come and go alike all along
+            yield MemoryPoint(at_seconds=row[0].start_seconds, memory_bytes=self.estimator.worst_moment().memory)
+        yield MemoryPoint(at_seconds=played + extra, memory_bytes=resting)
+
+    def _along(self, row: Sequence[Span]) -> Iterator[MemoryPoint]:
         held, has_gradients = 0.0, False
         for span in row:
             action = span.action
@@ -95,8 +105,6 @@ class _Curve:
                 held -= 0.0 if action.kind == "backward_inputs" else kept
             between = self._between(action, holdings if action.kind == "forward" else self.holdings, held)
             yield MemoryPoint(at_seconds=span.end_seconds, memory_bytes=between)
-        yield MemoryPoint(at_seconds=played, memory_bytes=self.holdings.during_update(self.device))
-        yield MemoryPoint(at_seconds=played + extra, memory_bytes=resting)
 
     def _resting(self) -> MemoryParts:
         """Between steps: the state, and the buckets that replicas keep."""

@@ -86,7 +86,8 @@ class BestFirst:
     @property
     def bound_seconds(self) -> float:
         """No plan that was not costed is faster; infinite where none fits."""
-        return min(self._open[0][0] if self._open else self.best_seconds, self.untried_seconds)
+        still_open = self._open[0][0] if self._open else self.best_seconds
+        return min(still_open, self.untried_seconds, self.drafts.doubtful_seconds)
 
     def _push(self, nodes: Opened, parent: float) -> None:
         """parent: what bounds a node bounds all below it."""
@@ -243,12 +244,16 @@ class BestFirst:
         else:
             best = best_cut(bounds.table, point, room)
             found = [best] if best is not None else []
-            rest = bounds.of_every_cut(point, room, best[1] if best is not None else 0.0)
-            yield rest, lambda: self._leave(rest)
+            if best is not None and point.num_stages > 1:
+                rest = bounds.of_every_cut(point, room, best[1])
+                yield rest, lambda: self._leave(rest)
         for cut, largest in found:
-            if not cut_fits(bounds.table, point, room, cut) and self._must_fit:
+            bound = bounds.of_cut(point, cut, room, largest)
+            if self._must_fit and not cut_fits(bounds.table, point, room.likely, cut):
+                if cut_fits(bounds.table, point, room, cut):
+                    yield bound, lambda bound=bound: self._leave(bound)  # type: ignore[misc]
                 continue
-            yield bounds.of_cut(point, cut, room, largest), lambda cut=cut: self.cost(point, cut)  # type: ignore[misc]
+            yield bound, lambda cut=cut: self.cost(point, cut)  # type: ignore[misc]
 
     def _leave(self, bound: float) -> Opened:
         """Plans that are not looked at: what is proven goes no further than their bound."""

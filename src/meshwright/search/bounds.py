@@ -1,8 +1,9 @@
 """Seconds that no plan of a kind can beat, whatever its cut and recompute. They order the search and end it.
 
 T = T_f + T_b: a microbatch through the whole model, nothing recomputed; p coordinates, m microbatches, stage i takes
-t_i = f_i + b_i, Σ t_i ≥ T, f_i ≤ r t_i. Any schedule: m t_i on its busiest coordinate, so m T / p, and m times the largest
-unit. More of it:
+t_i = f_i + b_i, Σ t_i ≥ T, f_i ≤ r t_i. Any schedule: m t_i on its busiest coordinate, so m T / p, and m times what the busiest
+has at least, since units are not cut                                                             -> busiest_seconds
+More of it:
 
     gpipe         all forwards, then all backwards        T + (m-1) T / p
     1f1b          stage i has begun w_i = min(p-1-i, m) forwards when its first backward can start, and then does the rest:
@@ -25,16 +26,17 @@ from math import inf
 
 import numpy as np
 
-from meshwright.core.placement import coordinate_of
+from meshwright.core.placement import Placement, coordinate_of
 from meshwright.core.plan import SPLIT_SCHEDULES, Mesh, ScheduleKind, placement_of
 from meshwright.cost.compute import update_seconds
 from meshwright.cost.links import Group, axis_group, collective_seconds, send_seconds
 from meshwright.search.problem import Problem
 from meshwright.search.room import Room, recompute_seconds
 from meshwright.search.space import Point, Shape
-from meshwright.search.units import Cut, least_size
-from meshwright.search.work import UnitTable
+from meshwright.search.units import Cut
+from meshwright.search.work import Row, UnitTable
 
+ROUNDING = 1e-6
 SLACK = 1 - 1e-9
 """A bound that rounding lifts above the truth would cut off the best plan."""
 
@@ -161,7 +163,29 @@ class Bounds:
         inside = 1 if placement_of(schedule) == "v" else 0  # the stages where a V turns share a coordinate
         longest = self._hop(shape, p * virtual - 1 - inside)
         played = self._with_bubble(shape, schedule, virtual, forward, total)
-        return max(first + hops, m * total / p, m * max(virtual * hop, longest), played)
+        busiest = m * self.busiest_seconds(p, placement_of(schedule))  # another may recompute all there is to
+        return max(first + hops, m * total / p, busiest, m * max(virtual * hop, longest), played)
+
+    def busiest_seconds(self, p: int, placement: Placement) -> float:
+        """Of a microbatch on the coordinate with the most work, wherever stages end. Launches and kernels are each looked at alone:
+        the longer of both sums is what a stage takes."""
+        key = (p, placement)
+        if key not in self._busiest:
+            self._busiest[key] = max(_least_busiest(work, *key) for work in self._works)
+        return self._busiest[key]
+
+    @cached_property
+    def _busiest(self) -> dict[tuple[int, Placement], float]:
+        return {}
+
+    @cached_property
+    def _works(self) -> list[Row]:
+        """Seconds of every unit that add up: launches, kernels, each with the communication inside; on a CPU all together."""
+        table = self.table
+        inner = np.diff(table.inner_forward + table.inner_backward["none"])
+        launches = np.diff(table.forward_launch + table.backward_launch)
+        kernels = np.diff(table.forward_kernel + table.backward_kernel)
+        return [launches + kernels + inner] if table.is_cpu else [launches + inner, kernels + inner]
 
     def _hop(self, shape: Shape, number: int) -> float:
         """Of a message: so many cuts have one that takes as long, wherever they are."""
@@ -187,7 +211,7 @@ class Bounds:
         if schedule == "zb":
             return forward + _shared_out(total, *_waiting("zb", p, m, share))
         chunk = min(self.unit_seconds) if schedule == "interleaved" else self._least_forward
-        return m * total / p + (p - 1) / 2 * chunk * least_size(self.table.num_units, p * virtual)
+        return m * total / p + (p - 1) / 2 * chunk
 
     @cached_property
     def _least_forward(self) -> float:
@@ -305,3 +329,22 @@ def _waiting(schedule: ScheduleKind, p: int, m: int, share: float) -> tuple[floa
 def _shared_out(total: float, least: float, inverses: float) -> float:
     """The least possible largest c_i · t_i with Σ t_i = total; nothing where some stage could take all for free."""
     return total / inverses if least > 0 else 0.0
+
+
+def _least_busiest(work: Row, p: int, placement: Placement) -> float:
+    """The first and the last unit lie on known coordinates; the others, each taken as the lightest of them, go wherever there is
+    room. The least seconds that give all of them a place."""
+    if len(work) < 3 or p == 1:
+        return float(work.sum()) / p
+    light, rest = float(work[1:-1].min()), len(work) - 2
+    ends = [float(work[0]), float(work[-1])] if placement == "loop" else [float(work[0] + work[-1])]
+    if light <= 0:
+        return max(ends)
+    lowest = max(ends)
+    loads = sorted({end + count * light for end in (0.0, *ends) for count in range(rest + 1)})
+    for seconds in loads:
+        room = sum(int((seconds - end) / light + ROUNDING) for end in ends if seconds >= end)
+        room += (p - len(ends)) * int(seconds / light + ROUNDING)
+        if seconds >= lowest * (1 - ROUNDING) and room >= rest:
+            return seconds
+    return lowest

@@ -4,8 +4,9 @@ One stage a coordinate: dynamic programming over (stage, units before its end), 
                         weight of a stage                                                             -> _least_largest
     weight of stage i   what it adds to the played schedule beyond one microbatch through the model (search/bounds.py):
                         gpipe (m-1) (f+b);  1f1b (m-1) b + max(0, m-p+i) f;  zb m (f+b) - (p-i) f
-                        b: with as much recompute as the stage needs to fit; no cut where none suffices  -> _Loads
-Several stages a coordinate: start even, and take units from the busiest coordinate as long as that helps -> _levelled
+                        b: with as much recompute as the stage needs to fit at least; no cut where none suffices -> _Loads
+Several stages a coordinate: start even, and take units from the busiest coordinate as long as the loads become more even
+                                                                                                      -> _levelled
 Few cuts in all: every one                                                                            -> every_cut
 """
 
@@ -23,7 +24,7 @@ from meshwright.core.plan import placement_of
 from meshwright.search.in_flight import in_flight
 from meshwright.search.room import Room
 from meshwright.search.space import Point
-from meshwright.search.units import Cut, least_size
+from meshwright.search.units import Cut
 from meshwright.search.work import Places, Row, UnitTable
 
 AGAIN = ("selective", "full")
@@ -41,7 +42,8 @@ def every_cut(num_units: int, num_stages: int) -> Iterator[Cut]:
 
 
 def best_cut(table: UnitTable, point: Point, room: Room) -> tuple[Cut, float] | None:
-    """One good cut, with the largest weight of its stages where that is known; None where none fits, by what is known."""
+    """One good cut, with the weight that the heaviest stage of every cut has at least, 0 where that is not known; None where no cut
+    fits."""
     if point.num_stages == 1:
         return (table.num_units,), 0.0
     if point.virtual == 1:
@@ -58,8 +60,10 @@ class _Rows:
 
     forward: Row
     backward: Row
-    held_bytes: Row
-    """Whatever is in flight: state, and room for the unit that runs."""
+    at_end: Row
+    """Bytes beside all that is kept: state, and room for the last unit, which runs when most is kept."""
+    at_begin: Row
+    """Bytes beside what the other microbatches keep: state, and the first unit, which runs when its own has kept nothing else."""
     kept: Row
     saved: dict[str, Row]
     longer: dict[str, Row]
@@ -79,44 +83,75 @@ class _Loads:
         working = room.working_bytes(table)
         state = (table.elements[ends] - table.elements[begins]) * room.element_bytes
         state += (table.expert_elements[ends] - table.expert_elements[begins]) * room.expert_element_bytes
-        running = np.maximum(working[begins], working[ends - 1])  # the units at the ends are the unlike ones
         plain, kept = table.backward(begins, ends), table.kept_by(begins, ends, "none")
         return _Rows(
             forward=table.forward(begins, ends),
             backward=plain,
-            held_bytes=state + running,
+            at_end=state + working[ends - 1],
+            at_begin=state + working[begins] + table.unit_kept[begins],
             kept=kept,
             saved={mode: kept - table.kept_by(begins, ends, mode) for mode in AGAIN},
             longer={mode: table.backward(begins, ends, mode) - plain for mode in AGAIN},
         )
 
     def of(self, stage: int, rows: _Rows) -> Row:
+        return self._weight(stage, rows.forward, rows.backward + self._again(stage, rows))
+
+    def _weight(self, stage: int, forward: Row, backward: Row) -> Row:
         shape = self.point.shape
         m, p = shape.num_microbatches, shape.pp
-        backward = rows.backward + self._again(stage, rows)
         match self.point.schedule:
             case "1f1b":
-                return (m - 1) * backward + max(0, m - p + stage) * rows.forward
+                return (m - 1) * backward + max(0, m - p + stage) * forward
             case "zb":
-                return m * (rows.forward + backward) - (p - stage) * rows.forward
+                return m * (forward + backward) - (p - stage) * forward
             case _:
-                return (m - 1 or 1) * (rows.forward + backward)
+                return (m - 1 or 1) * (forward + backward)
+
+    def least_of_length(self, length: int, num_units: int, num_stages: int) -> float:
+        """No stage of so many units or more weighs less, whatever it recomputes."""
+        begins: Places = np.arange(num_units - length + 1, dtype=np.int64)
+        work = self.table.forward(begins, begins + length), self.table.backward(begins, begins + length)
+        return min(float(self._weight(stage, *work).min()) for stage in range(num_stages))
 
     def _again(self, stage: int, rows: _Rows) -> Row:
         """Seconds of the cheapest recompute that fits, taken as divisible; infinite where none does."""
         held = self.held[stage]
-        over = rows.held_bytes + held * rows.kept - self.room.budget_bytes
-        best = np.where(over <= 0, 0.0, np.inf)
-        for mode in AGAIN:
-            saved = held * rows.saved[mode]
-            share = np.divide(over, saved, out=np.full_like(over, 2.0), where=saved > 0)
-            best = np.where((share > 0) & (share <= 1), np.minimum(best, share * rows.longer[mode]), best)
-        return best
+        needed = np.maximum(rows.at_end + held * rows.kept, rows.at_begin + (held - 1) * rows.kept)
+        over = needed - self.room.budget_bytes
+        saved = {mode: held * rows.saved[mode] for mode in AGAIN}
+        return np.where(over <= 0, 0.0, _cheapest(over, saved, rows.longer))
+
+
+def _cheapest(over: Row, saved: dict[str, Row], longer: dict[str, Row]) -> Row:
+    """Seconds to save so many bytes with any mixture of both modes: the lower hull of nothing, selective and full."""
+    full, full_seconds = saved["full"], longer["full"]
+    selective, selective_seconds = saved["selective"], longer["selective"]
+    rate = np.divide(full_seconds, full, out=np.full_like(full, np.inf), where=full > 0)
+    own = np.divide(selective_seconds, selective, out=np.full_like(full, np.inf), where=selective > 0)
+    steep = np.divide(
+        full_seconds - selective_seconds, full - selective, out=np.full_like(full, np.inf), where=full > selective
+    )
+    by_full = np.where(over <= full, over * np.where(np.isfinite(rate), rate, 0.0), np.inf)
+    first = np.where(np.isfinite(own), own, 0.0) * np.minimum(over, selective)
+    rest = np.maximum(0.0, over - selective)
+    mixed = first + rest * np.where(np.isfinite(steep), steep, 0.0)
+    possible = (selective > 0) & (over <= np.maximum(full, selective))
+    return np.minimum(by_full, np.where(possible & (own < rate), mixed, np.inf))
 
 
 def _least_largest(loads: _Loads, num_units: int, num_stages: int) -> tuple[Cut, float] | None:
+    """Short stages first: longer ones are looked at only where one of them may be lighter than the heaviest that was found."""
+    most = num_units - num_stages + 1
+    few = min(most, -(-num_units * 4 // (3 * num_stages)) + 3)
+    found = _of_lengths(loads, num_units, num_stages, few)
+    if few == most or (found is not None and loads.least_of_length(few + 1, num_units, num_stages) >= found[1]):
+        return found
+    return _of_lengths(loads, num_units, num_stages, most)
+
+
+def _of_lengths(loads: _Loads, num_units: int, num_stages: int, longest: int) -> tuple[Cut, float] | None:
     """Dynamic programming: best[e] of stage i = min over the begin b of max(best of stage i-1 at b, weight of b … e)."""
-    longest = min(num_units - num_stages + 1, -(-num_units * 4 // (3 * num_stages)) + 3)
     ends: Places = np.arange(num_units + 1, dtype=np.int64)
     lengths: Places = np.arange(1, longest + 1, dtype=np.int64)
     begins = ends[None, :] - lengths[:, None]  # one row a length
@@ -143,23 +178,34 @@ def _least_largest(loads: _Loads, num_units: int, num_stages: int) -> tuple[Cut,
 
 
 def _levelled(table: UnitTable, point: Point) -> Cut:
-    """Even stages; then units go from the busiest coordinate to the least busy one as long as the busiest gets less."""
+    """Even stages; then units go from the busiest coordinate to the least busy one as long as the loads become more even."""
     size, larger = divmod(table.num_units, point.num_stages)
     counts = [size + (stage >= point.num_stages - larger) for stage in range(point.num_stages)]
     loads = _coordinate_loads(table, point, counts)
     for _ in range(table.num_units):
-        busiest, idlest = int(np.argmax(loads)), int(np.argmin(loads))
-        moved = _moved(point, counts, busiest, idlest)
-        if moved is None or max(after := _coordinate_loads(table, point, moved)) >= max(loads):
+        better = _more_even(table, point, counts, loads)
+        if better is None:
             break
-        counts, loads = moved, after
+        counts, loads = better
     return tuple(accumulate(counts))
+
+
+def _more_even(
+    table: UnitTable, point: Point, counts: list[int], loads: list[float]
+) -> tuple[list[int], list[float]] | None:
+    """The busiest coordinate that can gives a unit to the least busy one; None where that makes nothing more even."""
+    idlest = int(np.argmin(loads))
+    for giver in sorted(range(len(loads)), key=lambda place: -loads[place]):
+        moved = _moved(point, counts, giver, idlest)
+        if moved is not None:
+            after = _coordinate_loads(table, point, moved)
+            return (moved, after) if sorted(after, reverse=True) < sorted(loads, reverse=True) else None
+    return None
 
 
 def _moved(point: Point, counts: list[int], giver: int, taker: int) -> list[int] | None:
     placement, pp = placement_of(point.schedule), point.shape.pp
-    least = least_size(sum(counts), point.num_stages)
-    mine = [s for s in range(point.num_stages) if coordinate_of(s, pp, placement) == giver and counts[s] > least]
+    mine = [s for s in range(point.num_stages) if coordinate_of(s, pp, placement) == giver and counts[s] > 1]
     theirs = [s for s in range(point.num_stages) if coordinate_of(s, pp, placement) == taker]
     if not mine or giver == taker:
         return None

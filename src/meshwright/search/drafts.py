@@ -11,10 +11,10 @@ from meshwright.core.limits import not_yet
 from meshwright.core.plan import Plan
 from meshwright.core.stages import cut_stages
 from meshwright.cost.streaming import StreamedCost
-from meshwright.search.bounds import Needs
+from meshwright.search.bounds import Bounds, Needs
 from meshwright.search.problem import Problem
-from meshwright.search.room import Room, least_bytes, recompute_seconds, room_of
-from meshwright.search.space import Point
+from meshwright.search.room import Room, has_gradients, least_bytes, recompute_seconds, room_of
+from meshwright.search.space import Point, schedules
 from meshwright.search.streamed import Streamed, streamed_plans
 from meshwright.search.tables import Tables
 from meshwright.search.units import Cut, even_cut, sizes_of
@@ -36,7 +36,9 @@ class Drafts:
         """Plans that were costed, by their identity; None where nothing made one fit."""
         self.family_bounds: dict[tuple[object, ...], float] = {}
         self.shape_bounds: dict[tuple[object, ...], float] = {}
-        self._rooms: dict[Point, Room] = {}
+        self._rooms: dict[tuple[Point, bool], Room] = {}
+        self.doubtful_seconds = inf
+        """The least bound of points that were left out because hardly a stage of them fits, though one might."""
         self._needs: dict[Point, Needs | None] = {}
         self._once: dict[Point, float] = {}
         self._streamed: dict[Point, Streamed | None] = {}
@@ -104,11 +106,20 @@ class Drafts:
         return Streamed(bounds, point, *costs)
 
     def room(self, point: Point) -> Room:
+        """Of the point under its own turns."""
+        return self._room(point, has_gradients(point))
+
+    def _loosest_room(self, point: Point) -> Room:
         """Whatever the turns."""
-        key = replace(point, schedule="1f1b", virtual=1)
+        kinds = schedules(self.problem, point.shape.pp)
+        return self._room(point, all(has_gradients(replace(point, schedule=kind)) for kind in kinds))
+
+    def _room(self, point: Point, gradients: bool) -> Room:
+        key = (replace(point, schedule="1f1b", virtual=1), gradients)
         if key not in self._rooms:
             problem = self.problem
-            self._rooms[key] = room_of(point, self.tables.items, problem.recipe, problem.budget, problem.cluster.device)
+            about = (self.tables.items, problem.recipe, problem.budget, problem.cluster.device)
+            self._rooms[key] = room_of(point, *about, gradients=gradients)
         return self._rooms[key]
 
     def needs(self, point: Point) -> Needs | None:
@@ -118,9 +129,19 @@ class Drafts:
             self._needs[point] = streamed.needs if streamed is not None and self._has_room(streamed) else None
         if point not in self._needs:
             bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
-            again = inf if bounds is None else recompute_seconds(bounds.table, point, self.room(point))
-            self._needs[point] = None if bounds is None or again == inf else bounds.needs(point, again)
+            self._needs[point] = None if bounds is None else self._find_needs(bounds, point)
         return self._needs[point]
+
+    def _find_needs(self, bounds: Bounds, point: Point) -> Needs | None:
+        room = self._loosest_room(point)
+        again = recompute_seconds(bounds.table, point, room)
+        if again == inf:
+            return None
+        needs = bounds.needs(point, again)
+        if recompute_seconds(bounds.table, point, room.likely) < inf:
+            return needs
+        self.doubtful_seconds = min(self.doubtful_seconds, needs.seconds)
+        return None
 
     def _has_room(self, streamed: Streamed) -> bool:
         room = self.room(streamed.point).budget_bytes * (1 + ROUNDING)
@@ -140,9 +161,17 @@ class Drafts:
         if bounds is None or not self.runs(point):
             return None
         if point.offload != "parameters":
-            return bounds.of_point(point, self.room(point))
+            return self._of_point(bounds, point)
         needs = self.needs(point)
         return inf if needs is None else bounds.with_turns(point.shape, needs, point.schedule, point.virtual)
+
+    def _of_point(self, bounds: Bounds, point: Point) -> float:
+        room = self.room(point)
+        found = bounds.of_point(point, room)
+        if found < inf and recompute_seconds(bounds.table, point, room.likely) == inf:
+            self.doubtful_seconds = min(self.doubtful_seconds, found)
+            return inf
+        return found
 
     def once(self, point: Point) -> float:
         """Seconds that its state adds at least once a step, whatever it recomputes."""

@@ -59,6 +59,8 @@ def fitted(
     over = [needed - coordinates.budget for needed in found.needed_bytes()]
     if max(over) <= 0 or not problem.graph.repeated_blocks:
         return found.plan, found.estimate(problem.budget_bytes)
+    if must_fit and max(coordinates.least_bytes()) > coordinates.budget:
+        return None
     wanted = [float(max(0, bytes_over)) for bytes_over in over]
     best: Estimator | None = None
     for _ in range(MOST_TRIES):
@@ -125,6 +127,10 @@ class _Coordinates:
                 blocks = compact_names(name for name in self.plan.blocks if name in members)
                 found.append(Recompute(mode=mode, blocks=blocks))  # type: ignore[arg-type]
         return tuple(found)
+
+    def least_bytes(self) -> list[int]:
+        """With everything recomputed."""
+        return self.estimator([Again(full=len(names)) for names in self.blocks]).needed_bytes()
 
     def is_all(self, place: int, again: Again) -> bool:
         return again.full == len(self.blocks[place])

@@ -6,21 +6,20 @@ A rank holds of every element of its parameters, by ZeRO stage, N ranks to a sha
     1   (parameter + state) / N + gathered + gradient
     2   (parameter + state + gradient) / N + gathered
     3   (parameter + state + gradient) / N
-        gradients where an earlier microbatch left some, or replicas keep buckets               -> _has_gradients
-    and for the unit that runs its peak, its whole gradient (2, 3) and its gathered parameters, twice (3)   -> working_bytes
+        gradients where an earlier microbatch left some, or replicas keep buckets               -> has_gradients
+    and for the unit that runs its peak beside its gathered parameters, or these twice (3)                  -> working_bytes
 
 All p coordinates together have p · budget bytes. With S bytes of state and at least h microbatches in flight on each, they can
 keep (p · budget - S) / h bytes of activations of one microbatch. What is more than that is recomputed, at no less than the
 least seconds a byte of any unit                                                                -> recompute_seconds
 The unit that runs saves nothing by recompute: what it did not keep is there again              -> Room.running_bytes
 A cut must fit on every coordinate with everything recomputed                                   -> cut_fits
-Where a coordinate has several stages, these are about even: the fullest coordinate must fit with everything recomputed
-                                                                                                -> _even_fits
+Where a coordinate has several stages, each has a unit at least, and the fullest must fit       -> _several_fit
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
@@ -34,7 +33,7 @@ from meshwright.cost.beside import usable_bytes
 from meshwright.cost.state import Items
 from meshwright.search.in_flight import in_flight
 from meshwright.search.space import Point
-from meshwright.search.units import Cut, least_size
+from meshwright.search.units import Cut
 from meshwright.search.work import Row, UnitTable
 
 
@@ -47,17 +46,27 @@ class Room:
     expert_element_bytes: float
     working_element_bytes: float
     """Of the unit that runs, beside its share of the state."""
+    made_element_bytes: float = 0.0
+    """Of its gradient, where that is not part of the state, and of the next one's parameters: most stages have these too."""
+    gradient_element_bytes: float = 0.0
+    """What of it is taken to be there at the peak: none, for a bound."""
 
     def working_bytes(self, table: UnitTable) -> Row:
         """By unit, above what it keeps."""
-        return table.least_peak + self._own_bytes(table)
+        return self._beside(table.least_peak, table)
 
     def running_bytes(self, table: UnitTable) -> Row:
         """By unit, above what it keeps when everything is recomputed."""
-        return table.least_running + self._own_bytes(table)
+        return self._beside(table.least_running, table)
 
-    def _own_bytes(self, table: UnitTable) -> Row:
-        return table.unit_elements * self.working_element_bytes
+    def _beside(self, peak: Row, table: UnitTable) -> Row:
+        own = table.gathered_elements * self.working_element_bytes
+        return np.asarray(np.maximum(peak, own) + own + table.gathered_elements * self.gradient_element_bytes)
+
+    @property
+    def likely(self) -> Room:
+        """As nearly all stages have it: the gradient of the unit that runs, and the parameters of the next, beside its peak."""
+        return replace(self, gradient_element_bytes=self.made_element_bytes)
 
     def state_bytes(self, table: UnitTable) -> float:
         """Of all coordinates together."""
@@ -71,28 +80,33 @@ class Room:
         )
 
 
-def room_of(point: Point, items: Items, recipe: Recipe, budget_bytes: float, device: Device) -> Room:
+def room_of(
+    point: Point, items: Items, recipe: Recipe, budget_bytes: float, device: Device, *, gradients: bool
+) -> Room:
+    """gradients: whether they are there when activations are fullest."""
     shape = point.shape
     budget = usable_bytes(budget_bytes, shape.mesh, shape.compile, device)
     degree = 1 if point.zero == 0 else point.hybrid or shape.dp * shape.cp
     few = max(1, min(degree, shape.dp * shape.cp // shape.ep))
-    dense, expert = (_element_bytes(point, items, recipe, ranks) for ranks in (degree, few))
-    return Room(budget, dense, expert, _working(point, items, recipe))
+    dense, expert = (_element_bytes(point, items, recipe, ranks, gradients) for ranks in (degree, few))
+    return Room(budget, dense, expert, *_working(point, items, recipe))
 
 
-def _working(point: Point, items: Items, recipe: Recipe) -> float:
+def _working(point: Point, items: Items, recipe: Recipe) -> tuple[float, float]:
+    """Of an element of the unit that runs: gathered, and its gradient."""
     if recipe.master_item_bytes or point.zero < 2 or point.offload == "parameters" or _leaves_early(point):
-        return 0.0
-    return items.gradient + (2 * items.gathered if point.zero == 3 else 0)
+        return 0.0, 0.0
+    gathered = float(items.gathered) if point.zero == 3 else 0.0
+    return gathered, gathered + items.gradient
 
 
-def _element_bytes(point: Point, items: Items, recipe: Recipe, degree: int) -> float:
+def _element_bytes(point: Point, items: Items, recipe: Recipe, degree: int, gradients: bool) -> float:
     if point.offload == "parameters":
         return 0.0
     if _leaves_early(point):  # stored in what the device computes with; gradients leave as they are made
         return min(items.parameter, items.gathered) / degree
     state = 0.0 if point.offload == "optimizer" else items.state / degree
-    gradient = items.gradient / (degree if point.zero >= 2 else 1) if _has_gradients(point) else 0.0
+    gradient = items.gradient / (degree if point.zero >= 2 else 1) if gradients else 0.0
     packs = point.zero in (1, 2) and not recipe.master_item_bytes
     return items.parameter / degree + state + gradient + (items.gathered if packs else 0)
 
@@ -101,14 +115,15 @@ def _leaves_early(point: Point) -> bool:
     return point.offload == "optimizer" and point.shape.mesh.world == 1
 
 
-def _has_gradients(point: Point) -> bool:
-    """Whether gradients are there when activations are fullest: those of the microbatches before, or replicas' buckets.
+def has_gradients(point: Point) -> bool:
+    """Whether gradients are there when activations are fullest: those of the microbatches before, or buckets of replicas, which
+    stages give up.
 
     A pipeline that is no more than filled is fullest before the first backward, as GPipe always is."""
     shape = point.shape
     filling = 2 * shape.pp - 1 if point.schedule == "interleaved" else shape.pp
     has_earlier = point.schedule != "gpipe" and shape.num_microbatches > filling
-    return has_earlier or (point.zero == 0 and shape.dp * shape.cp > 1)
+    return has_earlier or (point.zero == 0 and shape.dp * shape.cp > 1 and shape.pp == 1)
 
 
 def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
@@ -116,12 +131,12 @@ def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
     shape = point.shape
     held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
     others = max(0.0, min(held) / point.virtual - 1)  # beside the microbatch at hand
-    each = room.budget_bytes - float(room.working_bytes(table).min())
-    left = (shape.pp * each - room.state_bytes(table)) / (others + 1)
+    working = _at_least(room.working_bytes(table), table, shape.pp)
+    left = (shape.pp * room.budget_bytes - working - room.state_bytes(table)) / (others + 1)
     wanted = float(table.kept["none"][-1]) - left
     if left < 0 or not _all_fits(table, point, room, others):
         return inf
-    if point.virtual > 1 and not _even_fits(table, point, room, max(held)):
+    if point.virtual > 1 and not _several_fit(table, point, room, max(held)):
         return inf
     if wanted <= 0:
         return 0.0
@@ -130,9 +145,18 @@ def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
 
 def _all_fits(table: UnitTable, point: Point, room: Room, others: float) -> bool:
     """Whether all coordinates together have room with everything recomputed."""
-    each = room.budget_bytes - float(room.running_bytes(table).min())
+    running = _at_least(room.running_bytes(table), table, point.shape.pp)
     kept = (others + 1) * float(table.kept["full"][-1])
-    return point.shape.pp * each >= room.state_bytes(table) + kept
+    return point.shape.pp * room.budget_bytes >= running + room.state_bytes(table) + kept
+
+
+def _at_least(bytes_by_unit: Row, table: UnitTable, p: int) -> float:
+    """On all coordinates together, for the last units of their stages: one has the last of all. The first has a block like those
+    between, and what comes before that is kept meanwhile."""
+    if p == 1 or len(bytes_by_unit) == 1:
+        return float(bytes_by_unit[-1])
+    between = bytes_by_unit[1:-1] if table.like_between and len(bytes_by_unit) > 2 else bytes_by_unit[:-1]
+    return float((p - 1) * between.min() + bytes_by_unit[-1])
 
 
 def least_bytes(table: UnitTable, point: Point, room: Room) -> float:
@@ -148,7 +172,10 @@ def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
     the last one beside all that is kept, any other beside what the other microbatches keep."""
     shape = point.shape
     held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
-    running, kept = room.running_bytes(table), table.unit_kept
+    running = room.running_bytes(table)
+    alone_bytes = running + table.unit_kept
+    if table.like_between:
+        alone_bytes = np.maximum(alone_bytes, alone_bytes[1:-1].min())
     state = np.zeros(shape.pp)
     least = np.full(shape.pp, np.inf)
     largest = np.zeros(shape.pp)
@@ -157,14 +184,13 @@ def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
         state[home] += room.bytes_of(table, begin, end)
         whole = float(table.kept_by(begin, end, "full"))
         least[home] = min(least[home], whole)
-        alone = float((running[begin:end] + kept[begin:end]).max())
+        alone = float(alone_bytes[begin:end].max())
         largest[home] = max(largest[home], alone, whole + running[end - 1])
     return bool(np.all(state + (np.array(held) - 1) * least + largest <= room.budget_bytes))
 
 
-def _even_fits(table: UnitTable, point: Point, room: Room, held: int) -> bool:
-    size = least_size(table.num_units, point.num_stages)
+def _several_fit(table: UnitTable, point: Point, room: Room, held: int) -> bool:
     elements = np.diff(table.elements) * room.element_bytes + np.diff(table.expert_elements) * room.expert_element_bytes
-    state = point.virtual * size * float(elements.min())
-    kept = held * size * float(np.diff(table.kept["full"]).min())
+    state = point.virtual * float(elements.min())
+    kept = held * float(np.diff(table.kept["full"]).min())
     return state + kept + float(room.running_bytes(table).min()) <= room.budget_bytes

@@ -190,7 +190,7 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
     num_blocks = len(problem.graph.repeated_blocks)
     most = min(MOST_VIRTUAL, num_blocks // shape.pp)
     deep = is_deep(problem)
-    for schedule in _open(request.schedule, [kind for kind in SCHEDULES if not (deep and kind == "gpipe")]):
+    for schedule in schedules(problem, shape.pp):
         if schedule == "dualpipev" and shape.num_microbatches < 2 * shape.pp:
             continue  # it fills both ways through the V
         several = schedule in MULTI_STAGE_SCHEDULES
@@ -200,6 +200,13 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
         for virtual in _open(request.virtual, numbers):
             if virtual <= max(1, most):
                 yield schedule, virtual
+
+
+def schedules(problem: Problem, pp: int) -> list[ScheduleKind]:
+    if pp == 1:
+        return [problem.request.schedule or "1f1b"]
+    every = [kind for kind in SCHEDULES if not (is_deep(problem) and kind == "gpipe")]
+    return _open(problem.request.schedule, every)
 
 
 def is_deep(problem: Problem) -> bool:
@@ -230,7 +237,7 @@ def _streams(shape: Shape, zero: ZeroStage, hybrid: int | None) -> bool:
 
 def _groups(problem: Problem, shape: Shape) -> list[int]:
     """Sizes of sharding groups: all divisors of a small dp; of a large one those that are the ranks of 1, 2, 4 … hosts."""
-    found = [part for part in divisors(shape.dp) if 1 < part < shape.dp]
+    found = [part for part in divisors(shape.dp) if 1 < part < shape.dp * shape.cp]
     if shape.dp <= SMALL_DP:
         return found
     on_host = max(1, problem.cluster.devices_per_host // (shape.tp * shape.cp))

@@ -14,12 +14,7 @@ from meshwright.core.stages import even_counts
 Cut = tuple[int, ...]
 """Where each stage ends: the number of units before it. The last one is the number of units."""
 FEW_UNITS = 12
-"""No more units than these are cut in every way there is."""
-
-
-def least_size(num_units: int, num_stages: int) -> int:
-    """Units of the smallest stage that is looked at, where a coordinate has several: in deep models about even."""
-    return 1 if num_units <= FEW_UNITS else max(1, num_units // num_stages - 1)
+"""Models of no more units than these are not deep: every schedule and number of stages is looked at."""
 
 
 def units_of(graph: Graph) -> tuple[tuple[str, ...], ...]:

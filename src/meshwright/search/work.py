@@ -58,6 +58,10 @@ class UnitTable:
     elements: Row
     """Of parameters as tp cuts them, each tensor at its first name; experts' apart."""
     expert_elements: Row
+    gathered_elements: Row
+    """Of each unit, not summed up: parameters of the block that has fewest, which are whole while it runs."""
+    like_between: bool
+    """Whether the repeated blocks of the first and the last unit are like those of units between them."""
 
     @cached_property
     def seconds_per_saved_byte(self) -> float:
@@ -93,10 +97,6 @@ class UnitTable:
         """Of each unit, when it is redone."""
         return np.diff(self.kept["full"])
 
-    @cached_property
-    def unit_elements(self) -> Row:
-        return np.diff(self.elements)
-
     @property
     def num_units(self) -> int:
         return len(self.elements) - 1
@@ -127,6 +127,7 @@ class Divided:
     divisions: dict[str, Division]
     passes: tuple[StagePasses, ...]
     elements: tuple[list[float], list[float]]
+    gathered: list[float]
     unlike: tuple[int, ...]
     """The first of every kind of unit: those with the same work are looked at once."""
     kinds: Places
@@ -147,7 +148,7 @@ def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microba
         first.setdefault(form, number)
     unlike = tuple(first.values())
     kinds = np.array([unlike.index(first[form]) for form in forms], dtype=np.int64)
-    return Divided(microbatch.divisions, passes, _elements(graph, plan), unlike, kinds)
+    return Divided(microbatch.divisions, passes, _elements(graph, plan), _gathered(graph, plan), unlike, kinds)
 
 
 def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> UnitTable:
@@ -164,6 +165,8 @@ def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, mic
         sent=np.sort(np.array(sent, dtype=np.float64)[divided.kinds][:-1]),
         elements=_sums(dense),
         expert_elements=_sums(expert),
+        gathered_elements=np.array(divided.gathered),
+        like_between=_like_between(graph, plan),
         **{name: _sums(values) for name, values in by_mode["none"].shared().items()},  # type: ignore[arg-type]
         **{name: {mode: _sums(columns[mode][name]) for mode in MODES} for name in columns["none"]},  # type: ignore[arg-type]
     )
@@ -238,6 +241,23 @@ def _elements(graph: Graph, plan: Plan) -> tuple[list[float], list[float]]:
                 (expert if parameter.expert else dense)[number] += prod(shape)
             seen.add(name)
     return dense, expert
+
+
+def _gathered(graph: Graph, plan: Plan) -> list[float]:
+    """Of every unit: the fewest elements of any of its blocks, experts left out."""
+    splits = split_dims(graph, plan)
+
+    def size(block: str) -> float:
+        dense = (one for one in graph.parameters_of([block]) if not one.expert)
+        return float(sum(prod(cut_shape(one, plan.mesh, splits.get((one.block, one.own_name)))) for one in dense))
+
+    return [min(size(block) for block in blocks) for blocks in plan.blocks_by_stage]
+
+
+def _like_between(graph: Graph, plan: Plan) -> bool:
+    repeated, kinds = set(graph.repeated_blocks), graph.kind_by_block
+    found = [{kinds[name].name for name in blocks if name in repeated} for blocks in plan.blocks_by_stage]
+    return len(found) > 2 and found[0] | found[-1] <= set[str]().union(*found[1:-1])
 
 
 def _no_holdings(coordinate: int) -> Holdings:
