@@ -13,7 +13,9 @@ from transformer import Sizes, transformer_graph
 from meshwright.core.affine import Affine
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Op
+from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
+from meshwright.core.sharding import plain_sharding
 from meshwright.cost.block_calls import block_calls
 from meshwright.cost.compute import matmul_size
 from meshwright.cost.division import Division, divide
@@ -126,12 +128,17 @@ def test_a_split_table_has_a_split_gradient(tp: int) -> None:
     assert found["position_embedding"].work_share(1) == found["position_embedding"].result_share(1) == 1
 
 
+def by_hand(plan: Plan, graph: Graph) -> Plan:
+    """With attention split, whatever its heads."""
+    return replace(plan, sharding=plain_sharding(graph))
+
+
 @pytest.mark.parametrize("attention", ["fused", "eager"])
 def test_heads_must_divide_over_tp(attention: str) -> None:
     graph = transformer_graph(heads=4, hidden=96, attention=attention)
     said = "4 attention heads in blocks of kind 'Block' do not divide over tp=3: use a divisor of 4"
     with pytest.raises(PlanError, match=said):
-        divide(graph, plan_for(graph, tp=3))
+        divide(graph, by_hand(plan_for(graph, tp=3), graph))
     assert divide(graph, plan_for(graph, tp=4))
 
 
@@ -193,7 +200,7 @@ def test_key_heads_go_to_every_rank_whose_queries_read_them(key_heads: int, tp: 
 def test_key_heads_must_divide_over_tp() -> None:
     said = "8 attention heads and 2 of keys and values in blocks of kind 'Block' do not divide over tp=4: use a divisor of 2"
     with pytest.raises(PlanError, match=said):
-        divide(grouped_graph(2), plan_for(grouped_graph(2), tp=4))
+        divide(grouped_graph(2), by_hand(plan_for(grouped_graph(2), tp=4), grouped_graph(2)))
 
 
 # The sizes of a matmul on one rank

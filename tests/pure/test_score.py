@@ -100,13 +100,13 @@ def test_runs_are_predicted_and_one_that_cannot_be_says_why() -> None:
     runs: list[Run] = [
         run_of(cluster="a100-80g-selene", step_seconds=1.0, **SIZES),
         run_of(cluster="a100-80g-seleen", step_seconds=1.0, **SIZES),
-        run_of(cluster="a100-80g-selene", tp=8, dp=1, step_seconds=1.0, **SIZES),
+        run_of(cluster="a100-80g-selene", tp=5, dp=1, step_seconds=1.0, **SIZES),
     ]
     fine, unknown, undivided = predict(runs, facts, graph_of)
     assert fine.step_seconds is not None
     assert fine.fits
     assert "did you mean 'a100-80g-selene'?" in unknown.failure
-    assert "do not divide over tp=8" in undivided.failure
+    assert "5 ranks, but there are 8" in undivided.failure
     assert unknown.time_error == undivided.time_error == 1.0
 
 

@@ -109,7 +109,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         cluster=cluster,
         mesh=mesh,
         stages=even_stages(graph, mesh.pp, virtual, schedule),
-        sharding=plain_sharding(graph) if mesh.tp > 1 else (),
+        sharding=plain_sharding(graph, mesh.tp) if mesh.tp > 1 else (),
         sequence_parallel=bool(request.sequence_parallel),
         context=request.context or context_way(graph, mesh.tp, mesh.cp),
         zero=request.zero or 0,

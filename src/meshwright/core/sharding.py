@@ -3,28 +3,35 @@
 The plain choice follows a block in order: a weight that reads a whole tensor is split by its outputs if a later weight reads
 what came of it, and that one is split by its inputs. For a transformer this is Megatron's: query, key, value and the MLP's
 first layer by outputs, the projection back into the stream by inputs, one all-reduce each way for attention and MLP. The
-table of tokens and the head that makes logits are split by the vocabulary.
+table of tokens and the head that makes logits are split by the vocabulary. Attention whose heads do not divide over tp, and a
+weight whose outputs do not, stay whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from meshwright.core.context import num_heads
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import Graph, Kind, Op, Parameter, Source
 from meshwright.core.labels import Way, labels_of, way_of, weight_copies
 from meshwright.core.names import compact_names, expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
 
+WHOLE = "@whole"
+"""Where a tensor comes of that must not be split; no weight is called so."""
 VOCABULARY_ROWS = 1024
 """A table or head of fewer rows is not worth splitting: it is a table of positions, a router or a small classifier."""
 
 
-def plain_sharding(graph: Graph) -> tuple[BlockSharding, ...]:
-    """The tensors split over tp, for every kind of block, as the plan writes them: by the names of the kind's blocks."""
+def plain_sharding(graph: Graph, tp: int = 1) -> tuple[BlockSharding, ...]:
+    """The tensors split over tp, for every kind of block, as the plan writes them: by the names of the kind's blocks.
+
+    tp: the degree, where it is known: what does not divide over it stays whole.
+    """
     rows = _most_rows(graph)
     found = (
-        block_sharding(_named_blocks(graph, kind), kind, parameters, plain_ways(kind, parameters, rows))
+        block_sharding(_named_blocks(graph, kind), kind, parameters, plain_ways(kind, parameters, rows, tp))
         for kind, parameters in _kinds(graph)
     )
     return tuple(rule for rule in found if rule is not None)
@@ -67,7 +74,7 @@ def _most_rows(graph: Graph) -> int:
     return max(tables, default=0)
 
 
-def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0) -> dict[str, Way]:
+def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0, tp: int = 1) -> dict[str, Way]:
     """Which weights to split, and how: columns that some row reads, the table of tokens (`table_rows`), the head."""
     ways: dict[str, Way] = {}
     origins: dict[int, set[str]] = {}
@@ -80,6 +87,9 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
         came_from = {name for source in op.inputs if isinstance(source, int) for name in origins.get(source, ())}
         weight = weight_of(op, parameters, copies)
         origins[number] = came_from
+        if WHOLE in came_from or _is_undivided(op, tp):
+            origins[number] = {WHOLE} if weight is None else set()
+            continue
         if weight is None:
             met = [biases[source] for source in op.inputs if source in biases]
             if met and came_from and op.region == "attention":  # a bias for every head meets scores split by heads
@@ -99,10 +109,15 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
             ways[weight] = "row"
             used |= came_from
             origins[number] = set()
-        elif not came_from:
+        elif not came_from and rows % tp == 0:
             ways[weight] = "column"
             origins[number] = {weight}
     return {name: way for name, way in ways.items() if way != "column" or name in used or _is_head(name, parameters)}
+
+
+def _is_undivided(op: Op, tp: int) -> bool:
+    """Attention with heads that do not divide over tp."""
+    return any(heads % tp for heads in num_heads(op))
 
 
 def is_depthwise(op: Op, weight: Parameter) -> bool:
@@ -117,10 +132,10 @@ def _is_head(name: str, parameters: dict[str, Parameter]) -> bool:
 
 
 def weight_of(op: Op, parameters: dict[str, Parameter], copies: dict[Source, str]) -> str | None:
-    """The matrix, filter or table an op applies."""
+    """The matrix, filter or table an op applies: of two parameters (learned queries through a layer) the latter."""
     if op.kind not in ("matmul", "convolution") and op.name != "embedding":
         return None
-    names = [copies.get(source, source) for source in op.inputs]
+    names = [copies.get(source, source) for source in reversed(op.inputs)]
     return next(
         (
             name

@@ -231,8 +231,9 @@ def check_degrees(graph: Graph, plan: Plan) -> None:
             f"{tokens} tokens a sample do not divide over tp · cp = {tp * cp}, as sequence parallel needs: change a degree or "
             "the sequence length"
         )
+    ways = ways_by_block(plan, graph) if plan.sharding else {}
     for kind in graph.kinds:
-        _check_attention(kind, plan)
+        _check_attention(kind, plan, [ways[block.name] for block in graph.blocks if block.kind == kind.name and ways])
 
 
 def _tokens_per_sample(graph: Graph) -> int:
@@ -248,12 +249,17 @@ def _tokens_per_sample(graph: Graph) -> int:
     return min(found, default=0)
 
 
-def _check_attention(kind: Kind, plan: Plan) -> None:
-    """Under cp the heads of queries may be what tokens are exchanged for; fewer heads of keys are repeated."""
+def _check_attention(kind: Kind, plan: Plan, ways: list[dict[str, Way]]) -> None:
+    """Under cp the heads of queries may be what tokens are exchanged for; fewer heads of keys are repeated.
+
+    ways: of the kind's blocks, where the plan says what it splits: attention that it leaves whole has no heads to divide.
+    """
     tp, cp = plan.mesh.tp, plan.mesh.cp
-    for op in kind.ops:
+    for number, op in enumerate(kind.ops):
         heads, key_heads = num_heads(op)
         if heads and (heads % tp or key_heads % tp):
+            if not _is_split(kind, number, ways):
+                continue
             few = f" and {key_heads} of keys and values" if key_heads != heads else ""
             raise PlanError(
                 f"{heads} attention heads{few} in blocks of kind '{kind.name}' do not divide over tp={tp}: "
@@ -264,3 +270,9 @@ def _check_attention(kind: Kind, plan: Plan) -> None:
                 f"{heads} attention heads in blocks of kind '{kind.name}' do not divide over tp · cp = {tp * cp}, as the exchange "
                 f"of tokens for heads needs: use divisors of {heads}, or set context to ring"
             )
+
+
+def _is_split(kind: Kind, number: int, ways: list[dict[str, Way]]) -> bool:
+    """Whether some block of the kind does an op on parts; so it is taken to be where the plan splits nothing of them."""
+    different = {id(way): way for way in ways if way}.values()
+    return not different or any(labels_of(kind, way).work_split[number] for way in different)

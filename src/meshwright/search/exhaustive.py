@@ -40,7 +40,7 @@ from meshwright.core.limits import check_runs, not_yet
 from meshwright.core.names import compact_names
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
 from meshwright.core.request import PlanRequest, plain_plan, recompute_rules
-from meshwright.cost.division import check_divides
+from meshwright.cost.division import check_degrees, check_divides
 from meshwright.cost.redone import core_ops
 from meshwright.search.builder import Builder
 from meshwright.search.builder import Point as Point
@@ -282,6 +282,7 @@ def no_plan(problem: Problem) -> PlanError:
     world = problem.world or problem.devices
     try:
         plan = plain_plan(problem.request, problem.graph, world, problem.cluster.hash)
+        check_degrees(problem.graph, msgspec.structs.replace(plan, sharding=()))  # a search leaves no attention whole
         check_divides(problem.graph, plan)
         check_runs(plan)
     except PlanError as error:

@@ -14,7 +14,7 @@ from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.request import plain_plan
 from meshwright.core.schedules import make_order
-from meshwright.cost.division import check_divides
+from meshwright.cost.division import check_degrees, check_divides
 from meshwright.cost.estimate import check_costable
 from meshwright.search.best_first import BestFirst
 from meshwright.search.drafts import Drafts
@@ -76,6 +76,7 @@ def _nothing(problem: Problem, drafts: Drafts) -> PlanError:
     try:
         plan = plain_plan(wish, problem.graph, world, problem.cluster_hash)
         check_costable(problem.graph_of(plan), plan, problem.cluster)
+        check_degrees(problem.graph_of(plan), msgspec.structs.replace(plan, sharding=()))
         check_divides(problem.graph_of(plan), plan)
         check_runs(plan)
         make_order(plan.schedule, plan.mesh.pp, problem.global_batch // plan.mesh.dp, plan.virtual)
