@@ -109,7 +109,7 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
             ways[weight] = "row"
             used |= came_from
             origins[number] = set()
-        elif not came_from and rows % tp == 0:
+        elif not came_from and (rows % tp == 0 or _is_head(weight, parameters)):
             ways[weight] = "column"
             origins[number] = {weight}
     return {name: way for name, way in ways.items() if way != "column" or name in used or _is_head(name, parameters)}
