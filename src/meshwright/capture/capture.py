@@ -36,8 +36,8 @@ def capture(
     """Follow a module on fake tensors; its own tensors may be on any device, also `meta`."""
     subject = Subject(module, batch, objective, Arithmetic(precision, casting))
     graph = subject.follow(name, find_groups(module, subject.blocks))
-    for guess in filter(lambda guess: guess.is_surprising, graph.guesses):
-        warnings.warn(guess.words, GuessWarning, stacklevel=2)
+    for remark in graph.remarks:
+        warnings.warn(remark, GuessWarning, stacklevel=2)
     return graph
 
 
@@ -90,6 +90,7 @@ class Subject:
             tokens_per_sample=max(1, self.objective.count(self.example(FEW)) // FEW),
             gradient_order=assembly.gradient_order(),
             guesses=tuple(few.guesses),
+            own_recompute=few.own_recompute,
             flow=self._flow(),
         )
 

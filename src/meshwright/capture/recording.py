@@ -84,5 +84,6 @@ class Recording:
     representatives: dict[str, str] = field(default_factory=dict)
     """Skipped block → the block that was followed in its place."""
     guesses: dict[Guess, None] = field(default_factory=dict)
+    own_recompute: bool = False
     batch_bytes: int = 0
     buffer_bytes: int = 0

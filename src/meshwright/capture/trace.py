@@ -30,6 +30,7 @@ from meshwright.capture.surroundings import quiet_surroundings
 from meshwright.capture.watch import Watcher
 from meshwright.core.errors import CaptureError, MeshwrightError
 from meshwright.models.objective import Batch, Objective, call, num_samples, tensors_of
+from meshwright.models.own_recompute import own_recompute_left_out
 from meshwright.runtime._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -92,9 +93,10 @@ class _Step(nn.Module):
         self.storages = storages
 
     def forward(self, batch: Batch) -> None:
-        with self.arithmetic.computing():
+        with self.arithmetic.computing(), own_recompute_left_out() as found:
             output = call(self.inner, batch)
             loss = self.objective.loss(output, batch)
+        self.storages.recording.own_recompute = found.num_calls > 0
         self.storages.place.begin_backward()
         del output
         self.storages.note_saved()

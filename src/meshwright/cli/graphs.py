@@ -29,8 +29,8 @@ def graph_of(model: str, precision: Precision, casting: Casting = "autocast") ->
     known = _read(model, precision, casting)
     if known is None:
         return capture_now(model, precision, casting)
-    for guess in filter(lambda guess: guess.is_surprising, known.guesses):  # a capture says so itself
-        warnings.warn(guess.words, GuessWarning, stacklevel=2)
+    for remark in known.remarks:  # a capture says so itself
+        warnings.warn(remark, GuessWarning, stacklevel=2)
     return known
 
 

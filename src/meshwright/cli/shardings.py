@@ -40,11 +40,14 @@ def with_legal_sharding(plan: Plan, model: str) -> Plan:
 def try_sharding(plan: Plan, source: ModelSource) -> Plan:
     """The plan with what was found legal for its degree of tp."""
     from meshwright.models.faked.build import build_followable
+    from meshwright.runtime.own_backward import check_hooks
     from meshwright.runtime.split.legal import legal_plan
 
-    if (plan.mesh.tp == 1 and plan.mesh.cp == 1) or source.example is None:
+    if source.example is None:
         return plan
-    return legal_plan(plan, build_followable(source.build), source.example(2))
+    module = build_followable(source.build)
+    check_hooks(module, plan)
+    return legal_plan(plan, module, source.example(2))
 
 
 def _file(plan: Plan, model: str) -> Path | None:

@@ -44,7 +44,7 @@ class DiskError(MeshwrightError):
 
 
 class GuessWarning(UserWarning):
-    """A graph that rests on a guess: the module read a value that is not known before it runs."""
+    """A graph that is not all of what the module does: it rests on a guess at a value, or leaves out the module's own recompute."""
 
 
 class InfeasibleError(MeshwrightError):

@@ -22,7 +22,7 @@ from meshwright.core.affine import Affine as Affine
 from meshwright.core.codec import Value, stable_hash
 from meshwright.core.flow import Flow
 
-CAPTURE_VERSION = 2
+CAPTURE_VERSION = 3
 """Raised when capture learns to see a module otherwise: graphs kept from before are then captured again."""
 
 Phase = Literal["forward", "backward"]
@@ -184,6 +184,12 @@ class Guess(Value, kw_only=True):
         )
 
 
+OWN_RECOMPUTE = (
+    "the model's own activation checkpointing is left out: the plan decides what is recomputed (a plan made without --recompute "
+    "redoes its repeated blocks)"
+)
+
+
 class Graph(Value, kw_only=True, dict=True):
     format: Literal[2] = 2
     model: str
@@ -200,8 +206,16 @@ class Graph(Value, kw_only=True, dict=True):
     gradient_order: tuple[str, ...] = ()
     """Parameters in the order their gradients become ready; without it, the reverse of their own order."""
     guesses: tuple[Guess, ...] = ()
+    own_recompute: bool = False
+    """Whether the model asks for activation checkpointing itself. It is left out of the graph: recompute is the plan's."""
     flow: Flow | None = None
     """What the blocks hand each other; None where that could not be followed."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What its user should know."""
+        own = (OWN_RECOMPUTE,) if self.own_recompute else ()
+        return (*own, *(guess.words for guess in self.guesses if guess.is_surprising))
 
     @cached_property
     def identity(self) -> str:

@@ -114,7 +114,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         context=request.context or context_way(graph, mesh.tp, mesh.cp),
         zero=request.zero or 0,
         hybrid=request.hybrid,
-        recompute=recompute_rules(request.recompute or "none", graph.repeated_blocks),
+        recompute=recompute_rules(request.recompute or _plain_recompute(request, graph), graph.repeated_blocks),
         offload=_plain_offload(request),
         schedule=schedule,
         virtual=virtual,
@@ -125,6 +125,12 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         compile=bool(request.compile),
         sync_batch_norm=bool(request.sync_batch_norm),
     )
+
+
+def _plain_recompute(request: PlanRequest, graph: Graph) -> str:
+    """A model that asks for activation checkpointing itself gets the plan's in its place; streamed blocks are redone anyway."""
+    is_wanted = graph.own_recompute and graph.repeated_blocks and request.offload != "parameters"
+    return "full" if is_wanted else "none"
 
 
 def _plain_offload(request: PlanRequest) -> Offload:

@@ -29,10 +29,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.codec import Value
-from meshwright.core.errors import ModelError
+from meshwright.core.errors import MeshwrightError, ModelError, PlanError
 from meshwright.core.plan import Plan
+from meshwright.core.result import describe
 from meshwright.measure.carried import carries_state, from_one_state
 from meshwright.measure.exact import exact
+from meshwright.measure.mean_gradient import refuse_own_gradient
 from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.faked.attributes import widen_attributes
@@ -44,6 +46,7 @@ from meshwright.runtime.gather import all_ranks, put_together
 from meshwright.runtime.mesh import axis_groups
 from meshwright.runtime.places import places_of
 from meshwright.runtime.program import Program
+from meshwright.runtime.rank import is_broken_link, lines_of
 from meshwright.runtime.ranks import Rank, joined
 from meshwright.runtime.watchdog import TIMEOUT_SECONDS
 
@@ -91,9 +94,10 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     check_mean_loss(lambda: _build(source), source.example(plan.global_batch), source.objective, plan)
     batches = source.example(num_steps * plan.global_batch)
     reference, silenced = _reference(source, slice_batch(batches, 0, plan.microbatch))
-    with building(plan):
+    with _explained(plan), building(plan):
         module = _build(source)
-    program = apply(module, plan, optimizer=_optimizer, objective=source.objective, device=rank.device)
+    with _explained(plan):
+        program = apply(module, plan, optimizer=_optimizer, objective=source.objective, device=rank.device)
     if tamper is not None:
         tamper(program)
     gradients: dict[str, Tensor] = {}
@@ -103,10 +107,10 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     for step in range(num_steps):
         batch = masked_unevenly(slice_batch(batches, step * plan.global_batch, (step + 1) * plan.global_batch))
         gradients.clear()
-        with _surroundings(plan.precision == "fp64", None):
-            found = program.step(batch).loss
         with _surroundings(True, silenced):
             expected = _step(reference, batch, source, plan)
+        with _explained(plan), _surroundings(plan.precision == "fp64", None):
+            found = program.step(batch).loss
         tally.loss(step, found, expected)
         tally.gradients(step, gradients, _gradients(reference.module))
         _update(reference)
@@ -116,7 +120,27 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     tally.parameters(held, _parameters(reference.module))
     program.sync_buffers()
     tally.buffers(_of_all_stages(_buffers(program.module), plan), _buffers(reference.module))
+    if tally.first is not None and not _runs_in_groups(reference.module, source.objective):
+        refuse_own_gradient(
+            lambda: _build(source), masked_unevenly(source.example(plan.global_batch)), source.objective, plan
+        )
     return msgspec.structs.replace(tally.result(), silenced=tuple(sorted(silenced)))
+
+
+@contextmanager
+def _explained(plan: Plan) -> Iterator[None]:
+    """What the model raises under the plan, and in one process does not, is a refusal: with its line, and ours."""
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        if is_broken_link(error):
+            raise
+        raise PlanError(
+            f"the model runs in one process, but under {describe(plan)} it raises {type(error).__name__}: {error} "
+            f"({lines_of(error)}): leave out one of the plan's degrees, or change that line"
+        ) from error
 
 
 @contextmanager

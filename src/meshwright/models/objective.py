@@ -26,6 +26,7 @@ from meshwright.models.head_loss import PostponedLogits, cross_entropy_in_pieces
 from meshwright.models.labels import IGNORED_LABEL as IGNORED_LABEL
 from meshwright.models.labels import Batch as Batch
 from meshwright.models.labels import arguments_of, labels_of, name_labels, num_targets, own_loss, who_answers
+from meshwright.models.own_recompute import own_recompute_left_out
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,13 @@ class Objective:
 
 
 def call(module: nn.Module, batch: Batch) -> Any:
-    """The model's output for a batch."""
-    if isinstance(batch, Tensor):
-        return module(batch)
-    if isinstance(batch, Mapping):
-        return module(**arguments_of(batch))
-    return module(*(batch[:-1] if len(batch) > 1 else batch))
+    """The model's output for a batch. What is recomputed is not for the model to decide (models/own_recompute.py)."""
+    with own_recompute_left_out():
+        if isinstance(batch, Tensor):
+            return module(batch)
+        if isinstance(batch, Mapping):
+            return module(**arguments_of(batch))
+        return module(*(batch[:-1] if len(batch) > 1 else batch))
 
 
 def logits_of(output: Any) -> Tensor:

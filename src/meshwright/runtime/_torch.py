@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import typing
 
 import torch
+import torch.utils.checkpoint
 
 # A check between two ops must not itself be taken for an op of the model by a mode that watches torch functions.
 # Which autograd node runs now, and how many were made: they tie each op of backward to the forward op it is of.
@@ -15,6 +17,7 @@ from torch._C import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,  # a tensor of a class of ours is taken as any other, while modes go on watching
     DispatchKey,
+    _are_functorch_transforms_active,  # inside `vmap` or `torch.func.grad` tensors are wrapped, and their notes hidden
     _current_autograd_node,
     _SetExcludeDispatchKeyGuard,  # an alias that is made below autograd and still counts in-place changes: see `alias_of`
 )
@@ -32,6 +35,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,  # tensors with shape, dtype and device but no memory; meta tensors take other attention paths
 )
 
+# A user's autograd function is called through this class, and nothing else that sees the call is public.
+from torch.autograd.function import _SingleLevelFunction
+
+# What a module's full backward hook hangs on; it must be told from a user's functions.
+from torch.nn.modules._functions import BackwardHookFunction
+
 # Which function modes a block runs in: torch leaves them all in backward, where the block may be run again.
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,6 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
+    "BackwardHookFunction",
     "DataDependentOutputException",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
@@ -49,6 +59,8 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "_SetExcludeDispatchKeyGuard",
+    "_SingleLevelFunction",
+    "_are_functorch_transforms_active",
     "_current_autograd_node",
     "_get_current_function_mode_stack",
     "_get_sequence_nr",
@@ -161,3 +173,41 @@ def at_end_of_backward(callback: typing.Callable[[], None]) -> None:
     """Call back when the backward that runs now has made all its gradients. `fully_shard` and replicas end theirs in the same
     way; torch has no public name for it."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What a transform such as `vmap` has wrapped, however often; torch has no public name for it."""
+    from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+@contextlib.contextmanager
+def checkpoint_parts(
+    reentrant: typing.Callable[..., typing.Any], around: typing.Callable[..., typing.Any]
+) -> typing.Iterator[None]:
+    """`torch.utils.checkpoint.checkpoint` may be bound in a model long before; both its forms look up these two at each call.
+
+    reentrant: called with the function and its arguments. around: called with torch's own and what that is called with."""
+    home: typing.Any = torch.utils.checkpoint
+    form, generator = home.CheckpointFunction, home._checkpoint_without_reentrant_generator
+
+    class CalledOnce:
+        @staticmethod
+        def apply(function: typing.Any, preserves: bool, *arguments: typing.Any) -> typing.Any:
+            return reentrant(function, *arguments)
+
+    home.CheckpointFunction = CalledOnce
+    home._checkpoint_without_reentrant_generator = lambda *given, **options: around(generator, *given, **options)
+    try:
+        yield
+    finally:
+        home.CheckpointFunction, home._checkpoint_without_reentrant_generator = form, generator
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[typing.Any]:
+    """What was registered on a tensor to run when its gradient is made; torch lists them under these names only."""
+    found = (getattr(tensor, name, None) or {} for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return [hook for hooks in found for hook in hooks.values()]

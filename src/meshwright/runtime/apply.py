@@ -31,6 +31,7 @@ from meshwright.runtime.offload.link import open_link
 from meshwright.runtime.offload.optimizer import HostOptimizer, step_on_host
 from meshwright.runtime.offload.threads import ranks_here
 from meshwright.runtime.optimizer import OptimizerFactory, check_optimizer, make_optimizer, named_parameters
+from meshwright.runtime.own_backward import check_hooks
 from meshwright.runtime.own_loop.loop import OwnLoop
 from meshwright.runtime.pipeline.cut import cut
 from meshwright.runtime.pipeline.draw import draw
@@ -65,6 +66,7 @@ def apply(
     watch = Watch(recorder)
     if plan.offload.what == "parameters":
         check_runs(plan)
+        check_hooks(module, plan)
         return stream(module, plan, optimizer, objective, max_norm, watch, device or join().device, host_link)
     spread = _spread(module, plan, optimizer, device, watch, objective)
     host = _offload(spread, plan, host_link, max_norm)
@@ -147,6 +149,7 @@ def _spread(
     mesh = build_mesh(plan, device)
     check_model(module, plan)
     check_precision(module, plan)
+    check_hooks(module, plan)
     before = named_parameters(module)
     values = lower(module, plan, device) if plan.stores_16_bits else None
     if values is None:

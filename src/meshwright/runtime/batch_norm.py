@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.core.plan import Plan
+from meshwright.runtime.own_backward import refuse_second_derivative
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
@@ -102,6 +103,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("batch norm over all dp ranks (sync_batch_norm)")
         x, weight, mean, inverse = ctx.saved_tensors
         exact = _exact(gradient)
         normal = (_exact(x) - _wide(mean, x)) * _wide(inverse, x)

@@ -23,6 +23,7 @@ from meshwright.core.trace import Trace
 from meshwright.models.labels import name_labels, who_answers
 from meshwright.models.objective import Batch, Objective, call
 from meshwright.runtime.clock import Mark, mark
+from meshwright.runtime.communicators import data_mesh
 from meshwright.runtime.data_parallel import (
     give_up_gathered,
     inner,
@@ -190,7 +191,7 @@ class Program:
             return self._step(batch, signal)
         except UnusedError as error:
             unused = error.names
-        self.spread_module = replicate_again(self.spread_module, unused, self.mesh)
+        self.spread_module = replicate_again(self.spread_module, unused, data_mesh(self.plan, self.mesh))
         gc.collect()  # the old replicas must be gone: as long as they live, their hooks see every backward
         return self._step(batch, signal)
 

@@ -107,15 +107,24 @@ def _kind(error: BaseException) -> FaultKind:
         return "corrupt"
     if isinstance(error, MeshwrightError):
         return "refused"
-    return "lost" if _is_broken_link(error) else "raised"
+    return "lost" if is_broken_link(error) else "raised"
 
 
-def _is_broken_link(error: BaseException) -> bool:
+def is_broken_link(error: BaseException) -> bool:
     from torch.distributed import DistError
 
     if isinstance(error, (DistError, ConnectionError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in BROKEN)
+
+
+def lines_of(error: BaseException) -> str:
+    """The last lines of the user's code and of ours that an error went through, on one line."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    ours = [frame for frame in frames if "/meshwright/" in frame.filename]
+    users = [frame for frame in frames if frame not in ours]
+    last = {f"{Path(frame.filename).name}:{frame.lineno}" for kind in (users, ours) for frame in kind[-1:]}
+    return ", ".join(sorted(last))
 
 
 def _lines(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.core.plan import Plan
 from meshwright.models.follow import Follower
+from meshwright.models.own_recompute import own_recompute_left_out, planned
 from meshwright.runtime._torch import _get_current_function_mode_stack
 from meshwright.runtime.selective import selective
 from meshwright.runtime.side_effects import Call, SideEffects
@@ -32,15 +33,18 @@ def mark_recompute(module: nn.Module, plan: Plan, watch: Watch) -> None:
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled code takes no contexts of ours: there the second run is part of backward."""
 
+    redone = planned(forward)
+
     @wraps(forward)
     def run(*arguments: Any, **options: Any) -> Any:
-        return checkpoint(forward, *arguments, use_reentrant=False, **options)
+        return checkpoint(redone, *arguments, use_reentrant=False, **options)
 
     return run
 
 
 def _recomputed(block: nn.Module, name: str, watch: Watch) -> Callable[..., Any]:
     forward, effects = block.forward, SideEffects(block, name)
+    redone = planned(forward)
 
     @wraps(forward)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -52,7 +56,7 @@ def _recomputed(block: nn.Module, name: str, watch: Watch) -> Callable[..., Any]
             """What the first run and the second one are inside of."""
             return nullcontext(), _again(watch, _modes(), call)
 
-        made = checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **options)
+        made = checkpoint(redone, *arguments, use_reentrant=False, context_fn=contexts, **options)
         call.end()
         return made
 
@@ -70,6 +74,7 @@ def _again(watch: Watch, modes: list[Any], call: Call) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(watch.region("recompute"))
         stack.enter_context(call.as_before())
+        stack.enter_context(own_recompute_left_out())
         for mode in modes:
             stack.enter_context(mode)
         yield

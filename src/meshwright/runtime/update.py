@@ -42,6 +42,7 @@ class Update:
         is_replicated = isinstance(module, DistributedDataParallel)
         self.loss_scale = LossScale(self._groups) if plan.precision == "fp16" else None
         self._usage = Usage(self.module) if is_replicated else None
+        self._replicas = module.process_group if isinstance(module, DistributedDataParallel) else None
         # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
         self._keeps_buckets = is_replicated and plan.num_microbatches > 1
 
@@ -49,7 +50,8 @@ class Update:
         """In the first step, parameters of replicas that no rank has used."""
         if self._usage is None:
             return
-        unused = self._usage.unused(self.mesh.get_group("dp"))
+        assert self._replicas is not None
+        unused = self._usage.unused(self._replicas)
         self._usage = None
         if unused:
             raise UnusedError(unused)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.core.errors import ModelError
+from meshwright.models.own_recompute import own_recompute_left_out
 from meshwright.runtime._torch import tree_flatten, tree_unflatten
 from meshwright.runtime.offload.stash import Stash, Stashed
 
@@ -127,7 +128,7 @@ class BlockCall:
                 inputs[id(one)] = (one, one.stashed.take().requires_grad_())
         leaves = [inputs[id(one)][1] if isinstance(one, Handed) else one for one in self.given]
         arguments, options = tree_unflatten(leaves, self.structure)
-        with torch.enable_grad(), _drawing_again(self._random, self.device):
+        with torch.enable_grad(), _drawing_again(self._random, self.device), own_recompute_left_out():
             result, _ = tree_flatten(self.forward(*arguments, **options))
         reached = [number for number in self.gradients if result[number].requires_grad]
         if reached:

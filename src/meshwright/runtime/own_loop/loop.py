@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
+from meshwright.models.own_recompute import own_recompute_left_out
 from meshwright.runtime._torch import at_end_of_backward, tree_leaves
 from meshwright.runtime.clip import axes_of_parameters
 from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch
@@ -61,7 +62,7 @@ class OwnLoop:
         def run(*arguments: Any, **options: Any) -> Any:
             if self.split is not None:
                 self.split.splitter.read((arguments, options))
-            with context():
+            with context(), own_recompute_left_out():
                 output = forward(*arguments, **options)
             if self.split is not None:
                 output = whole_output(self.split.splitter, output)

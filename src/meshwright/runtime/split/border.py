@@ -108,7 +108,7 @@ def _put_back(values: Any, notes: Notes | None) -> None:
 
 
 def draw_borders(module: nn.Module, blocks: tuple[str, ...], split: Splitter) -> list[Border]:
-    """One around each block, and one around the module for the parameters outside all blocks."""
+    """One around each block; one around the module, which knows all parameters: a model may call parts of a block by themselves."""
     layouts = layouts_of_parameters(module)
     blocks = tuple(name for name in blocks if not isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict))
     first_names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -116,7 +116,8 @@ def draw_borders(module: nn.Module, blocks: tuple[str, ...], split: Splitter) ->
     for path, holder in module.named_modules():
         for own_name, parameter in holder._parameters.items():
             if parameter is not None:
-                held[_home(path, blocks)].append((first_names[id(parameter)], holder, own_name))
+                for home in {"", _home(path, blocks)}:
+                    held[home].append((first_names[id(parameter)], holder, own_name))
     borders = [
         Border(split, name, module.get_submodule(name), named) for name, named in held.items() if named or not name
     ]

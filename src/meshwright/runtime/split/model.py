@@ -111,8 +111,5 @@ def whole_output(splitter: Splitter, output: Any) -> Any:
     """What a model returned, whole on every rank."""
     leaves, structure = tree_flatten(output)
     with DisableTorchFunction():
-        whole = [
-            splitter.gather_dims(splitter.summed(leaf), range(leaf.dim())) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
+        whole = [splitter.whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return tree_unflatten(whole, structure)

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.runtime.own_backward import refuse_second_derivative
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.pieces import Piece
 
@@ -97,6 +98,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        refuse_second_derivative("ring attention (cp with context ring)")
         query, key, value, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         of_query = torch.zeros_like(query, dtype=_summed_in(query))

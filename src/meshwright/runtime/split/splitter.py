@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import ContextWay
-from meshwright.runtime._torch import tree_leaves
-from meshwright.runtime.split import exchange
+from meshwright.runtime._torch import _are_functorch_transforms_active, tree_leaves, unwrapped
+from meshwright.runtime.split import exchange, functions
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import (
     NOTE,
@@ -93,6 +93,8 @@ class Splitter(TorchFunctionMode):
         """What was made of tensors, with the tensor, until the block ends (runtime/split/border.py)."""
         self.divided: set[int] = set()
         """Sizes that were divided over tp."""
+        self.reading = ""
+        """The user's function whose forward runs now: it was given whole tensors, and may read no others."""
 
     # ------------------------------------------------------------ as a mode
 
@@ -101,7 +103,14 @@ class Splitter(TorchFunctionMode):
         from meshwright.runtime.split.rules.table import ALWAYS, rule_of
 
         kwargs = kwargs or {}
-        if not _touches(args, kwargs) and function not in ALWAYS:
+        if _are_functorch_transforms_active():
+            self._check_transform(function, args, kwargs)
+        touches = _touches(args, kwargs)
+        if touches and self.reading:
+            raise NotSplit(
+                f"{self.reading} reads a tensor that lies over ranks and is no argument of it: pass it as one"
+            )
+        if not touches and function not in ALWAYS:
             made = function(*args, **kwargs)
         else:
             args, kwargs = spelled(function, args, kwargs)
@@ -109,12 +118,23 @@ class Splitter(TorchFunctionMode):
         follow(function, args, kwargs, made)
         return made
 
+    def _check_transform(self, function: Any, args: Any, kwargs: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(layout_of(unwrapped(tensor)) for tensor in tensors):
+            name = getattr(function, "__name__", function)
+            raise NotSplit(
+                f"'{name}' is called inside a torch.func transform (vmap, grad, …) on a tensor that lies over ranks: write a loop, "
+                "or torch.autograd.grad, in its place"
+            )
+
     def __enter__(self) -> Any:
         _active.splitter = self
+        functions.begin_watching()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *details: Any) -> Any:
         _active.splitter = None
+        functions.end_watching()
         return super().__exit__(*details)  # type: ignore[no-untyped-call]
 
     @property
@@ -197,6 +217,11 @@ class Splitter(TorchFunctionMode):
             if isinstance(share, Cut) and share.dim == cut.dim:
                 tensor = self.gather(tensor, later)
         return tensor
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Whole along every axis."""
+        tensor = self.summed(tensor)
+        return self.gather_dims(tensor, range(tensor.dim()))
 
     def gather_dims(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
         """Whole along these dims."""

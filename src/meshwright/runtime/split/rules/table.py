@@ -17,6 +17,7 @@ from meshwright.runtime.split.rules import (
     attention,
     contraction,
     decomposed,
+    derivatives,
     einsum,
     picking,
     pointwise,
@@ -61,7 +62,7 @@ BY_CHANNEL = """
 ON_WHOLE = "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div"
 SAME_ANSWER = """
     register_post_accumulate_grad_hook record_stream backward __repr__ __format__
-    dim ndimension is_floating_point is_complex is_contiguous get_device element_size register_hook retain_grad untyped_storage
+    dim ndimension is_floating_point is_complex is_contiguous get_device element_size retain_grad untyped_storage
     data_ptr storage_offset stride is_tensor __hash__ is_signed dense_dim has_names is_inference is_pinned is_neg is_conj
     _is_view is_distributed
 """
@@ -97,7 +98,7 @@ SINGLE: dict[str, Rule] = {
     "polar": pointwise.pointwise, "complex": pointwise.pointwise, "is_same_size": pointwise.same_size,
     "new_tensor": pointwise.plain,
     "new_zeros": pointwise.plain, "new_ones": pointwise.plain, "new_empty": pointwise.plain, "new_full": pointwise.plain,
-    "one_hot": pointwise.one_hot,
+    "one_hot": pointwise.one_hot, "register_hook": derivatives.register_hook,
     "size": pointwise.shape, "numel": pointwise.numel, "nelement": pointwise.numel, "__len__": pointwise.length,
 }  # fmt: skip
 """Functions with a rule of their own."""
@@ -157,6 +158,7 @@ def _rules() -> dict[Any, Rule]:
     for name, rule in SETTERS.items():
         rules[getattr(Tensor, name).__set__] = rule
     rules[normalised] = reductions.batch_norm
+    rules[torch.autograd.grad] = derivatives.gradients
     return rules
 
 
@@ -177,5 +179,6 @@ def rule_of(function: Any, args: Args, kwargs: Options) -> Rule:
     return rule
 
 
-ALWAYS = frozenset(_objects("embedding"))
-"""Asked about whole tensors too: tokens of the batch are cut where they are looked up."""
+ALWAYS = frozenset((*_objects("embedding"), Tensor.register_hook, torch.autograd.grad))
+"""Asked about whole tensors too: tokens of the batch are cut where they are looked up, and along cp gradients of whole tensors
+are summands."""

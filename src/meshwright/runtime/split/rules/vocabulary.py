@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.runtime.own_backward import refuse_second_derivative
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.laying import laid
 from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of
@@ -143,6 +144,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_derivative("a loss over a vocabulary that lies over tp")
         shares, place, here, counted = ctx.saved_tensors
         gradient = shares.scatter_add(1, place, -here.to(shares.dtype).unsqueeze(1))
         return gradient * (gradients[0] * counted).unsqueeze(1), None, None, None

@@ -1,0 +1,337 @@
+"""Blocks as people write them outside: functions with a backward of their own, hooks on tensors, gradients inside the forward.
+
+Each function returns (module, batch) or (module, batch, loss), as the command line takes it: `own_backward.py:after_down`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+VOCABULARY, WIDTH, TOKENS, SAMPLES = 32, 16, 8, 4
+Batch = dict[str, Tensor]
+
+
+class Act(torch.autograd.Function):
+    """tanh, with its derivative written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return gradients[0] * (1 - y * y)
+
+
+class Round(torch.autograd.Function):
+    """Straight through: the gradient does not see the rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.round(x * 8) / 8
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -0.5 * gradients[0]
+
+
+class Norm(torch.autograd.Function):
+    """RMS norm over the last dim, with a weight, both gradients by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        ctx.save_for_backward(x, weight, scale)
+        return x * scale * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, scale = ctx.saved_tensors
+        normal, grown = x * scale, gradients[0] * weight
+        inner = grown - normal * (grown * normal).mean(-1, keepdim=True)
+        return inner * scale, (gradients[0] * normal).flatten(0, -2).sum(0)
+
+
+class RowNorm(torch.autograd.Function):
+    """The gradient of every token is made a unit vector: not linear, but token by token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] / (gradients[0].norm(dim=-1, keepdim=True) + 1e-3)
+
+
+class WholeNorm(RowNorm):
+    """The gradient of the whole batch is made a unit vector: it depends on all samples."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] / (gradients[0].norm() + 1e-3)
+
+
+class Packed(torch.autograd.Function):
+    """Reads a weight that is no argument of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ ctx.layer.weight, None
+
+
+act = Act.apply  # bound when the file is imported, as many libraries do
+
+
+class Mlp(nn.Module):
+    """middle, after: what is done to the hidden features, and to what the block adds."""
+
+    def __init__(
+        self, middle: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor], norm: bool = False
+    ) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH)) if norm else None
+        self.middle, self.after = middle, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = x if self.scale is None else Norm.apply(x, self.scale)
+        return x + self.after(self.down(self.middle(self.up(read))))
+
+
+class Attention(nn.Module):
+    """So that tokens meet each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = (part.view(batch, tokens, 4, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Block(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.attention, self.mlp = nn.LayerNorm(WIDTH), Attention(), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.attention(self.norm(x)))
+
+
+class Text(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module], depth: int = 2) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(make()) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(x)
+
+
+def text_batch() -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (SAMPLES, TOKENS + 1), generator=generator)
+    return {"ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def text(make: Callable[[], nn.Module]) -> tuple[nn.Module, Batch]:
+    return Text(make), text_batch()
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+# ---------------------------------------------------------------- functions with a backward of their own
+
+
+def after_down() -> Any:
+    return text(lambda: Mlp(torch.relu, act))
+
+
+def in_the_middle() -> Any:
+    return text(lambda: Mlp(act, same))
+
+
+def straight_through() -> Any:
+    return text(lambda: Mlp(lambda x: Round.apply(torch.tanh(x)), lambda x: Round.apply(x)))
+
+
+def reversed_gradient() -> Any:
+    return text(lambda: Mlp(torch.relu, Reverse.apply))
+
+
+def norm_by_hand() -> Any:
+    return text(lambda: Mlp(torch.relu, same, norm=True))
+
+
+def unit_gradients() -> Any:
+    return text(lambda: Mlp(torch.relu, RowNorm.apply))
+
+
+def unit_gradient_of_all() -> Any:
+    return text(lambda: Mlp(torch.relu, WholeNorm.apply))
+
+
+class PackedMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(Packed.apply(x, self.up)))
+
+
+def weight_from_outside() -> Any:
+    return text(PackedMlp)
+
+
+# ---------------------------------------------------------------- hooks
+
+
+class HookedMlp(Mlp):
+    """hook: on the hidden features and on what the block adds."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__(same, same)
+        self.hook = hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.up(x))
+        added = self.down(hidden)
+        for tensor in (hidden, added) if hidden.requires_grad else ():
+            tensor.register_hook(self.hook)
+        return x + added
+
+
+def scaling_hook() -> Any:
+    return text(lambda: HookedMlp(lambda gradient: gradient * 0.5))
+
+
+def row_norm_hook() -> Any:
+    return text(lambda: HookedMlp(lambda gradient: gradient / (gradient.norm(dim=-1, keepdim=True) + 1e-3)))
+
+
+def clipping_hook() -> Any:
+    """Depends on the whole batch."""
+    return text(lambda: HookedMlp(lambda gradient: gradient / (gradient.norm() + 1e-3)))
+
+
+def parameter_hook() -> Any:
+    module, batch = after_down()
+    module.head.weight.register_hook(lambda gradient: gradient * 0.5)
+    return module, batch
+
+
+def module_hook() -> Any:
+    module, batch = text(lambda: Mlp(torch.relu, same))
+    for block in module.blocks:
+        block.mlp.register_full_backward_hook(lambda _, inputs, outputs: tuple(0.5 * g for g in inputs))
+    return module, batch
+
+
+# ---------------------------------------------------------------- gradients inside the forward
+
+
+class Physics(nn.Module):
+    """u(x) and du/dx of a network of coordinates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)
+        )
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, points: Tensor) -> Tensor:
+        points = points.detach().requires_grad_(True)
+        x = torch.tanh(self.first(points))
+        for block in self.blocks:
+            x = x + block(x)
+        u = self.last(x)
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
+        return torch.cat([u, slope], -1)
+
+
+def physics() -> Any:
+    generator = torch.Generator().manual_seed(2)
+    points = torch.rand(8, 2, generator=generator)
+    return Physics(), {"points": points, "labels": torch.cat([points.prod(-1, keepdim=True), points.flip(-1)], -1)}
+
+
+class Penalised(Text):
+    """The slope of the logits with respect to the embeddings is part of what it returns."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        start = self.table(ids)
+        x = start
+        for block in self.blocks:
+            x = x + block.mlp(x)
+        logits = self.head(x)
+        (slope,) = torch.autograd.grad(logits.pow(2).sum(), start, create_graph=True)
+        return logits + slope.pow(2).mean(-1, keepdim=True)
+
+
+def gradient_penalty() -> Any:
+    return Penalised(lambda: Mlp(torch.tanh, same)), text_batch()
+
+
+# ---------------------------------------------------------------- gradient checkpointing of its own
+
+
+class Checkpointed(Text):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(lambda: Mlp(torch.relu, same))
+        self.checkpointed = partial(checkpoint, use_reentrant=reentrant)
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return self.checkpointed(block, x)
+
+
+def own_checkpoints() -> Any:
+    return Checkpointed(reentrant=False), text_batch()
+
+
+def reentrant_checkpoints() -> Any:
+    return Checkpointed(reentrant=True), text_batch()
