@@ -68,6 +68,24 @@ def copies() -> Any:
     return nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)), (tokens(), tokens())
 
 
+class Unshifted(Nano):
+    """Takes labels as Hugging Face's models do, and leaves the shift to whoever gives them."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+        logits, loss = super().forward(input_ids, labels)
+        return {"logits": logits, "loss": loss}
+
+
+def unshifted() -> Any:
+    drawn = tokens()
+    return Unshifted(), {"input_ids": drawn, "labels": drawn}
+
+
+def nano_of_copies() -> Any:
+    drawn = tokens()
+    return Nano(), {"idx": drawn, "targets": drawn}
+
+
 def collated() -> Any:
     """What the collator of Hugging Face gives a causal model: labels are the inputs, padding apart."""
     from transformers import AutoConfig, AutoModelForCausalLM

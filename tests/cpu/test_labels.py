@@ -16,6 +16,7 @@ import meshwright as mw
 from meshwright.capture.capture import capture_source
 from meshwright.core.errors import ModelError
 from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.measure.mean_loss import find_in_source
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.labels import LABELS, SHIFTED, TAKEN, own_loss, who_answers
 from meshwright.models.objective import DEFAULT, answered, default_count, default_loss
@@ -170,6 +171,34 @@ def losses_on_rank() -> tuple[list[float], list[float]]:
         optimizer.step()
         expected.append(float(loss))
     return found, expected
+
+
+COPIES = ["unshifted", "nano_of_copies"]
+
+
+@pytest.mark.parametrize("function", COPIES)
+def test_a_model_that_takes_labels_and_does_not_shift_them_is_found(function: str) -> None:
+    with pytest.raises(ModelError, match="nothing shifts them"):
+        find_in_source(resolve(f"{FILE}:{function}"))
+    assert find_in_source(resolve(f"{FILE}:collated")) is None
+
+
+def refused_on_rank(function: str, cut: dict[str, int]) -> str:
+    module, batch = runpy.run_path(FILE)[function]()
+    request = PlanRequest(global_batch=8, microbatch=4, precision="fp32", **cut)  # type: ignore[arg-type]
+    plan = plain_plan(request, mw.capture(module, batch), this_rank().num_ranks, "tests")
+    program = mw.apply(module, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    try:
+        program.step(batch)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("function", "cut"), [("unshifted", {"zero": 3}), ("nano_of_copies", {"pp": 2})], ids=str)
+def test_apply_refuses_copies_at_its_first_step(pool: Pools, function: str, cut: dict[str, int]) -> None:
+    for said in pool(2).run(refused_on_rank, function, cut):
+        assert "nothing shifts them" in said
 
 
 def test_apply_minimises_what_transformers_would(pool: Pools) -> None:

@@ -24,7 +24,7 @@ from meshwright.measure.exact import exact
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.examples import repeat_samples
 from meshwright.models.faked.attributes import widen_attributes
-from meshwright.models.labels import IGNORED_LABEL, LABELS, SHIFTED, TAKEN
+from meshwright.models.labels import IGNORED_LABEL, LABELS, SHIFTED, TAKEN, check_shift
 from meshwright.models.objective import Batch, Objective, call, map_batch, num_samples, slice_batch
 from meshwright.models.source import ModelSource
 
@@ -105,7 +105,10 @@ def find_whole_batch_loss(build: Callable[[], nn.Module], batch: Batch, objectiv
     """build: gives the same small module at every call, since forward may change it."""
     if depends_on_batch(build(), objective):
         return None
-    batch = masked_unevenly(repeat_samples(batch)(SAMPLES))
+    batch = repeat_samples(batch)(SAMPLES)
+    if not objective.is_given:
+        check_shift(lambda part: _loss(build(), part, objective), batch, tolerance=TOLERANCE)
+    batch = masked_unevenly(batch)
     parts = slice_batch(batch, 0, FIRST), slice_batch(batch, FIRST, SAMPLES)
     whole, first, second = (_loss(build(), part, objective) for part in (batch, *parts))
     found = WholeBatchLoss(whole, (first, second), (objective.count(parts[0]), objective.count(parts[1])))

@@ -14,7 +14,7 @@ of label tokens knows whether the first of each sample is one.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -32,6 +32,9 @@ TARGETS = ("targets", "target", "label", "tgt", "y")
 """Names that others give to what a model of theirs computes its loss from."""
 NOT_INPUTS = ("mask", "type", "position", "label")
 """Words in the names of entries that are no tokens."""
+
+SHIFT_TOLERANCE = 1e-5
+"""Relative difference of two losses that are computed alike but for labels that do not count, in any precision."""
 
 Batch = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -96,11 +99,50 @@ def who_answers(module: nn.Module, batch: Batch) -> str:
         return TAKEN if takes and _lacks_decoder_inputs(module, batch) else LABELS
     if takes:
         return SHIFTED
-    raise ModelError(
+    raise unshifted(inputs)
+
+
+def unshifted(inputs: str) -> ModelError:
+    return ModelError(
         f"the labels are equal to {inputs}, and nothing shifts them: the model would learn to copy. A language model's labels are "
         "the tokens that follow: give tokens[:, :-1] as inputs and tokens[:, 1:] as labels; or a model whose forward takes "
         "`labels`, shifts them and returns its loss; or, if copies are what it is to learn, a loss of your own (loss=...)"
     )
+
+
+def has_targets(batch: Batch) -> bool:
+    """Whether the model is given what it may compute a loss from."""
+    return _targets(batch) is not None
+
+
+def check_shift(
+    loss: Callable[[Batch], float],
+    batch: Batch,
+    is_asked: Callable[[bool], bool] = bool,
+    tolerance: float = SHIFT_TOLERANCE,
+) -> None:
+    """A model that takes labels equal to its inputs must shift them itself: then the first of a sample answers nothing, and another
+    in its place does not change the loss. is_asked: whether any rank asks, since all compute the loss together."""
+    other = _with_other_first_labels(batch)
+    if not is_asked(other is not None):
+        return
+    one, changed = loss(batch), loss(batch if other is None else other)
+    if abs(one - changed) > tolerance * max(abs(one), abs(changed)):
+        raise unshifted("the inputs")
+
+
+def _with_other_first_labels(batch: Batch) -> Batch | None:
+    """None where the batch has no labels for the model, or others than its inputs."""
+    name = next((name for name in (SHIFTED, *TARGETS) if isinstance(batch, Mapping) and name in batch), None)
+    if name is None or not isinstance(batch, Mapping):
+        return None
+    labels, others = batch[name], {key: tensor for key, tensor in batch.items() if key != name}
+    if labels.is_meta or labels.is_floating_point() or labels.dim() < 2 or _equal_inputs(others, labels) is None:
+        return None
+    counted = labels[labels >= 0]
+    first, low, high = labels[:, :1], counted.min(), counted.max()
+    other = torch.where(first < 0, first, torch.where(first == low, high, low))
+    return {**batch, name: torch.cat([other, labels[:, 1:]], dim=1)}
 
 
 def name_labels(batch: Batch, name: str) -> Batch:

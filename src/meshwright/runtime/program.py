@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.trace import Trace
-from meshwright.models.labels import name_labels, who_answers
 from meshwright.models.objective import Batch, Objective, call
+from meshwright.runtime.answers import Answers
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.communicators import data_mesh
 from meshwright.runtime.data_parallel import (
@@ -82,8 +82,7 @@ class Program:
         """Asked before every update, where there is one."""
         self._finder = finder
         self._history = History()
-        self._labels: str | None = None
-        """What the labels of batches are to be called, found with the first."""
+        self._answers = Answers(objective.is_given)
         self.split = split
         self._compute = compute_context(plan, self.device, split.splitter if split else None)
         self.pipeline = pipeline
@@ -113,6 +112,8 @@ class Program:
     def step(self, batch: Batch, signal: float = 0.0) -> StepOutput:
         """Train on one global batch: this rank's share of it, or all of it (then the share is taken here)."""
         share = self.share_of(batch)
+        if self.num_steps == 0:
+            self._answers.check(self.evaluate, share)
         if self._finder is not None:
             self._finder.begin(self.first_step + self.num_steps, share)
         with memory_explained(self, share):
@@ -132,11 +133,7 @@ class Program:
     def share_of(self, batch: Batch) -> Batch:
         """This rank's samples of a global batch. A batch that already is the share is returned as it is."""
         share = share_of(batch, self.plan, self.mesh.get_local_rank("dp"))
-        if self.objective.is_given:
-            return share
-        if self._labels is None:
-            self._labels = who_answers(self.module, share)
-        return name_labels(share, self._labels)
+        return self._answers.named(self.module, share)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over batches, each a share or a global batch, without training; in microbatches, as training runs."""
