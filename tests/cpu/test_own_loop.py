@@ -347,3 +347,45 @@ def fused_losses(num_ranks: int, how: str) -> list[float]:
 def test_a_plan_of_a_captured_model_cuts_fused_projections(pool: Pools, how: str) -> None:
     for found in pool(2).run(fused_losses, 2, how):
         assert found == pytest.approx(fused_losses(1, how), rel=1e-11)
+
+
+# Losses inside forward, in 16 bits
+
+
+class OwnLoss(nn.Module):
+    """Its loss is its own; what it was computed in is left on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(2))
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.head(x)
+        return logits, nn.functional.cross_entropy(logits, labels), nn.functional.mse_loss(logits, logits.detach() + 1)
+
+
+def dtypes_of_losses(zero: int) -> tuple[list[str], float]:
+    torch.manual_seed(3)
+    module = OwnLoss()
+    batch = (torch.randn(4, 16), torch.randint(50, (4,)))
+    graph = mw.capture(module, (*batch, batch[1]), loss=lambda output, _: output[1])
+    request = mw.PlanRequest(zero=zero, microbatch=2, global_batch=4, precision="bf16")
+    model, _ = wrap(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        mw.plain_plan(request, graph, 2, "tests"),
+        this_rank().device,
+    )
+    logits, *losses = model(*(tensor[:2] for tensor in batch))
+    losses[0].backward()
+    return [str(logits.dtype), *(str(loss.dtype) for loss in losses)], float(losses[0].detach())
+
+
+def test_a_models_own_loss_is_computed_in_fp32_whatever_zero(pool: Pools) -> None:
+    found = [pool(2).run(dtypes_of_losses, zero)[0] for zero in (0, 1, 3)]
+    for dtypes, loss in found:
+        assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float32"]
+        assert loss == pytest.approx(found[0][1], rel=1e-2)

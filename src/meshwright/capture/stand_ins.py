@@ -14,6 +14,7 @@ from meshwright.capture.blocks import block_of_parameter
 from meshwright.core.graph import Casting, Precision
 from meshwright.models.faked.attributes import fake_attributes, plain_tensors
 from meshwright.models.objective import Batch, map_batch
+from meshwright.models.wide_losses import WideLosses
 
 LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What 16-bit precision computes in."""
@@ -45,7 +46,7 @@ class Arithmetic:
         """
         if self.precision in LOWER and self.casting == "autocast":
             return torch.autocast("cpu", dtype=LOWER[self.precision], cache_enabled=False)
-        return nullcontext()
+        return WideLosses() if self.precision in LOWER else nullcontext()
 
 
 def stand_ins(named: dict[str, Tensor], arithmetic: Arithmetic) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Precision: fp64 and fp32 as they are; bf16 and fp16 compute in 16 bits and keep parameters, reductions and updates in fp32.
 
-Whole parameters (ZeRO 0) are cast op by op by autocast; sharded ones are gathered in 16 bits. fp16 scales its loss
-(runtime/scaling.py).
+Whole parameters (ZeRO 0) are cast op by op by autocast; sharded ones are gathered in 16 bits. Losses are computed in fp32 by both,
+also where a model computes its own (models/wide_losses.py). fp16 scales its loss (runtime/scaling.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from meshwright.core.plan import Plan
 from meshwright.models.objective import Batch, map_batch
 from meshwright.models.packed import Looked
+from meshwright.models.wide_losses import WideLosses
 
 STORED = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32}
 LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,6 +43,7 @@ def compute_context(
     """What forward and loss run in. Sharded modules cast by themselves (`sharded_policy`)."""
     looked = Looked() if device.type == "cuda" else None
     lowers = plan.precision in LOWER and plan.casting == "autocast"
+    widens = plan.precision in LOWER and plan.casting == "parameters"
 
     @contextmanager
     def computing() -> Iterator[None]:
@@ -52,6 +54,8 @@ def compute_context(
                 stack.enter_context(torch.autocast(device.type, dtype=LOWER[plan.precision]))
             if splitter is not None:
                 stack.enter_context(splitter)
+            if widens:
+                stack.enter_context(WideLosses())  # last: a split loss is widened before it is split
             yield
 
     return computing
