@@ -245,20 +245,18 @@ class BestFirst:
             best = best_cut(bounds.table, point, room)
             found = [best] if best is not None else []
             if best is not None and point.num_stages > 1:
-                rest = bounds.of_every_cut(point, room, best[1])
-                yield rest, lambda: self._leave(rest)
+                self._leave(bounds.of_every_cut(point, room, best[1]))
         for cut, largest in found:
             bound = bounds.of_cut(point, cut, room, largest)
             if self._must_fit and not cut_fits(bounds.table, point, room.likely, cut):
                 if cut_fits(bounds.table, point, room, cut):
-                    yield bound, lambda bound=bound: self._leave(bound)  # type: ignore[misc]
+                    self._leave(bound)
                 continue
             yield bound, lambda cut=cut: self.cost(point, cut)  # type: ignore[misc]
 
-    def _leave(self, bound: float) -> Opened:
+    def _leave(self, bound: float) -> None:
         """Plans that are not looked at: what is proven goes no further than their bound."""
         self.untried_seconds = min(self.untried_seconds, bound)
-        return ()
 
     def cost(self, point: Point, cut: Cut) -> Opened:
         plan = self.drafts.plan(point, cut)
