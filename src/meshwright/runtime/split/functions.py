@@ -32,8 +32,8 @@ from meshwright.runtime.split.layout import layout_of
 if TYPE_CHECKING:
     from meshwright.runtime.split.splitter import Splitter
 
-OWN = "meshwright."
-"""Functions of these modules know layouts themselves."""
+OWN = ("meshwright.", "torch.distributed.")
+"""Functions of these modules know layouts themselves, or carry tensors through unread: `fully_shard` has one around every block."""
 
 BENEATH: Any = _SingleLevelFunction
 """The class beneath `torch.autograd.Function`."""
