@@ -12,7 +12,8 @@ float64, and inside `silence`, since two runs could not draw alike. Where the ma
 expert capacity), or a forward leaves something behind (a buffer, a counter, a teacher's parameters), the reference runs the same
 microbatches one after another, each from the state that the first dp rank has then, as DistributedDataParallel sends it round;
 else it runs the global batch at once, and a loss that is not the mean of its parts' is refused for a plan that cuts the batch
-(`mean_loss`). Buffers are compared after the last step: the first rank's.
+(`mean_loss`). Buffers are compared after the last step: the first rank's. Batch norm of a few values enlarges rounding: there the
+bound is at least what a move of every parameter by one ε does (`rounding`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from meshwright.measure.carried import carries_state, from_one_state
 from meshwright.measure.exact import exact
 from meshwright.measure.mean_gradient import refuse_own_gradient
 from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly
+from meshwright.measure.rounding import enlarged, move_parameters
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.faked.attributes import widen_attributes
 from meshwright.models.objective import Batch, Objective, call, map_batch, slice_batch, tensors_of
@@ -100,6 +102,7 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
         program = apply(module, plan, optimizer=_optimizer, objective=source.objective, device=rank.device)
     if tamper is not None:
         tamper(program)
+    twin = _moved_twin(source, reference)
     gradients: dict[str, Tensor] = {}
     _observe(program, gradients)
     slack = SLACK * (BATCH_NORM_SLACK if _has_batch_norm(reference.module) else 1.0)
@@ -109,6 +112,10 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
         gradients.clear()
         with _surroundings(True, silenced):
             expected = _step(reference, batch, source, plan)
+            if twin is not None:
+                _step(twin, batch, source, plan)
+                tally.enlarge(_gradients(reference.module), _gradients(twin.module))
+                _update(twin)
         with _explained(plan), _surroundings(plan.precision == "fp64", None):
             found = program.step(batch).loss
         tally.loss(step, found, expected)
@@ -117,6 +124,8 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     if program.host is not None:
         program.host.settle()
     held = _of_all_stages(_parameters(program.module, program.mesh), plan)
+    if twin is not None:
+        tally.enlarge(_parameters(reference.module), _parameters(twin.module))
     tally.parameters(held, _parameters(reference.module))
     program.sync_buffers()
     tally.buffers(_of_all_stages(_buffers(program.module), plan), _buffers(reference.module))
@@ -191,6 +200,15 @@ def _reference(source: ModelSource, microbatch: Batch) -> tuple[_Reference, set[
         carries = carries_state(module, lambda: _loss(module, microbatch, source))
     in_groups = carries or _runs_in_groups(module, source.objective)
     return _Reference(module, _optimizer([p for p in module.parameters() if p.requires_grad]), in_groups), silenced
+
+
+def _moved_twin(source: ModelSource, reference: _Reference) -> _Reference | None:
+    """To see how much the model enlarges rounding; batch norm does."""
+    if not _has_batch_norm(reference.module):
+        return None
+    module = _build(source)
+    move_parameters(module)
+    return _Reference(module, _optimizer([p for p in module.parameters() if p.requires_grad]), reference.in_groups)
 
 
 # Gradients that are zero but for rounding must not become steps: with the usual eps of 1e-8 they are multiplied by 1e5.
@@ -283,6 +301,10 @@ class _Tally:
         self.losses: list[tuple[float, float]] = []
         self.num_tensors = 0
 
+    def enlarge(self, expected: dict[str, Tensor], moved: dict[str, Tensor]) -> None:
+        """The bound, to what rounding alone does to this model."""
+        self.bound = max(self.bound, enlarged(expected, moved, _floor(expected)))
+
     def loss(self, step: int, found: float, expected: float) -> None:
         self.losses.append((found, expected))
         self._note("loss", f"step {step}: loss", abs(found - expected) / max(abs(expected), 1e-30))
@@ -300,7 +322,7 @@ class _Tally:
 
     def _tensors(self, kind: str, words: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         self.num_tensors = len(expected)
-        floor = FLOOR * max((_largest(tensor) for tensor in expected.values()), default=0.0)
+        floor = _floor(expected)
         for name, tensor in expected.items():
             if name not in found:
                 self._note(kind, f"{words}{name} is missing", float("inf"))
@@ -330,6 +352,10 @@ class _Tally:
             num_tensors=self.num_tensors,
             losses=tuple(self.losses),
         )
+
+
+def _floor(expected: Mapping[str, Tensor]) -> float:
+    return FLOOR * max((_largest(tensor) for tensor in expected.values()), default=0.0)
 
 
 def _largest(tensor: Tensor) -> float:
