@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.core.collective import Axis
 from meshwright.runtime._torch import DisableTorchFunction
 from meshwright.runtime.split.collectives import Ranks
-from meshwright.runtime.split.layout import Addend, Cut, Layout, lay
+from meshwright.runtime.split.layout import Addend, Cut, Share, lay
 from meshwright.runtime.split.splitter import Splitter
 
 Pools = Callable[[int], RankPool]
@@ -46,7 +46,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "rrelu": lambda t: F.rrelu(-t, training=True),
     "gumbel_softmax": lambda t: F.gumbel_softmax(t * 0.1, dim=-1),
 }
-LAYOUTS: dict[str, Layout] = {"whole": {}, "cut": {"tp": Cut(1)}, "summand": {"tp": Addend()}}
+SHARES: dict[str, Share | None] = {"whole": None, "cut": Cut(1), "summand": Addend()}
 
 
 def draws_on_rank(axis: Axis) -> dict[str, dict[str, Any]]:
@@ -54,11 +54,11 @@ def draws_on_rank(axis: Axis) -> dict[str, dict[str, Any]]:
     ranks = Ranks(axis, dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     found: dict[str, dict[str, Any]] = {}
     for name, draw in DRAWS.items():
-        for way, layout in LAYOUTS.items():
+        for way, share in SHARES.items():
             torch.manual_seed(1)
             whole = torch.ones(SIZES, dtype=torch.float64)
-            part = lay(ranks.own_part(whole, Cut(1)).clone() if way == "cut" else whole / (2 if layout else 1),
-                       {axis: share for share in layout.values()})  # fmt: skip
+            part = ranks.own_part(whole, Cut(1)).clone() if way == "cut" else whole / (1 if share is None else 2)
+            lay(part, {} if share is None else {axis: share})
             seen: list[Tensor] = []
             made = checkpoint(_following(draw, Splitter([ranks]), seen), part.requires_grad_(), use_reentrant=False)
             state = torch.rand(3)
@@ -87,7 +87,9 @@ def test_parts_are_drawn_apart_and_whole_tensors_alike(pool: Pools, axis: Axis) 
         assert torch.equal(one[name]["state"], other[name]["state"]), f"{name}: the common state drifts apart"
         assert one[name]["same"], f"{name}: recompute draws otherwise"
         if name.endswith("cut"):
-            assert not torch.equal(one[name]["part"], other[name]["part"]), f"{name}: ranks draw the same for their parts"
+            assert not torch.equal(one[name]["part"], other[name]["part"]), (
+                f"{name}: ranks draw the same for their parts"
+            )
         else:
             assert torch.equal(one[name]["part"], other[name]["part"]), f"{name}: ranks draw apart for what all have"
 

@@ -20,7 +20,10 @@ from split_samples import GROUPS, Sample, runs_whole
 from split_ways import drawn_ways, simple_ways
 from thread_ranks import threads_for_ranks
 
+from meshwright.runtime.split.collectives import Ranks
+from meshwright.runtime.split.layout import Cut, lay
 from meshwright.runtime.split.rules import table
+from meshwright.runtime.split.splitter import NotSplit, Splitter
 
 ALL = [*GROUPS, *SINGLES]
 FEW = 2
@@ -84,6 +87,30 @@ def check(sample: Sample, data: st.DataObject) -> None:
     world = data.draw(st.sampled_from(list(WORLDS.values())))
     way = drawn_ways(sample, world, lambda options: data.draw(st.sampled_from(list(options))))
     assert not difference(sample, way, world), f"{sample} with {way} in {world}"
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("torch.func", lambda t: torch.vmap(lambda row: row * 2)(t)),
+        ("torch.func", lambda t: torch.func.grad(lambda x: (x * 2).sum())(t)),
+        ("as_strided", lambda t: t.as_strided((2, 2), (1, 1))),
+        ("add", lambda t: torch.add(t.detach(), 1, out=torch.empty(4, 8, dtype=t.dtype))),
+        ("_cdata", lambda t: t._cdata),
+        ("resize_", lambda t: t.detach().resize_(2, 4)),
+    ],
+)
+def test_what_cannot_be_told_is_refused(what: str, call: Callable[..., object]) -> None:
+    with Splitter([Ranks("cp", 2)]), pytest.raises(NotSplit, match=what):
+        call(lay(torch.ones(4, 4, dtype=torch.float64).requires_grad_() * 1, {"cp": Cut(1)}))
+
+
+def test_a_tensor_that_a_view_changed_elsewhere_is_not_read() -> None:
+    with Splitter([Ranks("cp", 2)]):
+        tensor = lay(torch.ones(4, 4) * 1, {"cp": Cut(1)})
+        tensor[:, 1].zero_()
+        with pytest.raises(NotSplit, match="changed in place through a view"):
+            tensor.mul(2)
 
 
 def test_every_rule_has_a_sample() -> None:

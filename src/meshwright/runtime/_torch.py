@@ -26,6 +26,9 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,  # whether saved tensors are packed (recompute): such blocks are not skipped
 )
 
+# What `torch.ops.library.name` is: its overloads say whether an operator changes what it is given.
+from torch._ops import OpOverloadPacket
+
 # The only hook that sees every op of forward and backward, below autograd; torch has no public name for it.
 # A value read on a fake tensor raises one of these; capture answers with a recorded guess.
 from torch._subclasses.fake_tensor import (
@@ -57,6 +60,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "_SetExcludeDispatchKeyGuard",
     "_SingleLevelFunction",

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from meshwright.runtime._torch import tree_flatten, tree_leaves, tree_unflatten
+from meshwright.runtime._torch import OpOverloadPacket, tree_flatten, tree_leaves, tree_unflatten
 from meshwright.runtime.split.laying import Target, cut_as
 from meshwright.runtime.split.layout import NOTE, cuts, lay, layout_of
 from meshwright.runtime.split.rules.arguments import Args, Options, changes_its_input
@@ -74,7 +73,7 @@ def without_rule(split: Splitter, function: Any, args: Args, kwargs: Options) ->
 def _is_mutable(function: Any) -> bool:
     """Whether an operator of somebody's own changes what it is given."""
     found = [getattr(function, "_schema", None)]
-    if isinstance(function, torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverloadPacket):
         found = [getattr(function, name)._schema for name in function.overloads()]
     return any(schema is not None and schema.is_mutable for schema in found)
 
