@@ -2,7 +2,6 @@
 
 A view of a tensor is often a copy on a rank: its elements were gathered or summed first. A change in place of that copy does not
 reach the tensor it was taken from, which the model may read again: such a tensor is stale from then on, and reading it is refused.
-Summands are watched too: one that shares its memory with a tensor that was summed in place no longer holds a summand.
 """
 
 from __future__ import annotations
