@@ -180,3 +180,119 @@ def cached_global() -> Any:
 
 def cached_function() -> Any:
     return text(Model(Kept))
+
+
+class Numbered(nn.Module):
+    """No list at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCAB)  # registered before what runs first
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.layer1, self.layer2, self.layer3, self.layer4 = MLP(), MLP(), MLP(), MLP()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layer4(self.layer3(self.layer2(self.layer1(self.table(tokens))))))
+
+
+class Backwards(Model):
+    """Runs its layers from the last to the first."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+class InParts(Model):
+    """Calls the parts of its layers."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block.down(torch.relu(block.up(block.norm(x))))
+        return self.head(x)
+
+
+class InDicts(nn.Module):
+    """Layers in a dict by name, as torchtitan keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleDict({f"layer_{number}": MLP() for number in range(4)})
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x)
+
+
+class OfLists(nn.Module):
+    """A list of lists of parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        feed = [nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH)) for _ in range(4)]
+        self.layers = nn.ModuleList([nn.ModuleList([nn.LayerNorm(WIDTH), one]) for one in feed])
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for norm, feed in self.layers:
+            x = x + feed(norm(x))
+        return self.head(x)
+
+
+def numbered() -> Any:
+    return text(Numbered())
+
+
+def backwards() -> Any:
+    return text(Backwards(MLP))
+
+
+def in_parts() -> Any:
+    return text(InParts(MLP))
+
+
+def in_dicts() -> Any:
+    return text(InDicts())
+
+
+def of_lists() -> Any:
+    return text(OfLists())
+
+
+def plain_sequential() -> Any:
+    """The README's own example."""
+    random = torch.Generator().manual_seed(0)
+    features = torch.randn(4, 8, generator=random, device="cpu")
+    classes = torch.randint(10, (4,), generator=random, device="cpu")
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 10)), (features, classes)
+
+
+class Odd(nn.Module):
+    """A part that tp=2 divides and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Sequential(nn.Linear(WIDTH, 24), nn.ReLU(), nn.Linear(24, WIDTH))
+        self.odd = nn.Sequential(nn.Linear(WIDTH, 17), nn.ReLU(), nn.Linear(17, WIDTH))
+        self.shapes = nn.Sequential(nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.even(x)
+        wide = self.shapes[0](x)
+        if wide.stride(1) != 24:
+            raise ValueError(f"expected 24 features in a row, got {wide.stride(1)}")
+        x = x + self.shapes[1](wide)
+        return x + self.odd(x)
+
+
+def odd_parts() -> Any:
+    return text(Model(Odd))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from meshwright.cli.shrunk import plain_plan_of_small
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
+from meshwright.models.examples import TextShape
 from meshwright.models.objective import call
 from meshwright.models.source import resolve
 from meshwright.runtime._torch import FakeTensor
@@ -58,3 +61,64 @@ def test_parity(pool: Callable[[int], RankPool], stranger: str, axes: dict[str, 
     plan = run_alike(pool, named(stranger), axes)
     if plan.mesh.tp > 1:
         assert any("tp" in tensor.dims for rule in plan.sharding for tensor in rule.tensors)
+
+
+@pytest.mark.parametrize(
+    ("stranger", "repeated"),
+    [
+        ("numbered", ["layer1", "layer2", "layer3", "layer4"]),
+        ("backwards", ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]),
+        ("in_parts", ["blocks.0.up", "blocks.1.up", "blocks.2.up", "blocks.3.up"]),
+        ("in_dicts", ["layers.layer_0", "layers.layer_1", "layers.layer_2", "layers.layer_3"]),
+        ("of_lists", ["layers.0.1", "layers.1.1", "layers.2.1", "layers.3.1"]),
+        ("plain_sequential", ["0", "2"]),
+    ],
+)
+def test_blocks_are_what_is_called_in_the_order_of_calls(stranger: str, repeated: list[str]) -> None:
+    graph = capture_source(resolve(named(stranger)))
+    assert list(graph.repeated_blocks) == repeated
+    assert graph.blocks[-1].name in ("head", "2")
+
+
+@pytest.mark.parametrize("stranger", ["numbered", "backwards", "in_parts", "in_dicts", "of_lists", "plain_sequential"])
+@pytest.mark.parametrize("axes", [AXES["pp"], AXES["zero"]], ids=["pp", "zero"])
+def test_stages_and_shards_of_blocks(pool: Callable[[int], RankPool], stranger: str, axes: dict[str, Any]) -> None:
+    run_alike(pool, named(stranger), axes)
+
+
+def test_parts_that_do_not_divide_or_fail_stay_whole(pool: Callable[[int], RankPool]) -> None:
+    plan = run_alike(pool, named("odd_parts"), AXES["tp"])
+    (rule,) = [rule for rule in plan.sharding if "blocks.0-3" in rule.for_blocks]
+    found = {tensor.tensor: tensor for tensor in rule.tensors}
+    assert "tp" in found["even.0.weight"].dims
+    assert "odd.0.weight" not in found or "17 does not divide over tp=2" in found["odd.0.weight"].reason
+    assert "expected 24 features in a row, got 12" in found["shapes.0.weight"].reason
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "roberta": {
+        "model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "hidden_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 34, "pad_token_id": 1, "vocab_size": 64,
+    },
+    "convnext": {
+        "model_type": "convnext", "architectures": ["ConvNextForImageClassification"], "hidden_sizes": [8, 8, 16, 16],
+        "depths": [1, 1, 1, 1], "image_size": 64, "patch_size": 4, "num_labels": 4,
+    },
+    "mamba2": {
+        "model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "hidden_size": 16, "num_hidden_layers": 2,
+        "vocab_size": 64, "state_size": 8, "num_heads": 4, "head_dim": 8, "n_groups": 1,
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_examples_of_a_config_are_what_the_model_takes(kind: str, tmp_path: Path) -> None:
+    """With memory: an index beyond a table would raise."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIGS[kind]))
+    source = resolve(f"hf:{file}")
+    for one in (source.small(), source) if kind == "roberta" else (source.small(),):
+        assert one.example is not None
+        call(one.build(), one.example(2))
+    assert kind != "roberta" or (isinstance(source.shape, TextShape) and source.shape.seq == 32)

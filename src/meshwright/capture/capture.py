@@ -8,7 +8,7 @@ import msgspec
 from torch import nn
 
 from meshwright.capture.assemble import FEW, MORE, Assembly, affine
-from meshwright.capture.blocks import block_of_parameter, find_blocks
+from meshwright.capture.blocks import block_of_parameter, find_blocks, has_no_forward, in_order_of_calls
 from meshwright.capture.flowing import find_flow
 from meshwright.capture.groups import CannotSkip, Group, find_groups
 from meshwright.capture.recording import Recording
@@ -63,6 +63,7 @@ class Subject:
         self.example = repeat_samples(answered(module, batch, objective))
         self.objective = objective
         self.arithmetic = arithmetic
+        self.opened: set[str] = set()
         self.blocks = find_blocks(module)
 
     def follow(self, name: str, groups: list[Group]) -> Graph:
@@ -73,7 +74,13 @@ class Subject:
             return self.follow(name, [group for group in groups if found.group and group != found.group])
 
     def graph(self, name: str, groups: list[Group]) -> Graph:
-        few, more = self.trace(FEW, groups), self.trace(MORE, groups)
+        few = self.trace(FEW, groups)
+        if opened := self._never_called(few) - self.opened:
+            self.opened |= opened
+            self.blocks = find_blocks(self.module, self.opened)
+            return self.graph(name, find_groups(self.module, self.blocks))
+        self.blocks = in_order_of_calls(self.blocks, few.entered)
+        more = self.trace(MORE, groups)
         assembly = Assembly(few, more, self.blocks, self._ties())
         classes = {block: type(self.module.get_submodule(block)).__name__ for block in assembly.repeated}
         kinds, blocks = assembly.kinds(classes)
@@ -96,6 +103,12 @@ class Subject:
 
     def trace(self, samples: int, groups: list[Group]) -> Recording:
         return trace(self.module, self.example(samples), self.objective, self.blocks, self.arithmetic, groups)
+
+    def _never_called(self, recording: Recording) -> set[str]:
+        """Blocks whose parts are called by others, and those that nobody can call."""
+        in_parts = {name for name, called in recording.entered.items() if not called}
+        unmet = self.blocks.keys() - recording.entered.keys()
+        return in_parts | {name for name in unmet if has_no_forward(self.module.get_submodule(name))}
 
     def _flow(self) -> Flow | None:
         batches = self.example(FEW), self.example(MORE)

@@ -46,6 +46,8 @@ class Place:
         self.numbers, self.entered = [0], [OUTSIDE]
         self.last = OUTSIDE
         self.node = -1
+        self.entered_blocks: dict[str, bool] = {}
+        """In the order they are entered → whether they have been called as a whole."""
         self.left: Callable[[str, Any], None]
 
     @contextmanager
@@ -83,6 +85,9 @@ class Place:
         spot = self.spots.get(id(module))
         if spot is not None:
             self.running.append((id(module), spot))
+            if self.phase == "forward" and spot.block:
+                called = not spot.module or self.entered_blocks.get(spot.block, False)
+                self.entered_blocks[spot.block] = called
             self._mark()
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:

@@ -85,5 +85,7 @@ class Recording:
     """Skipped block → the block that was followed in its place."""
     guesses: dict[Guess, None] = field(default_factory=dict)
     own_recompute: bool = False
+    entered: dict[str, bool] = field(default_factory=dict)
+    """Blocks in the order they are entered in forward → whether they are called as a whole, not part by part."""
     batch_bytes: int = 0
     buffer_bytes: int = 0

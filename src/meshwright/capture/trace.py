@@ -73,6 +73,7 @@ def trace(
             _run(_Step(module, objective, arithmetic, storages), parameters | buffers, inputs)
         gradients = (tensor.grad for tensor in parameters.values() if tensor.grad is not None)
         recording.gradient_storages = {stored.number for grad in gradients if (stored := storages.find(grad))}
+    recording.entered = place.entered_blocks
     mark_regions(recording, module)
     return recording
 

@@ -34,6 +34,19 @@ def plain_sharding(graph: Graph, tp: int = 1) -> tuple[BlockSharding, ...]:
         block_sharding(_named_blocks(graph, kind), kind, parameters, plain_ways(kind, parameters, rows, tp))
         for kind, parameters in _kinds(graph)
     )
+    return tuple(rule for rule in found if rule is not None) or _by_inputs(graph, tp)
+
+
+def _by_inputs(graph: Graph, tp: int) -> tuple[BlockSharding, ...]:
+    """Where every layer is a block of its own, as in a plain `nn.Sequential`, no layer in a block reads another's columns: each is
+    split by its inputs, of which a rank takes its part."""
+    found = []
+    for kind, parameters in _kinds(graph):
+        copies = weight_copies(kind)
+        applied = [op for op in kind.ops if op.phase == "forward" and op.kind == "matmul" and op.region != "attention"]
+        weights = {name: op for op in applied if (name := weight_of(op, parameters, copies)) is not None}
+        ways: dict[str, Way] = {name: "row" for name, op in weights.items() if num_inputs(op) % tp == 0}
+        found.append(block_sharding(_named_blocks(graph, kind), kind, parameters, ways))
     return tuple(rule for rule in found if rule is not None)
 
 

@@ -207,7 +207,7 @@ def check_divides(graph: Graph, plan: Plan) -> None:
     tp = plan.mesh.tp
     if tp > 1 and not plan.sharding:
         raise PlanError(
-            f"the plan has tp={tp} but splits no tensor: add `sharding`, or make the plan with --tp {tp}, which does"
+            f"the plan has tp={tp} but splits no tensor of '{graph.model}': set tp to 1, or name tensors to split in its `sharding`"
         )
 
 

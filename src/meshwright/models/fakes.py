@@ -6,6 +6,10 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+
+from meshwright.runtime._torch import FakeTensor
+
 
 @contextmanager
 def no_log_of_fakes() -> Iterator[None]:
@@ -13,6 +17,25 @@ def no_log_of_fakes() -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_off, log.disabled = log.disabled, True
     try:
-        yield
+        with _numbers_in_words():
+            yield
     finally:
         log.disabled = was_off
+
+
+@contextmanager
+def _numbers_in_words() -> Iterator[None]:
+    """A number in a text (`experts[f"expert_{number}"]`) asks for its value, as `.item()` does: torch's own would write the kind of
+    tensor it is, and the model would look for something of that name."""
+    own = Tensor.__format__
+
+    def formatted(tensor: Tensor, spec: str) -> str:
+        return (
+            format(tensor.item(), spec) if isinstance(tensor, FakeTensor) and tensor.dim() == 0 else own(tensor, spec)
+        )
+
+    Tensor.__format__ = formatted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.__format__ = own  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.errors import MeshwrightError, PlanError
 from meshwright.core.flow import OUTSIDE
 from meshwright.models.discovery import Discovery
 from meshwright.models.experts import idle_experts
@@ -69,11 +70,22 @@ class Sketch:
         try:
             with no_log_of_fakes():
                 with unchanged(self.module), self.computing(), discovery:
-                    output = call(self.module, batch)
+                    output = self._call(batch)
                 discovery.objective(objective, output, batch)
         finally:
             self._discovery = None
         return discovery.steps()
+
+    def _call(self, batch: Batch) -> Any:
+        try:
+            return call(self.module, batch)
+        except MeshwrightError:
+            raise
+        except Exception as error:  # the model's own code
+            raise PlanError(
+                "the model cannot be cut: a stage follows the blocks of other stages on tensors without values, and between them "
+                f"its code fails: {type(error).__name__}: {' '.join(str(error).split())}; set pp to 1"
+            ) from error
 
     def block_of(self, parameter: str) -> str:
         return next((name for name in self.blocks if parameter.startswith(f"{name}.")), OUTSIDE)

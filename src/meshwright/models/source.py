@@ -42,7 +42,7 @@ class ModelSource:
 def resolve(name: str) -> ModelSource:
     """A model's name → its source. Nothing is built yet, except for the user's own function."""
     if name.startswith("hf:"):
-        from meshwright.models.huggingface import from_config
+        from meshwright.models.hf.config import from_config
 
         return from_config(name)
     if ".py:" in name or name.endswith(".py"):

@@ -8,7 +8,7 @@ the files that define them are looked at too: there only what holds a tensor wit
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +22,8 @@ from meshwright.runtime._torch import FakeTensor
 MOST_KEPT = 200_000
 """Objects looked at; what lies deeper is the user's data, not a module's state."""
 _NOTHING = object()
+_DICTS = (dict, OrderedDict, defaultdict)
+"""Others may make what they are asked for."""
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, Tensor, range)
 _OF_OTHERS = ("torch", "meshwright", "builtins", "collections", "abc", "typing", "enum", "functools")
 """Packages whose own state no model fills."""
@@ -55,7 +57,7 @@ def _kept(roots: Iterable[Any]) -> Iterator[Undo]:
 
 def _keep(one: Any) -> tuple[Undo | None, Iterable[Any]]:
     """How to undo changes of one object, and what lies in it."""
-    if isinstance(one, dict):
+    if type(one) in _DICTS:
         return partial(_restore_dict, one, dict(one)), list(one.values())
     if isinstance(one, list | deque):
         return partial(_restore_list, one, list(one)), list(one)
@@ -118,7 +120,7 @@ def _kept_around(module: nn.Module) -> Iterator[Undo]:
         before = dict(vars(owner))
         yield partial(_restore_names, owner, before)
         for value in before.values():
-            if isinstance(value, dict | list):
+            if type(value) in _DICTS or type(value) is list:
                 yield partial(_restore_values, value, value.copy())
             elif (size := _cache_size(value)) is not None:
                 yield partial(_clear_cache, value, size)
@@ -143,7 +145,7 @@ def _restore_values(own: dict[Any, Any] | list[Any], before: Any) -> None:
 def _holds_fakes(value: Any, depth: int = 3) -> bool:
     if isinstance(value, FakeTensor):
         return True
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    inside = value.values() if type(value) in _DICTS else value if isinstance(value, list | tuple | set) else ()
     return depth > 0 and any(_holds_fakes(one, depth - 1) for one in list(inside))
 
 

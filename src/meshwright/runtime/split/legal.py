@@ -4,15 +4,15 @@ The plain sharding is a proposal read off the graph (core/sharding.py). Here one
 it, under the Splitter. What comes out is a plan that says what will run:
 
     a dim that must be cut in runs (a fused query, key, value)   gets them
-    a size the degree does not divide                            refused, with the degrees that would do
+    a size the degree does not divide                            the weights around it left whole, with the reason
     a table or head whose rows do not divide                     left whole, with the reason
-    a function that has no rule                                  the weights around it left whole, with the reason
+    a function that has no rule, or fails on a part              the weights around it left whole, with the reason
+    nothing that could be split                                  refused, with the first reason
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import gcd
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from meshwright.core.collective import Axis
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import MeshwrightError, PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
 from meshwright.models.experts import idle_experts
@@ -43,7 +43,6 @@ from meshwright.runtime.split.layout import Cut, lay
 from meshwright.runtime.split.splitter import Indivisible, NotSplit, Splitter
 from meshwright.runtime.split.weights import AXIS, sharded_tensors
 
-LARGEST_DEGREE = 64
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 """Fake tensors have no values: where a block reads one, it is followed no further."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -61,9 +60,20 @@ def legal_plan(plan: Plan, module: nn.Module, batch: Batch) -> Plan:
         if plan.mesh.tp > 1 and plan.sharding:
             trial = _Trial(followed, batch, plan, mode)
             plan = msgspec.structs.replace(plan, sharding=tuple(trial.legal(rule) for rule in plan.sharding))
+            _check_any_is_split(plan)
         if plan.mesh.cp > 1 or plan.sequence_parallel:
             _check_tokens(followed, batch, plan, mode)
     return plan
+
+
+def _check_any_is_split(plan: Plan) -> None:
+    tensors = [(rule, tensor) for rule in plan.sharding for tensor in rule.tensors]
+    if tensors and not any(any(tensor.dims) for _, tensor in tensors):
+        rule, tensor = next((one for one in tensors if one[1].reason), tensors[0])
+        block = next(iter(rule.for_blocks), rule.for_kind)
+        raise PlanError(
+            f"tp={plan.mesh.tp} can split no tensor of this model; '{tensor.tensor}' of block '{block}': {tensor.reason}: change tp"
+        )
 
 
 def _check_tokens(module: nn.Module, batch: Batch, plan: Plan, mode: FakeTensorMode) -> None:
@@ -101,6 +111,13 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan, mode: FakeTensorM
         heads = isinstance(error, Indivisible) and plan.context == "heads" and "cp=" in error.words
         or_ring = ", or set context to ring, which divides no heads" if heads else ""
         raise PlanError(f"{error}: {words}{tokens} does not fit this model, change a degree{or_ring}") from None
+    except MeshwrightError:
+        raise
+    except Exception as error:  # the model's own code, on a part of what it expects
+        found = _stopped_by(error, running[0])
+        raise PlanError(
+            f"{found}: set {' and '.join(a for a in degrees if degrees[a] > 1)} to 1 for this model"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -145,8 +162,10 @@ class _Trial:
             with self.mode:
                 fakes = faked(self.module, self.alike)
                 call(Called(self.module, fakes), faked_batch(batch))
-        except UNKNOWN:
-            pass  # what comes behind is tried when it runs
+        except MeshwrightError:
+            raise
+        except Exception:  # a value is asked for, or the model's code fails: what comes behind is tried when it runs
+            pass
         finally:
             for handle in handles:
                 handle.remove()
@@ -186,8 +205,6 @@ class _Trial:
             error = self._attempt(block, tensors)
             if error is None:
                 return tensors
-            if isinstance(error, Indivisible):
-                raise PlanError(f"{error}: use one of {self._degrees(block, tensors)}")
             fixed = self._in_runs(block, tensors, error) if error.runs > 1 else None
             if fixed is None:
                 return self._parts_that_run(block, tensors)
@@ -218,13 +235,10 @@ class _Trial:
                 found = [_whole(t, error.words) if _part(t) == part and AXIS in t.dims else t for t in found]
         return tuple(found)
 
-    def _attempt(self, block: str, tensors: tuple[TensorSharding, ...], degree: int = 0) -> NotSplit | None:
+    def _attempt(self, block: str, tensors: tuple[TensorSharding, ...]) -> NotSplit | None:
         """What stops the block, if anything does."""
-        splitter = Splitter([Ranks(AXIS, degree or self.degree)])
-        return self._run(block, tensors, splitter)
-
-    def _run(self, block: str, tensors: tuple[TensorSharding, ...], splitter: Splitter) -> NotSplit | None:
         args, kwargs = self.calls[block]
+        splitter = Splitter([Ranks(AXIS, self.degree)])
         with self.mode:
             parameters = faked(self.module.get_submodule(block))
             try:
@@ -241,14 +255,18 @@ class _Trial:
                 return error
             except UNKNOWN:
                 return None
+            except MeshwrightError:
+                raise
+            except Exception as error:  # the model's own code, on a part of what it expects
+                return _stopped_by(error, block)
         return None
 
-    def _degrees(self, block: str, tensors: tuple[TensorSharding, ...]) -> str:
-        """Those that divide every size the block divides."""
-        splitter = Splitter([Ranks(AXIS, 1)])
-        self._run(block, tensors, splitter)
-        common = gcd(*splitter.divided) if splitter.divided else 1
-        return ", ".join(str(n) for n in range(1, LARGEST_DEGREE + 1) if common % n == 0)
+
+def _stopped_by(error: Exception, block: str) -> NotSplit:
+    """An error of the model's own code, in words."""
+    found = NotSplit(f"its code fails on a part: {type(error).__name__}: {' '.join(str(error).split())}")
+    found.block = block
+    return found
 
 
 def _with_idle_experts(module: nn.Module) -> nn.Module:

@@ -91,8 +91,6 @@ class Splitter(TorchFunctionMode):
         """Of the batch: tokens in a row are that many runs."""
         self.shared: dict[tuple[int, Axis], tuple[Tensor, Tensor]] = {}
         """What was made of tensors, with the tensor, until the block ends (runtime/split/border.py)."""
-        self.divided: set[int] = set()
-        """Sizes that were divided over tp."""
         self.reading = ""
         """The user's function whose forward runs now: it was given whole tensors, and may read no others."""
 
@@ -268,8 +266,6 @@ class Splitter(TorchFunctionMode):
 
     def divide(self, size: int, axis: Axis, words: str) -> int:
         """size / degree; refused where it does not divide."""
-        if axis == "tp":
-            self.divided.add(size)
         degree, num_pieces = self.degrees[axis], self.axes[axis].num_pieces
         if size % num_pieces:
             twice = ", two pieces each" if num_pieces > degree else ""

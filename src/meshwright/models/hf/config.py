@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from meshwright.core.errors import InputError, ModelError, nearest
-from meshwright.models.audio import WAVE, AudioShape, audio_shape, short_wave, small_sounds
-from meshwright.models.examples import ImageShape, Shape, Task, TextShape, random_examples
+from meshwright.models.audio import WAVE, AudioShape, short_wave, small_sounds
+from meshwright.models.examples import TextShape, random_examples
+from meshwright.models.faked.running import runs
+from meshwright.models.hf.shapes import shape_of, unused_positions
 from meshwright.models.reference import SMALL_DEPTH
 from meshwright.models.source import ModelSource
 
-USUAL_IMAGE = 224
-"""Height and width of images where the config names none: a convolutional model takes any."""
-LONGEST_EXAMPLE = 2048
-"""Sequence length of examples, unless the config's own limit is shorter."""
 SMALL_SEQ = 16
-SMALL_GRID = 4
-"""Patches along one side of a shrunk image."""
+SMALL_GRID, LARGER_GRID = 4, 16
+"""Patches along one side of a shrunk image; the larger for models that halve it several times."""
+DEPTHS = (
+    "num_hidden_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "n_layer",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
 COUNTED = {
     "num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "hidden_size", "n_embd", "d_model",
     "num_attention_heads", "num_heads", "n_head", "num_key_value_heads", "intermediate_size", "vocab_size",
@@ -34,40 +42,58 @@ RANDOM = ("drop", "jitter")
 def from_config(name: str) -> ModelSource:
     """`hf:CONFIG.json` → a source; needs `pip install meshwright[hf]`."""
     config = _read(name.removeprefix("hf:"))
-    shape = _shape(config)
-    return ModelSource(
-        name, lambda: _build(config), random_examples(shape), shape, shrink=lambda: _shrunk(name, config)
-    )
+    return dataclasses.replace(_source(name, config), shrink=lambda: _shrunk(name, config))
+
+
+def _source(name: str, config: Any) -> ModelSource:
+    shape = shape_of(config)
+    return ModelSource(name, lambda: _build(config), random_examples(shape), shape)
 
 
 def _shrunk(name: str, config: Any) -> ModelSource:
+    """The smallest that its own code takes: a small image may vanish in the strides of a model, a depth be given twice."""
+    depth = dict.fromkeys(DEPTHS, SMALL_DEPTH)
+    for limits in (depth | _length(config, SMALL_GRID), depth | _length(config, LARGER_GRID), depth, {}):
+        with suppress(Exception):  # each model has its own reasons
+            source = _source(f"{name} (shrunk)", _small(config, limits))
+            source = _with_short_samples(source, config) if limits else source
+            if source.example is not None and runs(source.build, source.example(2)):
+                return source
+    return _source(f"{name} (shrunk)", _small(config, {}))
+
+
+def _small(config: Any, limits: dict[str, int]) -> Any:
     """Fewer blocks, a shorter sequence or a smaller image, no randomness; widths stay, since heads and groups depend on them."""
     small = type(config).from_dict(config.to_dict())
-    for key, limit in _limits(config).items():
+    for key, limit in limits.items():
         value = getattr(small, key, None)
-        if isinstance(value, int):
-            setattr(small, key, min(value, limit))
+        if isinstance(value, int) and value > limit:
+            setattr(small, key, limit)
     for key, value in config.to_dict().items():
         if isinstance(value, float) and any(word in key for word in RANDOM):
             setattr(small, key, 0.0)
     if hasattr(small, "apply_spec_augment"):
         small.apply_spec_augment = False  # hides frames that numpy draws
     small._experts_implementation = "eager"  # one expert after another: torch's grouped product knows no float64
-    shape = _shape(small)
-    if isinstance(shape, TextShape):
-        shape = dataclasses.replace(shape, seq=min(shape.seq, SMALL_SEQ))
-    if isinstance(shape, AudioShape) and shape.name == WAVE and len(shape.size) == 1:
-        shape = dataclasses.replace(shape, size=(short_wave(small, SMALL_SEQ),))
-    return ModelSource(f"{name} (shrunk)", lambda: _build(small), random_examples(shape), shape)
+    return small
 
 
-def _limits(config: Any) -> dict[str, int]:
-    """The most a shrunk config may have of what makes a model deep or its samples long."""
-    depth = dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"), SMALL_DEPTH)
-    length = dict.fromkeys(("max_position_embeddings", "n_positions"), SMALL_SEQ)
+def _length(config: Any, grid: int) -> dict[str, int]:
+    """The most a shrunk config may have of what makes its samples long. grid: patches along one side of an image."""
+    length = dict.fromkeys(("max_position_embeddings", "n_positions"), SMALL_SEQ + unused_positions(config))
     patch = getattr(config, "patch_size", None)
-    image = {"image_size": SMALL_GRID * patch} if isinstance(patch, int) else {}
-    return depth | length | image | small_sounds(config, SMALL_SEQ)
+    image = {"image_size": grid * patch} if isinstance(patch, int) else {}
+    return length | image | small_sounds(config, SMALL_SEQ)
+
+
+def _with_short_samples(source: ModelSource, config: Any) -> ModelSource:
+    """Lengths that no config limits."""
+    shape = source.shape
+    if isinstance(shape, TextShape) and shape.seq > SMALL_SEQ:
+        shape = dataclasses.replace(shape, seq=SMALL_SEQ)
+    if isinstance(shape, AudioShape) and shape.name == WAVE and len(shape.size) == 1:
+        shape = dataclasses.replace(shape, size=(short_wave(config, SMALL_SEQ),))
+    return source if shape is None else dataclasses.replace(source, shape=shape, example=random_examples(shape))
 
 
 def _read(text: str) -> Any:
@@ -77,7 +103,7 @@ def _read(text: str) -> Any:
     if not path.is_file():
         raise InputError(f"{path}: no such file (a Hugging Face config.json is expected)")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(fields, dict) or "model_type" not in fields:
@@ -96,6 +122,11 @@ def _read(text: str) -> Any:
         return AutoConfig.for_model(**fields)
     except Exception as error:  # each version of transformers has its own
         raise InputError(f"{path}: not a config of '{kind}': {' '.join(str(error).split())}") from error
+
+
+def _special_float(fields: dict[str, Any]) -> Any:
+    """transformers 5 writes `{"__float__": "Infinity"}` for a number that JSON does not have."""
+    return float(fields["__float__"]) if set(fields) == {"__float__"} else fields
 
 
 def _build(config: Any) -> nn.Module:
@@ -123,49 +154,3 @@ def _make(config: Any, named: str | None) -> nn.Module:
     if hasattr(config, "num_channels"):
         return transformers.AutoModelForImageClassification.from_config(config)
     return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def _shape(config: Any) -> Shape:
-    sounds = audio_shape(config, _named_class(config))
-    if sounds is not None:
-        return sounds
-    if hasattr(config, "num_channels") and (hasattr(config, "image_size") or not hasattr(config, "vocab_size")):
-        size = _side(getattr(config, "image_size", USUAL_IMAGE))
-        return ImageShape(size=size, classes=config.num_labels, channels=config.num_channels)
-    if not hasattr(config, "vocab_size"):
-        raise InputError(
-            f"no example batch can be made for a config of type '{config.model_type}', which names no vocabulary, images or "
-            "sounds: write path/to/file.py:function that returns (module, batch)"
-        )
-    longest = (
-        getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST_EXAMPLE
-    )
-    return TextShape(
-        seq=min(longest, LONGEST_EXAMPLE), vocab=config.vocab_size, task=_task(config), classes=config.num_labels
-    )
-
-
-def _named_class(config: Any) -> type | None:
-    import transformers
-
-    return getattr(transformers, str((config.architectures or [""])[0]), None)
-
-
-def _side(size: Any) -> int:
-    """Of square images; some configs give height and width."""
-    sides = set(size) if isinstance(size, list | tuple) else {size}
-    if len(sides) > 1:
-        raise InputError(
-            f"image_size is {list(size)}: example images are square; give one number, or write path/to/file.py:function"
-        )
-    return int(sides.pop())
-
-
-def _task(config: Any) -> Task:
-    """What the named architecture is trained for."""
-    named = str((config.architectures or [""])[0])
-    if named.endswith("ForSequenceClassification"):
-        return "classify"
-    if named.endswith("ForMaskedLM"):
-        return "masked"
-    return "decode" if config.is_encoder_decoder else "next"

@@ -1,0 +1,1 @@
+"""Hugging Face configs: as models, and what samples of them look like."""
