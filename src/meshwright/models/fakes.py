@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ def no_log_of_fakes() -> Iterator[None]:
 def _numbers_in_words() -> Iterator[None]:
     """A number in a text (`experts[f"expert_{number}"]`) asks for its value, as `.item()` does: torch's own would write the kind of
     tensor it is, and the model would look for something of that name."""
-    own = Tensor.__format__
+    own: Any = Tensor.__format__
 
     def formatted(tensor: Tensor, spec: str) -> str:
         return (
