@@ -103,3 +103,103 @@ def spectral() -> Made:
     for block in module.blocks:
         block.mlp.up = nn.utils.spectral_norm(block.mlp.up)
     return module, batch(), loss
+
+
+# ---------------------------------------------------------------- attributes, lists and dicts
+
+
+class Auxiliary(Block):
+    """Sets a loss deep inside, and on itself something that the next block reads."""
+
+    before: list[nn.Module] = []  # noqa: RUF012
+
+    def forward(self, x: Tensor) -> Tensor:
+        past = self.before[0].memory if self.before else 0.0
+        hidden = F.gelu(self.mlp.up(self.norm(x + past)))
+        self.mlp.aux_loss = hidden.square().mean() + self.mlp.up.weight.square().mean()
+        out = x + self.mlp.down(hidden)
+        self.memory = out.mean(-1, keepdim=True)
+        self.noted = {"mean": [out.mean()]}
+        return out
+
+
+class AuxiliaryLM(LM):
+    def __init__(self) -> None:
+        super().__init__(Auxiliary)
+        for block, before in zip(self.blocks[1:], self.blocks, strict=False):
+            block.before = [before]
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.trunk(input_ids)
+        extra = sum(part.aux_loss for part in self.modules() if hasattr(part, "aux_loss"))
+        return self.head(x), extra + sum(block.noted["mean"][0] for block in self.blocks)
+
+
+def auxiliary() -> Made:
+    return AuxiliaryLM(), batch(), loss
+
+
+class Appending(Block):
+    """Appends to a list that all blocks share, and to one it is called with."""
+
+    def forward(self, x: Tensor, given: list[Tensor]) -> Tensor:  # type: ignore[override]
+        out = super().forward(x)
+        self.shared.append(out.square().mean())
+        given.append(out.mean())
+        return out
+
+
+class AppendingLM(LM):
+    def __init__(self) -> None:
+        super().__init__(Appending)
+        self.shared: list[Tensor] = []
+        for block in self.blocks:
+            block.shared = self.shared
+
+    def forward(self, input_ids: Tensor) -> Any:
+        self.shared.clear()
+        x, given = self.embedding(input_ids), []
+        for block in self.blocks:
+            x = block(x, given)
+        return self.head(x), torch.stack(self.shared).sum() + torch.stack(given).sum()
+
+
+def appending() -> Made:
+    return AppendingLM(), batch(), loss
+
+
+FOUND: list[Tensor] = []
+
+
+class Hiding(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        FOUND.append(out.square().mean())
+        return out
+
+
+class HidingLM(LM):
+    def forward(self, input_ids: Tensor) -> Any:
+        FOUND.clear()
+        x = self.trunk(input_ids)
+        return self.head(x), torch.stack(FOUND).sum()
+
+
+def hiding() -> Made:
+    return HidingLM(Hiding), batch(), loss
+
+
+class HookedLM(LM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, Tensor] = {}
+        for number, block in enumerate(self.blocks):
+            block.register_forward_hook(lambda m, a, out, number=number: self.seen.__setitem__(number, out))
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.trunk(input_ids)
+        return self.head(x), sum(seen.square().mean() for seen in self.seen.values())
+
+
+def hooked() -> Made:
+    return HookedLM(), batch(), loss

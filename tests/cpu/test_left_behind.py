@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cases import ASSETS, graph_of, source_of
-from pool import RankPool, this_rank
+from pool import RankError, RankPool, this_rank
 
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest, plain_plan
@@ -40,3 +40,24 @@ def compare_on_rank(model: str, plan: Plan) -> ParityResult:
 def test_buffers_and_counters(pool: Pools, model: str, plan: str) -> None:
     for result in pool(PLANS[plan][0]).run(compare_on_rank, model, plan_of(model, plan)):
         assert result.ok, result.first_difference
+
+
+ATTRIBUTES = ("auxiliary", "appending")
+
+
+@pytest.mark.parametrize("plan", ["recompute", "pp2 interleaved", "pp2 x dp2"])
+@pytest.mark.parametrize("model", ATTRIBUTES)
+def test_attributes_and_lists(pool: Pools, model: str, plan: str) -> None:
+    for result in pool(PLANS[plan][0]).run(compare_on_rank, model, plan_of(model, plan)):
+        assert result.ok, result.first_difference
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("hiding", ("stack", "global variable")), ("hooked", ("blocks.0", "left_behind.py", "hook"))]
+)
+def test_what_stages_cannot_hand_on_is_refused(pool: Pools, model: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(RankError) as raised:
+        pool(2).run(compare_on_rank, model, plan_of(model, "pp2"))
+    for error in raised.value.errors.values():
+        assert error.startswith("PlanError")
+        assert all(word in error for word in words)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from meshwright.core.affine import Affine
 from meshwright.core.errors import PlanError
 from meshwright.core.flow import OBJECTIVE, OUTSIDE, Flow, FlowEvent, FlowTensor
+from meshwright.models.effects import Effects, as_list, find_effects
 from meshwright.models.follow import (
     NUMBER,
     Follower,
@@ -22,10 +24,12 @@ from meshwright.models.follow import (
     tensors_in,
 )
 from meshwright.models.objective import Batch, Objective
+from meshwright.models.snapshot import Snapshot
 from meshwright.models.steps import Answer, Passed, Steps
 from meshwright.runtime._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     tree_flatten,
     tree_leaves,
@@ -60,7 +64,10 @@ class Discovery(Follower):
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if not self.deaf:
-            self._meet_parameters(tree_leaves((arguments, options or {})))
+            leaves = tree_leaves((arguments, options or {}))
+            self._meet_parameters(leaves)
+            if any(map(self._is_stray, leaves)):
+                raise self._stray(function)
         return super().__torch_function__(function, types, arguments, options)
 
     def outside(self, function: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
@@ -86,9 +93,12 @@ class Discovery(Follower):
         return result
 
     def block(self, name: str, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
+        """A call of a block."""
         with self.not_following():
-            kind = None if self.sketch.known is None else self._kind(name, arguments, options)
-            given, result = self._answer(kind, arguments, options) or self._run_block(forward, arguments, options)
+            return self._block(name, forward, arguments, options)
+
+    def _block(self, name: str, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
+        given, result, followed, hidden = self._run(name, forward, arguments, options)
         own, _ = tree_flatten((arguments, options))
         leaves, structure = tree_flatten(result)
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -98,13 +108,30 @@ class Discovery(Follower):
             else self._like(leaf)
             for leaf in leaves
         )
-        answer = Answer(left, structure)
-        for number, tensor in zip(self._note(name, name, own, made, answer), made, strict=True):
+        answer = Answer(left, structure, bool(result[1]), followed)
+        for number, tensor in zip(self._note(name, name, [*own, *hidden], made, answer), made, strict=True):
             if not is_one_of(tensor, given):
                 give_number(tensor, number)
-        if self.sketch.known is not None:
-            self.sketch.known[kind] = answer
-        return result
+        if self.sketch.known is not None and not result[1] and not hidden:
+            self.sketch.known[self._kind(name, arguments, options)] = answer
+        return result[0]
+
+    def _run(
+        self, name: str, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]
+    ) -> tuple[list[Any], tuple[Any, Effects], bool, list[Tensor]]:
+        """What a block was called with, without values; what it returned and left behind; whether it could be followed; and
+        tensors of other blocks that it found elsewhere than in its arguments."""
+        block, as_called = self.sketch.module.get_submodule(name), as_list(arguments, options)
+        kind = None if self.sketch.known is None else self._kind(name, arguments, options)
+        known = self._answer(kind, arguments, options)
+        if known is not None:
+            return *known, True, []
+        before = Snapshot(block.modules(), arguments=as_called)
+        with _Hidden() as hidden:
+            given, result, followed = self._run_block(forward, arguments, options)
+        own = [number_of(leaf) for leaf in tree_leaves((arguments, options))]
+        others = [leaf for number, leaf in hidden.found.items() if number not in own and not self._is_parameter(leaf)]
+        return given, (result, find_effects(block, name, before, as_called)), followed, others
 
     def _answer(self, kind: Hashable, arguments: Any, options: dict[str, Any]) -> tuple[list[Any], Any] | None:
         """What a block like this one returned when it was called like this."""
@@ -149,19 +176,22 @@ class Discovery(Follower):
             pass
         self._note(OBJECTIVE, OBJECTIVE, read, [], None)
 
-    def _run_block(self, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> tuple[list[Any], Any]:
-        """What it was called with, without values, and what it returned.
+    def _run_block(
+        self, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]
+    ) -> tuple[list[Any], Any, bool]:
+        """What it was called with, without values, what it returned, and whether it could be followed.
 
         A block that cannot be followed (it asks which expert has tokens) is taken to return its first tensor as it came: a
         stage that finds otherwise says so."""
+        followed = True
         try:
             result, given = self.on_shapes(forward, arguments, options)
         except Exception:
             first = tensors_in((arguments, options))[0]
             with self.fakes:
                 result = torch.empty_like(self.stand_in(first)).requires_grad_(torch.is_grad_enabled()).clone()
-            given = []
-        return given, result
+            given, followed = [], False
+        return given, result, followed
 
     def _note(
         self, block: str, name: str, leaves: Iterable[Any], made: list[Tensor], answer: Answer | None
@@ -184,6 +214,27 @@ class Discovery(Follower):
                 give_number(leaf, len(self.tensors))
                 self.tensors.append(FlowTensor(_bytes(leaf), leaf.requires_grad))
 
+    def _is_parameter(self, leaf: Any) -> bool:
+        return id(leaf) in self.sketch.names
+
+    def _is_stray(self, leaf: Any) -> bool:
+        """A tensor with a gradient that came out of a block in a way that was not seen."""
+        return (
+            isinstance(leaf, FakeTensor)
+            and leaf.requires_grad
+            and number_of(leaf) is None
+            and not self._is_parameter(leaf)
+        )
+
+    def _stray(self, function: Callable[..., Any]) -> PlanError:
+        last = next((name for name in reversed(self.names) if name in self.sketch.blocks), OUTSIDE)
+        return PlanError(
+            f"the model cannot be cut: after block '{last}' it reads a tensor ({getattr(function, '__name__', function)}) "
+            "that a block made and neither returned nor left as an attribute, in a list or in a dict of its own: it lies in a "
+            "global variable or in an object, which other stages do not have; return it, set it as an attribute of the block, or "
+            "set pp to 1"
+        )
+
     def _unknown(self, function: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> PlanError:
         numbers = [number for leaf in tree_leaves((arguments, options)) if (number := number_of(leaf)) is not None]
         return PlanError(
@@ -198,6 +249,21 @@ class Discovery(Follower):
         if not made or made[0].block:
             return made[0].block if made else OUTSIDE
         return next((block for read in made[0].reads if (block := self._maker(read))), OUTSIDE)
+
+
+class _Hidden(TorchFunctionMode):
+    """Notes the numbered tensors that a block reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Tensor] = {}
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        for leaf in tree_leaves((arguments, options or {})):
+            number = number_of(leaf)
+            if number is not None:
+                self.found[number] = leaf
+        return function(*arguments, **(options or {}))
 
 
 class _Reading(Follower):

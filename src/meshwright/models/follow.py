@@ -58,10 +58,6 @@ class Follower(TorchFunctionMode):
         """A function that reads numbered tensors."""
         raise NotImplementedError
 
-    def block(self, name: str, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
-        """A call of a block."""
-        raise NotImplementedError
-
     @contextmanager
     def not_following(self) -> Iterator[None]:
         """Off the stack of modes, so that what runs in a block pays nothing; where another mode lies on top, deaf."""
@@ -85,13 +81,28 @@ class Follower(TorchFunctionMode):
         stood_in = [self.stand_in(leaf) for leaf in leaves]
         replaced, named = tree_unflatten(stood_in, structure)
         with self.fakes:
-            return function(*replaced, **named), stood_in
+            result = function(*replaced, **named)
+        carry_back((arguments, options), (replaced, named))
+        return result, stood_in
 
     def stand_in(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         with self.fakes:
             return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+def carry_back(given: Any, copied: Any) -> None:
+    """What a call added to copies of the lists and dicts among its arguments is added to these themselves."""
+    if isinstance(given, dict):
+        for key, value in given.items():
+            carry_back(value, copied[key])
+        given.update({key: value for key, value in copied.items() if key not in given})
+    elif isinstance(given, list | tuple):
+        for value, copy in zip(given, copied, strict=False):
+            carry_back(value, copy)
+        if isinstance(given, list) and given is not copied:
+            given.extend(copied[len(given) :])
 
 
 def tensors_in(nest: Any) -> list[Tensor]:

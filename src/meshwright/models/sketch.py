@@ -24,6 +24,7 @@ from meshwright.models.faked.copies import copy_module
 from meshwright.models.faked.unchanged import unchanged
 from meshwright.models.fakes import no_log_of_fakes
 from meshwright.models.objective import Batch, Objective, call
+from meshwright.models.snapshot import Snapshot
 from meshwright.models.steps import Answer, Steps
 from meshwright.models.twins import separate
 from meshwright.runtime._torch import FakeTensorMode
@@ -54,6 +55,7 @@ class Sketch:
             block = self.module.get_submodule(name)
             block.forward = partial(self._forward, name, block.forward)
         self._discovery: Discovery | None = None
+        self._untouched = Snapshot(self.module.modules())
 
     def parameter(self, name: str) -> Tensor:
         """What stands in for a parameter, or a buffer, that another stage holds."""
@@ -67,6 +69,7 @@ class Sketch:
     def follow(self, batch: Batch, objective: Objective) -> Steps:
         """One forward and its loss, in the gradient mode of now."""
         discovery = self._discovery = Discovery(self)
+        self._untouched.restore()  # what an earlier forward left behind is not what this one begins with
         try:
             with no_log_of_fakes():
                 with unchanged(self.module), self.computing(), discovery:

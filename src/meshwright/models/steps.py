@@ -16,10 +16,12 @@ class Passed(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a block returned: tensors without values, `Passed`, and plain values, in their nest."""
+    """What a block returned and left behind (`effects.py`): tensors without values, `Passed`, and plain values, in their nest."""
 
     leaves: tuple[Any, ...]
     structure: Any
+    has_effects: bool = False
+    was_followed: bool = True
 
 
 @dataclass(frozen=True)

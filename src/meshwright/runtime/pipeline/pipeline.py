@@ -167,7 +167,9 @@ class Pipeline:
 
     def _call_block(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Outside of a stage's run a block is what it is."""
-        return call(*arguments, **options) if self._run is None else self._run.block(name, call, arguments, options)
+        if self._run is None:
+            return call(*arguments, **options)
+        return self._run.block(name, self.module.get_submodule(name), call, arguments, options)
 
     def wiring(self, batch: Batch) -> Wiring:
         """How a batch of this shape goes over the stages; found once."""

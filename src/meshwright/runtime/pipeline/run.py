@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.core.errors import ModelError
+from meshwright.models.effects import ARGUMENT, apply_effects, as_list, find_effects, read_effects
 from meshwright.models.follow import (
     Follower,
     give_number,
@@ -24,6 +25,7 @@ from meshwright.models.follow import (
     number_of,
     results_of,
 )
+from meshwright.models.snapshot import Snapshot
 from meshwright.models.steps import Passed
 from meshwright.runtime._torch import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
 from meshwright.runtime.pipeline.wiring import Event, Wiring
@@ -68,20 +70,30 @@ class StageRun(Follower):
         returned = [replaced.get(id(leaf), leaf) for leaf in leaves]  # some functions return what they were given
         return tree_unflatten(self._answered(event, returned), structure)
 
-    def block(self, name: str, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
+    def block(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]
+    ) -> Any:
         self._leave_when_done()
         event = self._next(name)
         own = tree_leaves((arguments, options))
-        if event.stage == self.stage:
-            if any(map(is_absent, own)):
-                raise self._missing(event)
-            with self.not_following():
-                result = forward(*arguments, **options)
-            self._made(event, [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
-            return result
         assert event.answer is not None
-        leaves = [own[leaf.position] if isinstance(leaf, Passed) else leaf for leaf in event.answer.leaves]
-        return tree_unflatten(self._answered(event, leaves), event.answer.structure)
+        answer, as_called = event.answer, as_list(arguments, options)
+        if event.stage != self.stage:
+            leaves = [own[leaf.position] if isinstance(leaf, Passed) else leaf for leaf in answer.leaves]
+            result, effects = tree_unflatten(self._answered(event, leaves), answer.structure)
+            apply_effects(module, effects, as_called)
+            return result
+        if any(map(is_absent, own)):
+            raise self._missing(event)
+        before = None if answer.was_followed else Snapshot(module.modules(), arguments=as_called)
+        with self.not_following():
+            result = forward(*arguments, **options)
+        if before is not None:
+            _check_leaves_nothing(module, name, before, as_called)
+        like = tree_unflatten(list(answer.leaves), answer.structure)[1] if answer.has_effects else {}
+        made = (result, read_effects(module, like, as_called))
+        self._made(event, [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)])
+        return result
 
     @property
     def _event(self) -> Event:
@@ -127,4 +139,13 @@ class StageRun(Follower):
         return ModelError(
             f"'{event.name}' on stage {self.stage} needs a tensor of an earlier stage that did not cross to it: it was changed in "
             "place after it was made, or hidden in an object; hand it on as a tensor of its own"
+        )
+
+
+def _check_leaves_nothing(module: nn.Module, name: str, before: Snapshot, arguments: list[Any]) -> None:
+    for _, path, attribute in find_effects(module, name, before, arguments):
+        where = "an argument" if path == ARGUMENT else f"'{'.'.join(filter(None, (name, path, attribute)))}'"
+        raise ModelError(
+            f"block '{name}' leaves tensors behind in {where}, and it cannot be followed on shapes alone (it looks at "
+            "values), so that stages do not know of them; return them, or set pp to 1"
         )
