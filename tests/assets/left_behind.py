@@ -203,3 +203,93 @@ class HookedLM(LM):
 
 def hooked() -> Made:
     return HookedLM(), batch(), loss
+
+
+# ---------------------------------------------------------------- parameters
+
+
+class Gated(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(0.3))
+        self.fixed = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.mlp(self.fixed * x)
+
+
+class GatedLM(LM):
+    def __init__(self) -> None:
+        super().__init__(Gated)
+        self.temperature = nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return super().forward(input_ids) * self.temperature.exp()
+
+
+def gated() -> Made:
+    return GatedLM(), batch(), loss
+
+
+class Teaching(nn.Module):
+    """A teacher that follows its student, and in each block of the student a slow copy of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = LM(Following, 2), LM(Following, 2)
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        with torch.no_grad():
+            for fast, slow in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+            wanted = self.teacher(input_ids)
+        output = self.student(input_ids)
+        return output, (output - wanted).square().mean()
+
+
+class Following(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow, self.fast = nn.Linear(D, D), nn.Linear(D, D)
+        self.slow.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for fast, slow in zip(self.fast.parameters(), self.slow.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+        return super().forward(x) + self.fast(x) + self.slow(x.detach())
+
+
+def teaching() -> Made:
+    return Teaching(), batch(), loss
+
+
+class FirstBatch(nn.Module):
+    """Initialised by the first samples it sees."""
+
+    depends_on_batch = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(D))
+        self.register_buffer("is_ready", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.shift.data.copy_(-x.mean((0, 1)))
+            self.is_ready.fill_(True)
+        return x + self.shift
+
+
+class FirstBatchLM(LM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = FirstBatch()
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.head(self.first(self.trunk(input_ids)))
+
+
+def first_batch() -> Made:
+    return FirstBatchLM(), batch(), loss

@@ -16,10 +16,13 @@ from meshwright.measure.parity import ParityResult, compare
 Pools = Callable[[int], RankPool]
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
+    "zero1": (2, {"zero": 1}),
+    "zero2": (2, {"zero": 2, "recompute": "full"}),
     "zero3": (2, {"zero": 3}),
     "recompute": (2, {"recompute": "full"}),
     "pp2": (2, {"pp": 2, "microbatch": 2}),
     "pp2 interleaved": (2, {"pp": 2, "microbatch": 2, "virtual": 2, "schedule": "interleaved"}),
+    "pp2 x zero3": (4, {"pp": 2, "dp": 2, "zero": 3, "microbatch": 2}),
     "pp2 x dp2": (4, {"pp": 2, "dp": 2, "microbatch": 2, "recompute": "full"}),
 }
 """Ranks and what is asked for."""
@@ -35,7 +38,7 @@ def compare_on_rank(model: str, plan: Plan) -> ParityResult:
     return compare(source_of(f"{ASSETS}/left_behind.py:{model}"), plan, 3, this_rank())
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["dp2", "zero3", "recompute", "pp2", "pp2 interleaved", "pp2 x dp2"])
 @pytest.mark.parametrize("model", ["counting", "averaging", "spectral"])
 def test_buffers_and_counters(pool: Pools, model: str, plan: str) -> None:
     for result in pool(PLANS[plan][0]).run(compare_on_rank, model, plan_of(model, plan)):
@@ -45,7 +48,7 @@ def test_buffers_and_counters(pool: Pools, model: str, plan: str) -> None:
 ATTRIBUTES = ("auxiliary", "appending")
 
 
-@pytest.mark.parametrize("plan", ["recompute", "pp2 interleaved", "pp2 x dp2"])
+@pytest.mark.parametrize("plan", ["recompute", "zero3", "pp2 interleaved", "pp2 x zero3"])
 @pytest.mark.parametrize("model", ATTRIBUTES)
 def test_attributes_and_lists(pool: Pools, model: str, plan: str) -> None:
     for result in pool(PLANS[plan][0]).run(compare_on_rank, model, plan_of(model, plan)):
@@ -61,3 +64,23 @@ def test_what_stages_cannot_hand_on_is_refused(pool: Pools, model: str, words: t
     for error in raised.value.errors.values():
         assert error.startswith("PlanError")
         assert all(word in error for word in words)
+
+
+@pytest.mark.parametrize("plan", ["dp2", "zero1", "zero2", "zero3"])
+def test_parameters_that_a_forward_writes(pool: Pools, plan: str) -> None:
+    for result in pool(2).run(compare_on_rank, "teaching", plan_of("teaching", plan)):
+        assert result.ok, result.first_difference
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "pp2 x zero3"])
+def test_parameters_without_a_dim(pool: Pools, plan: str) -> None:
+    for result in pool(PLANS[plan][0]).run(compare_on_rank, "gated", plan_of("gated", plan)):
+        assert result.ok, result.first_difference
+
+
+@pytest.mark.filterwarnings("ignore::meshwright.core.errors.GuessWarning")
+@pytest.mark.parametrize("plan", ["dp2", "zero3"])
+def test_parameters_that_ranks_write_otherwise_are_refused(pool: Pools, plan: str) -> None:
+    with pytest.raises(RankError) as raised:
+        pool(2).run(compare_on_rank, "first_batch", plan_of("first_batch", plan))
+    assert all("ModelError" in error and "first.shift" in error for error in raised.value.errors.values())

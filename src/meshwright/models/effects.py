@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.core.errors import PlanError
+from meshwright.models.follow import tensors_in
 from meshwright.models.snapshot import Snapshot
-from meshwright.runtime._torch import tree_leaves
 
 Key = tuple[str, str, str]
 Effects = dict[Key, Any]
@@ -97,7 +97,7 @@ def _added(container: Any, items: Any) -> Any:
 
 
 def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+    return bool(tensors_in(value))
 
 
 def _too_deep(name: str, container: Any) -> PlanError:

@@ -98,6 +98,16 @@ def sums_within_groups(module: typing.Any) -> list[typing.Any]:
     return [group._partial_reduce_output for group in groups if group and group._partial_reduce_output is not None]
 
 
+def drop_gather_ahead(module: typing.Any) -> None:
+    """Forget what a module under fully_shard gathered ahead for a backward that never came (a teacher's block): the next forward
+    would compute with the values of then. torch drops it after the last backward of a step only."""
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        if group and group._all_gather_result is not None:
+            group.wait_for_unshard()
+            group.reshard()
+
+
 def alias_of(tensor: typing.Any) -> typing.Any:
     """The tensor without its graph, made inside a dispatch mode; in-place changes of the one count on the other."""
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):

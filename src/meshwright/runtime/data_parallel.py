@@ -34,7 +34,11 @@ from meshwright.runtime.buckets import reduce_in_buckets, set_last
 from meshwright.runtime.communicators import state_mesh
 from meshwright.runtime.deferred import materialise
 from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
+from meshwright.runtime.gathered import Gathered
+from meshwright.runtime.pipeline.buckets import Buckets
 from meshwright.runtime.precision import sharded_policy
+
+SCALARS = "_meshwright_scalars"
 
 
 def spread(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
@@ -93,10 +97,31 @@ def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     for name in filter(None, shard_groups(list_parameters(module), plan.blocks)):
         block = module.get_submodule(name)
         make_alike(block, mesh)
-        fully_shard(block, mesh=ranks, reshard_after_forward=plan.zero == 3, mp_policy=policy)
+        fully_shard(
+            block,
+            mesh=ranks,
+            reshard_after_forward=plan.zero == 3,
+            mp_policy=policy,
+            ignored_params=set(scalars(block)),
+        )
     make_alike(module, mesh)
-    fully_shard(module, mesh=ranks, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(module, mesh=ranks, reshard_after_forward=False, mp_policy=policy, ignored_params=set(scalars(module)))
+    vars(module)[SCALARS] = Buckets(scalars(module), mesh.get_group("dp"))
+    Gathered(module, gives_up=plan.zero == 3)
     return module
+
+
+def scalars(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters without a dim (a temperature, a gate), which `fully_shard` cannot cut: every rank holds them, and their gradients
+    are averaged once a step (`reduce_scalars`)."""
+    return [parameter for parameter in module.parameters() if parameter.dim() == 0]
+
+
+def reduce_scalars(module: nn.Module) -> None:
+    buckets: Buckets | None = vars(module).get(SCALARS)
+    if buckets is not None:
+        buckets.reduce()
+        buckets.finish()
 
 
 def make_alike(module: nn.Module, mesh: DeviceMesh) -> None:

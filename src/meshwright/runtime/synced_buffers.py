@@ -13,9 +13,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import ModelError
+from meshwright.runtime._torch import FakeTensor
+from meshwright.runtime.experts import expert_parameters_of
 from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.gathered import check_alike
+from meshwright.runtime.replicas import checksum
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -27,6 +32,7 @@ class SyncedBuffers:
         self.written: list[str] | None = None
         """None until the first forward is done."""
         self._before: dict[str, tuple[Tensor, int, Tensor | None]] = {}
+        self._bits: dict[str, int] = {}
 
     def before_forward(self) -> None:
         for name in self.written or ():
@@ -37,6 +43,7 @@ class SyncedBuffers:
             if self.keeps_graphs:
                 self._replace(buffer, made)
         first = self.written is None
+        self._bits = self._checksums() if first else {}
         self._before = {
             name: (buffer, buffer._version, buffer.detach().clone() if first else None)
             for name, buffer in self._buffers().items()
@@ -48,9 +55,20 @@ class SyncedBuffers:
         if self.written is None:
             everywhere = all_ranks(found, self.group) if self._before and self.group.size() > 1 else [found]
             self.written = sorted({name for names in everywhere for name in names})
+            now = self._checksums()
+            check_alike({name: bits for name, bits in now.items() if self._bits.get(name) != bits}, self.group)
         else:
             self._check(found)
         self._before.clear()
+
+    def _checksums(self) -> dict[str, int]:
+        """Of parameters that every dp rank holds: these must stay alike."""
+        apart = {id(parameter) for parameter in expert_parameters_of(self.module).values()}
+        return {
+            name: int(checksum(parameter))
+            for name, parameter in self.module.named_parameters()
+            if self.group.size() > 1 and not isinstance(parameter, DTensor | FakeTensor) and id(parameter) not in apart
+        }
 
     def _is_written(self, name: str, buffer: Tensor) -> bool:
         if name not in self._before:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from meshwright.core.collective import Axis
 from meshwright.core.plan import Plan
 from meshwright.runtime.clip import axes_of_parameters, clip
-from meshwright.runtime.data_parallel import inner, shard_group
+from meshwright.runtime.data_parallel import inner, reduce_scalars, shard_group
 from meshwright.runtime.mesh import axis_groups
 from meshwright.runtime.offload.optimizer import HostOptimizer
 from meshwright.runtime.pipeline.pipeline import Pipeline
@@ -81,6 +81,7 @@ class Update:
         """Gradients are what they are on all ranks together."""
         if self.pipeline is not None:
             self.pipeline.finish_gradients()
+        reduce_scalars(self.module)
         if self.split is not None:
             self.split.settle_gradients(self.module)
 

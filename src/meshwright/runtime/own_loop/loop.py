@@ -23,7 +23,7 @@ from meshwright.core.plan import Plan
 from meshwright.models.own_recompute import own_recompute_left_out
 from meshwright.runtime._torch import at_end_of_backward, tree_leaves
 from meshwright.runtime.clip import axes_of_parameters
-from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch
+from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, reduce_scalars
 from meshwright.runtime.own_loop.gradients import Gradients
 from meshwright.runtime.reach import Usage, reach
 from meshwright.runtime.split.model import SplitModel, whole_output
@@ -98,8 +98,10 @@ class OwnLoop:
         return [parameter for parameter in self.module.parameters() if id(parameter) not in own]
 
     def _settle(self) -> None:
-        if not self._is_settled and self.split is not None:
-            self.split.settle_gradients(inner(self.module))
+        if not self._is_settled:
+            reduce_scalars(inner(self.module))
+            if self.split is not None:
+                self.split.settle_gradients(inner(self.module))
         self._is_settled = True
 
     def before_update(self, *_: Any) -> None:

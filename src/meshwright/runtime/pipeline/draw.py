@@ -40,8 +40,8 @@ def _check_hooks(module: nn.Module, plan: Plan) -> None:
                 where = f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
                 raise PlanError(
                     f"the model cannot be cut: a forward hook of block '{name}'{where} keeps what it sees in a list, dict or "
-                    "module outside the block, which other stages do not have; set it as an attribute in the block's own forward, or set "
-                    "pp to 1"
+                    "module outside the block, which other stages do not have; set it as an attribute in the block's own "
+                    "forward, or set pp to 1"
                 )
 
 

@@ -21,8 +21,9 @@ from meshwright.core.groups import shard_groups
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
 from meshwright.runtime._torch import finish_sharded_backward
-from meshwright.runtime.data_parallel import copy_from_first_rank, prepare_shards, shard_experts
+from meshwright.runtime.data_parallel import copy_from_first_rank, prepare_shards, scalars, shard_experts
 from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
+from meshwright.runtime.gathered import Gathered
 from meshwright.runtime.pipeline.buckets import Buckets
 from meshwright.runtime.pipeline.cut import StageParameters
 from meshwright.runtime.precision import sharded_policy
@@ -77,7 +78,8 @@ class StageState:
         copy_from_first_rank(self.held, mesh, of_others)
         if plan.zero:
             self._shard(module, stage, ranks)
-        self.buckets = [] if plan.zero else self._buckets(module, mesh, of_others)
+        whole = [Buckets(scalars(self.held), mesh.get_group("dp"))]
+        self.buckets = whole if plan.zero else self._buckets(module, mesh, of_others)
 
     def _buckets(self, module: nn.Module, mesh: DeviceMesh, of_others: set[int]) -> list[Buckets]:
         """Experts that lie over ep are averaged over the ranks that hold the same ones."""
@@ -92,8 +94,17 @@ class StageState:
         shard_experts(module, self.plan, stage.blocks)
         for name in filter(None, shard_groups(self._listed(), self.plan.blocks)):
             block = module.get_submodule(name)
-            fully_shard(block, mesh=ranks, reshard_after_forward=self.plan.zero == 3, mp_policy=policy)
-        fully_shard(self.held, mesh=ranks, reshard_after_forward=False, mp_policy=policy)
+            fully_shard(
+                block,
+                mesh=ranks,
+                reshard_after_forward=self.plan.zero == 3,
+                mp_policy=policy,
+                ignored_params=set(scalars(block)),
+            )
+        fully_shard(
+            self.held, mesh=ranks, reshard_after_forward=False, mp_policy=policy, ignored_params=set(scalars(self.held))
+        )
+        Gathered(self.held, gives_up=self.plan.zero == 3)
         for key, (owner, leaf) in self.held.loose.items():
             owner._parameters[leaf] = self.held._parameters[key]
 
