@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -69,6 +70,7 @@ def _is_asked(cell: Cell, asked: argparse.Namespace, kept: Kept, stamps: dict[st
 def _run(todo: list[Cell], at_once: int, kept: Kept, stamps: dict[str, str]) -> None:
     if not todo:
         return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: cells side by side share the cores
     started, used = time.monotonic(), 0.0
     with command_template() as template:
         for number, (cell, outcome) in enumerate(run_cells(todo, template, at_once), start=1):

@@ -11,6 +11,8 @@ from survey_cells import GOOD, PLANS, ROOT, Architecture
 PAGE = ROOT / "docs" / "survey.md"
 BEGIN, END = "<!-- survey: begin -->", "<!-- survey: end -->"
 NOT_RUN = "not run"
+TEXTS = ("decoders", "encoders", "seq2seq", "state_space", "experts")
+"""Groups whose models look up tokens."""
 KINDS = ("parity", "refused", "wrong", "traceback", "hang", NOT_RUN)
 
 Found = dict[str, dict[str, tuple[str, str]]]
@@ -50,6 +52,8 @@ def _summary(every: Sequence[Architecture], found: Found) -> list[str]:
         lines.append(_of_group(group.replace("_", " "), [one for one in every if one.group == group], found))
     configs = [one for one in every if one.file.suffix == ".json"]
     lines.append(_of_group("**Hugging Face configs**", configs, found))
+    texts = [one for one in configs if one.group in TEXTS]
+    lines.append(_of_group("**of them, of text** (cp cuts tokens)", texts, found))
     lines.append(_of_group("**all**", every, found))
     counts = Counter(_outcome(found, one, plan)[0] for one in every for plan in PLANS)
     total = sum(counts.values())
