@@ -122,10 +122,17 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
             ways[weight] = "row"
             used |= came_from
             origins[number] = set()
-        elif not came_from and (rows % tp == 0 or _is_head(weight, parameters)):
+        elif not came_from and (_divides(weight, kind, parameters, tp) or _is_head(weight, parameters)):
             ways[weight] = "column"
             origins[number] = {weight}
     return {name: way for name, way in ways.items() if way != "column" or name in used or _is_head(name, parameters)}
+
+
+def _divides(weight: str, kind: Kind, parameters: dict[str, Parameter], tp: int) -> bool:
+    """Whether a weight can be split by its outputs."""
+    return (
+        tp == 1 or parameters[weight].shape[split_dim("column", outputs_are_first(weight, kind, parameters))] % tp == 0
+    )
 
 
 def _is_undivided(op: Op, tp: int) -> bool:
