@@ -20,6 +20,7 @@ from meshwright.core.request import PlanRequest
 from meshwright.core.request import plain_plan as plan_plainly
 from meshwright.core.result import SearchResult
 from meshwright.core.units import parse_bytes
+from meshwright.measure.checking.first_batch import FirstBatch
 from meshwright.measure.record import StepRecorder
 from meshwright.models.objective import Batch, objective_of
 from meshwright.runtime.apply import apply as apply_plan
@@ -82,6 +83,7 @@ def apply(
     clip_norm: float | None = None,
     record: bool = True,
     find_nan: bool = False,
+    check: bool = True,
 ) -> Program:
     """Spread a module over the running ranks as the plan says, under torchrun, the same file on every rank.
 
@@ -89,9 +91,13 @@ def apply(
     over (label tokens by default), so that uneven microbatches are weighted right. record: watch one early step.
     find_nan: look at every block in every step; a loss that is not finite then ends the step with an error that names the
     block that made the first such value, in forward or backward, and its rank. Slow.
+    check: where the plan divides the model (tp, cp, pp, ep, sharded offload), the first step is preceded by a comparison of a
+    small copy with one process, in float64 on this host; a difference is an error that names the first tensor. Once for a
+    model and plan.
     """
     recorder = StepRecorder() if record else None
-    return apply_plan(
+    first = FirstBatch(model, plan, objective_of(loss, count)) if check else None
+    program = apply_plan(
         model,
         plan,
         optimizer=optimizer,
@@ -100,10 +106,28 @@ def apply(
         recorder=recorder,
         find_nan=find_nan,
     )
+    program.before_first_step = first.check if first is not None else None
+    return program
 
 
 def wrap(
-    model: nn.Module, optimizer: Optimizer, plan: Plan, device: torch.device | None = None
+    model: nn.Module, optimizer: Optimizer, plan: Plan, device: torch.device | None = None, *, check: bool = True
 ) -> tuple[nn.Module, Optimizer]:
-    """For people who keep their own loop: forward, `loss.backward()` and `optimizer.step()` stay as they were."""
-    return wrap_plan(model, optimizer, plan, device)
+    """For people who keep their own loop: forward, `loss.backward()` and `optimizer.step()` stay as they were.
+
+    check: as of `apply`, before the first forward that trains; what the model returns is compared, since the loss is yours.
+    """
+    first = FirstBatch(model, plan, None) if check else None
+    module, optimizer = wrap_plan(model, optimizer, plan, device)
+    if first is not None and first.is_wanted:
+        _before_first_forward(module, first)
+    return module, optimizer
+
+
+def _before_first_forward(module: nn.Module, first: FirstBatch) -> None:
+    def see(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled():
+            handle.remove()
+            first.check_call(arguments, options)
+
+    handle = module.register_forward_pre_hook(see, with_kwargs=True, prepend=True)

@@ -5,6 +5,7 @@ Each function returns (module, batch) or (module, batch, loss), as the command l
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -335,3 +336,24 @@ def own_checkpoints() -> Any:
 
 def reentrant_checkpoints() -> Any:
     return Checkpointed(reentrant=True), text_batch()
+
+
+# ---------------------------------------------------------------- what no rule can see
+
+
+class ReadsRank(Mlp):
+    """Every process adds another number: one process is no longer what several are together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.up(x)) + 0.01 * int(os.environ.get("RANK", "0"))
+        return x + self.down(hidden)
+
+
+def reads_rank() -> Any:
+    return text(lambda: ReadsRank(same, same))
+
+
+def samples() -> Any:
+    """Data for `train`: the same few samples again and again."""
+    batch = text_batch()
+    return [{name: tensor[number % SAMPLES] for name, tensor in batch.items()} for number in range(64)]

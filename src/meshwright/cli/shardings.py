@@ -39,15 +39,9 @@ def with_legal_sharding(plan: Plan, model: str) -> Plan:
 
 def try_sharding(plan: Plan, source: ModelSource) -> Plan:
     """The plan with what was found legal for its degree of tp."""
-    from meshwright.models.faked.build import build_followable
-    from meshwright.runtime.own_backward import check_hooks
-    from meshwright.runtime.split.legal import legal_plan
+    from meshwright.measure.checking.small_plan import tried
 
-    if source.example is None:
-        return plan
-    module = build_followable(source.build)
-    check_hooks(module, plan)
-    return legal_plan(plan, module, source.example(2))
+    return tried(plan, source)
 
 
 def _file(plan: Plan, model: str) -> Path | None:

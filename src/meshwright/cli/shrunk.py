@@ -9,35 +9,15 @@ if TYPE_CHECKING:
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
 
-SAMPLES_PER_RANK = 4
-
 
 def plain_plan_of_small(model: str, request: PlanRequest, num_ranks: int) -> Plan:
-    """A microbatch that is not given is half of a rank's samples; all of them, for a loss that sees the whole batch."""
+    """What was asked for, with plain defaults."""
     import msgspec
 
-    from meshwright.capture.capture import capture_source
-    from meshwright.cli.shardings import try_sharding
-    from meshwright.core.limits import check_runs
-    from meshwright.core.request import PlanRequest, plain_mesh, plain_plan, share_of_batch
-    from meshwright.cost.division import check_divides
-    from meshwright.measure.mean_loss import cuts_batch, find_in_source
+    from meshwright.measure.checking.small_plan import small_plan
     from meshwright.models.source import resolve
 
-    dp = plain_mesh(request, num_ranks).dp
-    global_batch = request.global_batch or SAMPLES_PER_RANK * dp
-    share = share_of_batch(global_batch, dp)
-    small = resolve(model).small()
-    graph = capture_source(small, "fp64")
-    found = find_in_source(small)
-    microbatch = request.microbatch or (share // 2 if share % 2 == 0 and found is None else share)
-    wish = PlanRequest(global_batch=global_batch, microbatch=microbatch, precision="fp64")
-    plan = plain_plan(request.updated(wish), graph, num_ranks, "parity")
-    if found is not None and cuts_batch(plan):
-        raise found.refusal(plan)
-    check_runs(plan)
-    check_divides(graph, plan)
-    return try_sharding(msgspec.structs.replace(plan, model=model), small)
+    return msgspec.structs.replace(small_plan(resolve(model).small(), request, num_ranks), model=model)
 
 
 def plan_file_of_small(model: str, plan: Plan, file: str) -> Plan:

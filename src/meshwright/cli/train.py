@@ -47,13 +47,18 @@ def train(
     find_nan: Annotated[
         bool, typer.Option("--find-nan", help="Check every block: name the first that gave NaN or infinity. Slow.")
     ] = False,
+    no_check: Annotated[
+        bool,
+        typer.Option("--no-check", help="Do not compare a small copy of the model with one process before the run."),
+    ] = False,
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
     as_json: JsonFlag = False,
 ) -> None:
     """Train as FILE.toml says, on local ranks started here, or as one rank under torchrun.
 
-    Measures this machine (cached), decides the plan, trains with a progress bar, and ends with predicted against measured.
+    Measures this machine (cached), decides the plan, compares a small copy of your own model with one process where the plan
+    divides it (once; --no-check leaves it out), trains with a progress bar, and ends with predicted against measured.
     Ctrl-C stops within two steps, with a checkpoint; --resume goes on from it, on any number of ranks: `train FILE.toml --resume`,
     or `train --resume RUN` with the settings that the run folder holds.
     """
@@ -75,6 +80,7 @@ def train(
         "restarts": restarts,
         "fewer_ranks": fewer_ranks or None,
         "find_nan": find_nan or None,
+        "check": False if no_check else None,
         "device": device,
         "backend": backend,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def lay_out_on(
     _show(decision, cluster, console)
     if not resume:
         _check_loss(settings.model, decision.plan, graphs[0].num_parameters, console)
+    _check_plan(settings, decision.plan, console)
     folder = RunFolder(settings.folder)
     _open(folder, settings, decision, resume, console)
     write_plan(folder, settings, decision)
@@ -88,6 +90,27 @@ def _check_loss(model: str, plan: Plan, num_parameters: int, console: Console) -
     found = find_in_source(resolve(model).small())
     if found is not None:
         raise found.refusal(plan)
+
+
+def _check_plan(settings: Settings, plan: Plan, console: Console) -> None:
+    """A user's own model under a plan that divides it: a small copy is compared with one process first."""
+    from meshwright.measure.checking.check import check
+    from meshwright.measure.checking.kept import Kept, code_of
+    from meshwright.measure.checking.reduced import needs_check
+    from meshwright.models.source import resolve
+
+    model = settings.model
+    if not needs_check(plan) or not (".py:" in model or model.startswith("hf:")):
+        return
+    if not settings.check:
+        console.print("not checked against one process: check is off (--no-check)", highlight=False)
+        return
+    say = partial(console.print, highlight=False)
+    found = check(resolve(model).small(), plan, {"model": model}, Kept(code_of(model)), say)
+    if found.status == "not checked":
+        console.print(f"not checked against one process: {found.words}", highlight=False)
+    elif found.status == "same":
+        console.print(f"a small copy does what one process does ({found.seconds:.0f} s)", highlight=False)
 
 
 def _show(decision: Decision, cluster: Cluster, console: Console) -> None:

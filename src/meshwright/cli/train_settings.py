@@ -46,7 +46,7 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any], resume: bo
     settings = load_settings(file)
     check_choice("--device", given["device"], ("auto", "cpu", "cuda"))
     check_choice("--backend", given["backend"], ("auto", "gloo", "nccl"))
-    plain = ("nproc", "steps", "out", "seed", "timeout", "find_nan")
+    plain = ("nproc", "steps", "out", "seed", "timeout", "find_nan", "check")
     changes = {name: value for name in plain if (value := given[name]) is not None}
     changes |= {name: given[name] for name in ("device", "backend") if given[name] != "auto"}
     if given["restarts"] is not None or given["fewer_ranks"]:

@@ -110,7 +110,7 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     for step in range(num_steps):
         batch = masked_unevenly(slice_batch(batches, step * plan.global_batch, (step + 1) * plan.global_batch))
         gradients.clear()
-        with _surroundings(True, silenced):
+        with _in_one_process(), _surroundings(True, silenced):
             expected = _step(reference, batch, source, plan)
             if twin is not None:
                 _step(twin, batch, source, plan)
@@ -134,6 +134,22 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
             lambda: _build(source), masked_unevenly(source.example(plan.global_batch)), source.objective, plan
         )
     return msgspec.structs.replace(tally.result(), silenced=tuple(sorted(silenced)))
+
+
+class OneProcessFailsError(ModelError):
+    """The reference itself cannot be run."""
+
+
+@contextmanager
+def _in_one_process() -> Iterator[None]:
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise OneProcessFailsError(
+            f"one process cannot run the model in float64 on this device: {type(error).__name__}: {error} ({lines_of(error)})"
+        ) from error
 
 
 @contextmanager

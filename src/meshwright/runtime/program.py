@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -80,6 +80,8 @@ class Program:
         """What messages count steps from: a resumed run goes on counting."""
         self.gate: Gate | None = None
         """Asked before every update, where there is one."""
+        self.before_first_step: Callable[[Batch], object] | None = None
+        """Called with the first batch, on every rank; what it raises ends the step before anything is trained."""
         self._finder = finder
         self._history = History()
         self._answers = Answers(objective.is_given)
@@ -111,6 +113,7 @@ class Program:
 
     def step(self, batch: Batch, signal: float = 0.0) -> StepOutput:
         """Train on one global batch: this rank's share of it, or all of it (then the share is taken here)."""
+        self._begin(batch)
         share = self.share_of(batch)
         if self.num_steps == 0:
             self._answers.check(self.evaluate, share)
@@ -122,6 +125,11 @@ class Program:
             raise not_finite(output.loss, self.first_step + self.num_steps, self._finder.earliest())
         self._history.add(output)
         return output
+
+    def _begin(self, batch: Batch) -> None:
+        begin, self.before_first_step = self.before_first_step, None
+        if begin is not None:
+            begin(batch)
 
     def _run_step(self, share: Batch, signal: float) -> StepOutput:
         if self.num_steps == 0:

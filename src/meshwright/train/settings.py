@@ -108,6 +108,9 @@ class Settings(Value, kw_only=True):
     host_link: Positive | None = None
     """Bytes a second each way between device and host where the device is a CPU: a stand-in for the link of a GPU, to try
     offload without one. Without it, as fast as memory copies."""
+    check: bool = True
+    """Compare a small copy of the model with one process before it first runs under a plan that divides it. Models that
+    Meshwright brings are not compared."""
     find_nan: bool = False
     """Check every block in every step, so that a loss that is not finite is traced to the block that made it. Slow."""
     seed: int = 0
