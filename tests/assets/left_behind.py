@@ -293,3 +293,11 @@ class FirstBatchLM(LM):
 
 def first_batch() -> Made:
     return FirstBatchLM(), batch(), loss
+
+
+def sharing() -> Made:
+    """One MLP for all blocks."""
+    module = LM()
+    for block in module.blocks[1:]:
+        block.mlp = module.blocks[0].mlp
+    return module, batch(), loss

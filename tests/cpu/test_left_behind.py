@@ -84,3 +84,9 @@ def test_parameters_that_ranks_write_otherwise_are_refused(pool: Pools, plan: st
     with pytest.raises(RankError) as raised:
         pool(2).run(compare_on_rank, "first_batch", plan_of("first_batch", plan))
     assert all("ModelError" in error and "first.shift" in error for error in raised.value.errors.values())
+
+
+@pytest.mark.parametrize("plan", ["pp2", "pp2 x zero3"])
+def test_parts_that_blocks_of_several_stages_share(pool: Pools, plan: str) -> None:
+    for result in pool(PLANS[plan][0]).run(compare_on_rank, "sharing", plan_of("sharing", plan)):
+        assert result.ok, result.first_difference

@@ -1,5 +1,6 @@
 """Modules that go by several block names (an embedding of encoder and decoder): each name gets a module of its own, which
-shares its tensors. A call then says which block it is of, and the blocks may lie on different stages."""
+shares its tensors, and so does a part that several blocks have. A call then says which block it is of, and the blocks may lie on
+different stages."""
 
 from __future__ import annotations
 
@@ -17,6 +18,19 @@ def separate(module: nn.Module, blocks: Iterable[str]) -> None:
             parent, _, leaf = name.rpartition(".")
             module.get_submodule(parent)._modules[leaf] = _twin(block)
         seen.add(id(block))
+    _separate_parts(module, blocks)
+
+
+def _separate_parts(module: nn.Module, blocks: Iterable[str]) -> None:
+    """Parts that several blocks share (one MLP for all layers)."""
+    owners: dict[int, str] = {}
+    for name in blocks:
+        block = module.get_submodule(name)
+        for path in [path for path, _ in block.named_modules(remove_duplicate=False) if path]:
+            part = block.get_submodule(path)
+            if owners.setdefault(id(part), name) != name:
+                parent, _, leaf = path.rpartition(".")
+                block.get_submodule(parent)._modules[leaf] = _twin(part)
 
 
 def _twin(module: nn.Module) -> nn.Module:
