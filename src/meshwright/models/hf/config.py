@@ -144,7 +144,7 @@ def _make(config: Any, named: str | None) -> nn.Module:
     import transformers
 
     if named is not None and hasattr(transformers, named):
-        if "For" not in named and "Head" not in named:
+        if "For" not in named and "Head" not in named and not named.endswith("MTModel"):
             raise ModelError(
                 f"the config's architecture '{named}' has no head to train: name one that has, as in 'LlamaForCausalLM'"
             )
