@@ -32,8 +32,9 @@ from meshwright.runtime.split.layout import layout_of
 if TYPE_CHECKING:
     from meshwright.runtime.split.splitter import Splitter
 
-OWN = ("meshwright.", "torch.distributed.")
-"""Functions of these modules know layouts themselves, or carry tensors through unread: `fully_shard` has one around every block."""
+OWN = ("meshwright.", "torch.distributed.", "torch.utils.checkpoint")
+"""Functions of these modules know layouts themselves, or carry tensors through unread: `fully_shard` has one around every block,
+and in torch 2.11 a recompute holds its inputs by one."""
 
 BENEATH: Any = _SingleLevelFunction
 """The class beneath `torch.autograd.Function`."""

@@ -13,6 +13,7 @@ it, under the Splitter. What comes out is a plan that says what will run:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -89,19 +90,28 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan, mode: FakeTensorM
         plan.context,
     )
     running = [""]
-    handles = [
-        module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: running.__setitem__(0, name))
-        for name in plan.blocks
-    ]
-    try:
+
+    def follow(shortcut: AbstractContextManager[Any]) -> None:
         with mode:
             parameters = faked(module, first_alike(module, plan))
             if AXIS in splitter.axes:
                 _cut_parameters(parameters, sharded_tensors(module, plan), splitter)
             given = faked_batch(batch)
             splitter.read(given)
-            with splitter, alike_once(module, plan.blocks):
+            with splitter, shortcut:
                 call(Called(module, parameters), given)
+
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: running.__setitem__(0, name))
+        for name in plan.blocks
+    ]
+    try:
+        try:
+            follow(alike_once(module, plan.blocks))
+        except (MeshwrightError, *UNKNOWN):
+            raise
+        except Exception:  # a block may leave something behind that one which stands for it does not
+            follow(nullcontext())
     except UNKNOWN:
         pass  # what comes behind is tried when it runs
     except NotSplit as error:
