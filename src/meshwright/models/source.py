@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import ModelError, nearest
 from meshwright.models.examples import Example, Shape, random_examples, repeat_samples
 from meshwright.models.objective import DEFAULT, Batch, Objective, answered, objective_of, tensors_of
+from meshwright.models.old_norms import without_computed_weights
 from meshwright.models.reference import REFERENCE, Reference
 from meshwright.models.userfile import call_function
 
@@ -111,7 +112,7 @@ def from_function(name: str) -> ModelSource:
     del module
     return ModelSource(
         name=name,
-        build=lambda: _returned(name, call_function(name))[0],
+        build=lambda: without_computed_weights(_returned(name, call_function(name))[0]),
         example=repeat_samples(batch) if batch is not None else None,
         shape=None,
         objective=objective,

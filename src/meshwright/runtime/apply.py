@@ -16,6 +16,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
 from meshwright.models.experts import find_experts
 from meshwright.models.objective import DEFAULT, Objective
+from meshwright.models.old_norms import without_computed_weights
 from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.communicators import data_mesh
 from meshwright.runtime.compile import compile_blocks, compile_loss
@@ -150,6 +151,7 @@ def _spread(
     check_model(module, plan)
     check_precision(module, plan)
     check_hooks(module, plan)
+    without_computed_weights(module)
     before = named_parameters(module)
     values = lower(module, plan, device) if plan.stores_16_bits else None
     if values is None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import MeshwrightError, ModelError
 from meshwright.models.examples import repeat_samples
 from meshwright.models.objective import Batch, Objective, map_batch
+from meshwright.models.old_norms import without_computed_weights
 from meshwright.models.source import ModelSource
 from meshwright.runtime._torch import tree_leaves
 
@@ -97,6 +98,7 @@ def _can_be_imported(module: ModuleType) -> bool:
 def skeleton(module: nn.Module) -> nn.Module:
     """A copy without memory for parameters, its repeated blocks cut down to a few."""
     memo: dict[int, Any] = {}
+    without_computed_weights(module)
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     for buffer in module.buffers():
