@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.core.errors import ModelError
 from meshwright.models.follow import carry_back
 from meshwright.models.snapshot import Snapshot
-from meshwright.runtime._torch import drop_gather_ahead, tree_leaves
+from meshwright.runtime._torch import DisableTorchFunction, drop_gather_ahead, tree_leaves
 from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.replicas import checksum
 
@@ -95,13 +95,15 @@ class Gathered:
                 self._drop_ahead()
             looks = self.gives_up and part is not self.root and self.leaving.get(part, True) and torch.is_grad_enabled()
             before = Snapshot(part.modules(), arguments=(arguments, options)) if looks else None
-            for place, parameter in self._gathered(part):
-                self.marks[place] = Mark.of(parameter, self.is_first)
+            with DisableTorchFunction():  # of a parameter that tp cuts, what this rank holds is marked and written back
+                for place, parameter in self._gathered(part):
+                    self.marks[place] = Mark.of(parameter, self.is_first)
             result = forward(*arguments, **options)
-            if part is self.root or self.gives_up:
-                self._write_back(part)
-            if before is not None:
-                self._gather_again(part, before)
+            with DisableTorchFunction():
+                if part is self.root or self.gives_up:
+                    self._write_back(part)
+                if before is not None:
+                    self._gather_again(part, before)
             if given is not None:
                 carry_back(given, (arguments, options))
             return result

@@ -77,15 +77,17 @@ class States:
         self, optimizer: Optimizer, state: dict[str, Any], change: Callable[[str, Tensor, str], Tensor]
     ) -> dict[str, Any]:
         """With every tensor that an optimizer keeps for a divided parameter changed; a count of steps is not one."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        names = [self.names.get(id(parameter), "") for parameter in parameters]
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        keys = [
+            key for group in state["param_groups"] for key in group["params"]
+        ]  # numbers, or names: torch takes both
         entries = dict(state["state"])
-        for number, kept in entries.items():
-            name = names[number] if isinstance(number, int) and number < len(names) else ""
+        for key, parameter in zip(keys, own, strict=False):
+            name, kept = self.names.get(id(parameter), ""), entries.get(key)
             if name in self.divided and isinstance(kept, dict):
-                entries[number] = {
-                    key: change(name, found, key) if isinstance(found, Tensor) and found.dim() else found
-                    for key, found in kept.items()
+                entries[key] = {
+                    part: change(name, found, part) if isinstance(found, Tensor) and found.dim() else found
+                    for part, found in kept.items()
                 }
         return {**state, "state": entries}
 
