@@ -218,7 +218,14 @@ class Replacing(Stack):
     layer = Noting
 
 
-@pytest.mark.parametrize("stack", [Recomputing, Adding, Again, Growing, Replacing])
+def test_a_models_own_recompute_is_left_out_and_its_blocks_are_skipped() -> None:
+    assert first_trace(Recomputing()).representatives == first_trace(Stack()).representatives
+    few, every = both(Recomputing())
+    assert few == every
+    assert few.flops(3) == both(Stack())[1].flops(3)
+
+
+@pytest.mark.parametrize("stack", [Adding, Again, Growing, Replacing])
 def test_blocks_that_cannot_be_skipped_are_followed(stack: type[nn.Module]) -> None:
     module = stack()
     with pytest.raises(CannotSkip):
