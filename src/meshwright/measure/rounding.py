@@ -3,7 +3,7 @@
 Batch norm divides by the spread of a few values: where a deep network has small maps at its end, a difference of ε in a weight
 becomes one of 1e-9 in a gradient. Two orders of the same sums differ as much, and no plan can be held to less:
 
-    bound = max(SLACK · ε · (number of blocks + 1),  min(GROWTH · |a - a'| / |a|,  MOST))       a': of the moved twin
+    bound = max(16 · SLACK · ε · (number of blocks + 1),  min(GROWTH · |a - a'| / |a|,  MOST))       a': of the moved twin
 
 An error of the library is larger than MOST by far: a factor 1/dp is 0.5, one sample lost of a million 1e-6.
 """
