@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 MICRO = 1e-6
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 BACKENDS = ("gloo:", "nccl:")
-SENDS = ("gloo:send", "nccl:send")
+MESSAGES = ("gloo:send", "gloo:recv", "nccl:send", "nccl:recv")
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -104,9 +104,9 @@ class Profile:
 
     @property
     def backends(self) -> tuple[Span, ...]:
-        """Collectives as the threads of a communication backend run them (gloo), or queue them (NCCL). Not sends: they last until
-        someone waits for them, and the thread that began one goes on with other work."""
-        return tuple(span for span in self.annotations if span.name.startswith(BACKENDS) and span.name not in SENDS)
+        """Collectives as the threads of a communication backend run them (gloo), or queue them (NCCL). Not sends and receives:
+        they last until someone waits for them, and the thread that began one goes on with other work."""
+        return tuple(span for span in self.annotations if span.name.startswith(BACKENDS) and span.name not in MESSAGES)
 
 
 @contextmanager
