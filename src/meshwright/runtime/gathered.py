@@ -146,11 +146,7 @@ class Gathered:
                     "small changes would be lost; use ZeRO 0, or fp32"
                 )
             return
-        mesh = shard.device_mesh
-        size = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))
-        if local.numel():
-            start = size * mesh.get_local_rank(mesh.ndim - 1)
-            local.copy_(parameter.detach().narrow(0, start, local.shape[0]))
+        local.copy_(own_shard(parameter, shard))
 
     def _gather_again(self, part: nn.Module, before: Snapshot) -> None:
         held: list[Any] = list(before.set_attributes().values())
@@ -161,6 +157,14 @@ class Gathered:
         for leaf in tree_leaves(held):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(partial(_unshard, part))
+
+
+def own_shard(gathered: Tensor, shard: DTensor) -> Tensor:
+    """What a shard holds of a gathered tensor."""
+    mesh, num_rows = shard.device_mesh, shard.to_local().shape[0]
+    size = -(-gathered.shape[0] // mesh.size(mesh.ndim - 1))
+    start = size * mesh.get_local_rank(mesh.ndim - 1) if num_rows else 0
+    return gathered.detach().narrow(0, start, num_rows)
 
 
 def check_alike(written: dict[str, int], group: dist.ProcessGroup | None) -> None:

@@ -14,9 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import ModelError
 from meshwright.models.snapshot import Snapshot
+from meshwright.runtime._torch import DisableTorchFunction
+from meshwright.runtime.clip import local
+from meshwright.runtime.gathered import own_shard
 
 Copies = dict[tuple[nn.Module, str], Tensor]
 """Where a tensor is registered → its value before the call."""
@@ -62,16 +66,28 @@ class Call:
             effects.parts = self.before.changed_parts()
             effects.written = [place for place, copy in self.copies.items() if _differs(registered(place), copy)]
             self.copies = {place: self.copies[place] for place in effects.written}
+            self._check_shards()
         else:
             self._check()
 
+    def _check_shards(self) -> None:
+        for (part, name), copy in self.copies.items():
+            if isinstance(copy, DTensor):
+                raise ModelError(
+                    f"parameter '{self._name(part, name)}' is written in forward, where ZeRO gathers it within a recomputed block: "
+                    "its value from before would not be there for recompute; make it a buffer, or set recompute to none for it"
+                )
+
+    def _name(self, part: nn.Module, name: str) -> str:
+        names = {id(inner): path for path, inner in self.effects.block.named_modules()}
+        return ".".join(filter(None, (self.effects.name, names[id(part)], name)))
+
     def _check(self) -> None:
-        names = {id(part): path for path, part in self.effects.block.named_modules()}
         for part, name, version in self.versions:
             buffer = part._buffers.get(name)
             if buffer is not None and buffer._version != version and (part, name) not in self.copies:
                 raise ModelError(
-                    f"buffer '{'.'.join(filter(None, (self.effects.name, names[id(part)], name)))}' is written in this forward "
+                    f"buffer '{self._name(part, name)}' is written in this forward "
                     "and was not in the first one: its value from before is not there for recompute; write it in every forward, or "
                     "set recompute to none for this block"
                 )
@@ -111,4 +127,18 @@ def _buffers(block: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def _differs(tensor: Tensor | None, copy: Tensor) -> bool:
-    return tensor is None or tensor.shape != copy.shape or not torch.equal(tensor.detach(), copy)
+    """Of what this rank holds: a parameter that lies in shards when a block begins may be gathered when it ends."""
+    if tensor is None:
+        return True
+    with DisableTorchFunction():
+        before, now = _alike(copy.detach(), tensor.detach())
+        return (before.shape, before.dtype) != (now.shape, now.dtype) or not torch.equal(before, now)
+
+
+def _alike(before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
+    """A shard with the same rows of what was gathered, which is in the dtype of the forward."""
+    if isinstance(before, DTensor) and not isinstance(now, DTensor):
+        return before.to_local().to(now.dtype), own_shard(now, before)
+    if isinstance(now, DTensor) and not isinstance(before, DTensor):
+        return own_shard(before, now), now.to_local().to(before.dtype)
+    return local(before), local(now)
