@@ -277,6 +277,7 @@ def picking_samples() -> Iterator[Sample]:
         yield Sample("cat", lambda t, o, dim=dim: torch.cat([t, o], dim), (x, y))
         yield Sample("concat", lambda t, o, dim=dim: torch.concatenate([t, o], dim=dim), (x, y))
         yield Sample("stack", lambda t, o, dim=dim: torch.stack([t, o], dim), (x, y))
+    yield Sample("cat-empty", lambda t: torch.cat([torch.tensor([], dtype=t.dtype), t], dim=-2), (x,))
     yield Sample("cat-sizes", lambda t, o: torch.cat([t, o], 1), (x, real(4, 2, 8)))
     yield Sample("gather", lambda t, i: t.gather(2, i), (x, whole_number(4, 4, 2, high=8)))
     yield Sample("getitem-index", lambda t, i: t[i], (x, whole_number(4, 2)))

@@ -194,3 +194,38 @@ def test_an_error_names_the_users_line() -> None:
 
     with pytest.raises(CaptureError, match=r"module 'linear' \(test_capture_guesses\.py:\d+\) failed in forward"):
         capture(Reads(wrong))
+
+
+class Counts(nn.Module):
+    """Looks at the tokens it is given, as models do that put features of images in their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(EXPERTS, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        marked = ids == 1
+        if marked.sum() != 3 * ids.shape[0] or not bool((ids[:, 0] == torch.tensor(1)).all()):
+            raise ValueError(f"{marked.sum()} marked")
+        return self.linear(self.table(ids)[marked])
+
+
+def test_values_of_the_batch_are_computed_and_not_guessed() -> None:
+    ids = torch.zeros(2, SEQ, dtype=torch.int64)
+    ids[:, :3] = 1
+    graph = meshwright.capture(Counts(), ids, loss=mean)
+    assert not graph.guesses
+    product = next(op for kind in graph.kinds for op in kind.ops if op.name == "mm" and op.phase == "forward")
+    assert product.flops.per_sample == 2 * 3 * WIDTH**2
+    with pytest.raises(CaptureError, match="marked"):
+        meshwright.capture(Counts(), torch.zeros_like(ids), loss=mean)
+
+
+def test_what_was_written_into_is_guessed() -> None:
+    def fill(linear: nn.Module, x: Tensor) -> Tensor:
+        count = torch.zeros((), dtype=torch.int64)
+        count += (x > 0).sum()
+        return linear(x) * int(count)
+
+    assert len(capture(Reads(fill)).guesses) == 1

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import ASSETS
+import torch
+from cases import ASSETS, ROOT
 from pool import RankPool, this_rank
 
 from meshwright.capture.capture import capture_source
 from meshwright.cli.shrunk import plain_plan_of_small
+from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
@@ -110,6 +112,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "time_step_limit": [0.0, {"__float__": "Infinity"}],
     },
 }  # fmt: skip
+
+
+IMAGE_TEXT = ROOT / "tests" / "survey" / "image_text"
+
+
+@pytest.mark.parametrize("kind", ["llava", "paligemma", "gemma3", "clip"])
+def test_images_in_texts(pool: Callable[[int], RankPool], kind: str) -> None:
+    """As many tokens stand for an image as its features take: the model itself counts them, on values that the batch has."""
+    model = f"hf:{IMAGE_TEXT}/{kind}.json"
+    source = resolve(model).small()
+    assert source.example is not None
+    assert not capture_source(source, "fp64").guesses
+    assert torch.isfinite(source.objective.loss(call(source.build(), source.example(2)), source.example(2)))
+    run_alike(pool, model, AXES["tp"])
+
+
+def test_stages_of_a_model_that_counts_image_tokens(pool: Callable[[int], RankPool]) -> None:
+    run_alike(pool, f"hf:{IMAGE_TEXT}/paligemma.json", AXES["pp"])
+
+
+def test_images_of_a_form_of_their_own_are_refused(tmp_path: Path) -> None:
+    config = json.loads((IMAGE_TEXT / "llava.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({**config, "model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]})
+    )
+    with pytest.raises(InputError, match="'llava_next': its images are of a form of their own"):
+        resolve(f"hf:{file}")
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

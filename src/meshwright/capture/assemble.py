@@ -103,7 +103,7 @@ class Assembly:
             region=one.region,
             causal=one.causal,
             inputs=tuple(self._source(source, one.block) for source in one.inputs),
-            input_shapes=tuple(_shape(*shapes) for shapes in zip(one.input_shapes, other.input_shapes, strict=True)),
+            input_shapes=_input_shapes(one, other),
             result_shape=_shape(one.result_shape, other.result_shape),
             flops=affine(one.flops, other.flops),
             read_bytes=affine(one.read_bytes, other.read_bytes),
@@ -155,6 +155,14 @@ def _numbers(ops: list[TracedOp]) -> list[int]:
         numbers.append(counts[op.block])
         counts[op.block] += 1
     return numbers
+
+
+def _input_shapes(one: TracedOp, other: TracedOp) -> tuple[Shape, ...]:
+    """Of an op that joins one tensor from each sample, those of the smaller batch: each is alike, and bytes count them all."""
+    few, more = one.input_shapes, other.input_shapes
+    if len(few) < len(more) and more[: len(few)] == few and more.count(more[-1]) > len(more) - len(few):
+        return tuple(_shape(shape, shape) for shape in few)
+    return tuple(_shape(*shapes) for shapes in _pair(few, more, f"inputs of {one.name}"))
 
 
 def _shape(few: tuple[int, ...], more: tuple[int, ...]) -> Shape:

@@ -8,7 +8,8 @@
     distinct values            as many as there are values
     repeats given as a tensor  one each
 
-Each answer is remembered with the question, the module and the line that asked.
+What depends on the batch's whole numbers alone is no guess: it is computed (capture/known.py). Each other answer is remembered with
+the question, the module and the line that asked.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.capture.known import Known
 from meshwright.capture.location import line_now
 from meshwright.capture.opkinds import GROUPED, base_name, grouped_product
 from meshwright.capture.place import Place
@@ -26,7 +28,14 @@ from meshwright.capture.recording import Recording
 from meshwright.capture.routing import ALL, Routing
 from meshwright.capture.storages import Storages
 from meshwright.core.graph import EVEN_SPREAD, Guess
-from meshwright.runtime._torch import DataDependentOutputException, DynamicOutputShapeException
+from meshwright.models.follow import tensors_in
+from meshwright.runtime._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    tree_flatten,
+    tree_unflatten,
+    unset_fake_temporarily,
+)
 
 Answer = Callable[["Guesser", Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -39,6 +48,7 @@ class Guesser:
         self.place = place
         self.storages = storages
         self.routing = Routing(storages, num_samples)
+        self.known = Known(storages)
 
     def run(self, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if base_name(op) == GROUPED:
@@ -49,7 +59,19 @@ class Guesser:
             answer = _ANSWERS.get(base_name(op))
             if answer is None:
                 raise
+            if all(map(self.known.has, tensors_in((arguments, options)))):
+                return self._computed(op, arguments, options)
             return answer(self, op, arguments, options)
+
+    def _computed(self, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A plain value, or tensors of the sizes that the values lead to."""
+        leaves, structure = tree_flatten((arguments, options))
+        values = [self.known.value(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        given, named = tree_unflatten(values, structure)
+        with unset_fake_temporarily():
+            result = op(*given, **named)
+        made, nest = tree_flatten(result)
+        return tree_unflatten([torch.empty_like(one) if isinstance(one, Tensor) else one for one in made], nest)
 
     def note(self, question: str, answer: str) -> None:
         """Backward asks again what forward asked."""
@@ -59,6 +81,8 @@ class Guesser:
         self.recording.guesses[guess] = None
 
     def num_true(self, mask: Tensor) -> int:
+        if self.known.has(mask):
+            return int(self.known.value(mask).sum())
         share = self.routing.density(mask)
         words = "all" if share == ALL else f"{share.numerator} in {share.denominator}, {EVEN_SPREAD}"
         self.note("how many elements of a mask are true", words)

@@ -60,7 +60,9 @@ def trace(
         recording.batch_bytes = sum(map(stored_bytes, tensors_of(inputs)))
         storages.know(parameters | buffers)
         storages.know_batch(tensors_of(inputs))
-        watcher = Watcher(recording, place, storages, Guesser(recording, place, storages, num_samples(batch)))
+        guesser = Guesser(recording, place, storages, num_samples(batch))
+        guesser.known.begin(zip(tensors_of(batch), tensors_of(inputs), strict=True))
+        watcher = Watcher(recording, place, storages, guesser)
         skipper = Skipper(recording, place, storages)
         with (
             quiet_surroundings(module),

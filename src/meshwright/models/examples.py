@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.models.audio import AudioShape, SpeechShape, random_audio, random_speech
+from meshwright.models.image_text import ImageTextShape, random_image_text
 from meshwright.models.objective import IGNORED_LABEL, Batch, map_batch, num_samples
 
 MASKED_SHARE = 0.15
@@ -46,7 +47,7 @@ class VectorShape:
     classes: int
 
 
-Shape = TextShape | ImageShape | VectorShape | AudioShape | SpeechShape
+Shape = TextShape | ImageShape | VectorShape | AudioShape | SpeechShape | ImageTextShape
 Example = Callable[[int], Batch]
 """n samples with random content, the same at every call."""
 
@@ -56,6 +57,8 @@ def random_examples(shape: Shape) -> Example:
         return random_text(shape)
     if isinstance(shape, AudioShape | SpeechShape):
         return random_audio(shape) if isinstance(shape, AudioShape) else random_speech(shape)
+    if isinstance(shape, ImageTextShape):
+        return random_image_text(shape)
     return random_images(shape) if isinstance(shape, ImageShape) else random_vectors(shape)
 
 

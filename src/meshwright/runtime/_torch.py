@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,  # what such a mode makes; it knows its mode, which is how a deferred module leads to its tape
     FakeTensorMode,  # tensors with shape, dtype and device but no memory; meta tensors take other attention paths
+    unset_fake_temporarily,  # values of the batch are computed while a forward on such tensors waits for them
 )
 
 # A user's autograd function is called through this class, and nothing else that sees the call is public.
@@ -72,6 +73,7 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
+    "unset_fake_temporarily",
 ]
 
 

@@ -1,9 +1,10 @@
-"""Whether a model takes its own examples: one forward on tensors without memory."""
+"""A model called on tensors without memory: whether it takes its own examples, and what a part of it returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +29,38 @@ def runs(build: Callable[[], nn.Module], batch: Batch) -> bool:
     return True
 
 
+def call_on_fakes(
+    build: Callable[[], nn.Module], function: Callable[[nn.Module, Tensor], Any], size: tuple[int, ...]
+) -> Any:
+    """What a function of the model and a tensor of this size returns."""
+    part = _Part(build_followable(build), function)
+    with no_log_of_fakes(), unchanged(part.inner), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        fake_attributes(part, None)
+        return functional_call(part, _stand_ins(part), (torch.empty(size),), tie_weights=False)
+
+
+class _Part(nn.Module):
+    def __init__(self, inner: nn.Module, function: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.function = function
+
+    def forward(self, given: Tensor) -> Any:
+        return self.function(self.inner, given)
+
+
+def _stand_ins(module: nn.Module) -> dict[str, Tensor]:
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    made: dict[int, Tensor] = {}
+    for _, tensor in named:
+        made.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+    return {name: made[id(tensor)] for name, tensor in named}
+
+
 class _Called(nn.Module):
     """A module with stand-ins for its tensors. It is no part of this one, whose tensors are nobody's."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        made: dict[int, Tensor] = {}
-        for _, tensor in named:
-            made.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
-        tensors = {name: made[id(tensor)] for name, tensor in named}
+        tensors = _stand_ins(module)
         self.forward = lambda *args, **kwargs: functional_call(module, tensors, args, kwargs, tie_weights=False)

@@ -14,7 +14,10 @@ from meshwright.core.errors import InputError, ModelError, nearest
 from meshwright.models.audio import WAVE, AudioShape, short_wave, small_sounds
 from meshwright.models.examples import TextShape, random_examples
 from meshwright.models.faked.running import runs
-from meshwright.models.hf.shapes import shape_of, unused_positions
+from meshwright.models.hf.images import compares_images, has_image_tokens
+from meshwright.models.hf.shapes import LONGEST_EXAMPLE, shape_of, unused_positions
+from meshwright.models.image_text import CONTRAST
+from meshwright.models.objective import DEFAULT
 from meshwright.models.reference import SMALL_DEPTH
 from meshwright.models.source import ModelSource
 
@@ -45,9 +48,10 @@ def from_config(name: str) -> ModelSource:
     return dataclasses.replace(_source(name, config), shrink=lambda: _shrunk(name, config))
 
 
-def _source(name: str, config: Any) -> ModelSource:
-    shape = shape_of(config)
-    return ModelSource(name, lambda: _build(config), random_examples(shape), shape)
+def _source(name: str, config: Any, seq: int = LONGEST_EXAMPLE) -> ModelSource:
+    shape = shape_of(config, lambda: _build(config), seq)
+    objective = CONTRAST if compares_images(config) else DEFAULT
+    return ModelSource(name, lambda: _build(config), random_examples(shape), shape, objective)
 
 
 def _shrunk(name: str, config: Any) -> ModelSource:
@@ -55,7 +59,7 @@ def _shrunk(name: str, config: Any) -> ModelSource:
     depth = dict.fromkeys(DEPTHS, SMALL_DEPTH)
     for limits in (depth | _length(config, SMALL_GRID), depth | _length(config, LARGER_GRID), depth, {}):
         with suppress(Exception):  # each model has its own reasons
-            source = _source(f"{name} (shrunk)", _small(config, limits))
+            source = _source(f"{name} (shrunk)", _small(config, limits), SMALL_SEQ if limits else LONGEST_EXAMPLE)
             source = _with_short_samples(source, config) if limits else source
             if source.example is not None and runs(source.build, source.example(2)):
                 return source
@@ -65,23 +69,35 @@ def _shrunk(name: str, config: Any) -> ModelSource:
 def _small(config: Any, limits: dict[str, int]) -> Any:
     """Fewer blocks, a shorter sequence or a smaller image, no randomness; widths stay, since heads and groups depend on them."""
     small = type(config).from_dict(config.to_dict())
+    for one in (small, *_parts(small)):
+        _make_small(one, limits)
+    return small
+
+
+def _parts(config: Any) -> list[Any]:
+    """The configs of a text and of a vision model, where one is made of several."""
+    return [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
+
+
+def _make_small(small: Any, limits: dict[str, int]) -> None:
     for key, limit in limits.items():
         value = getattr(small, key, None)
         if isinstance(value, int) and value > limit:
             setattr(small, key, limit)
-    for key, value in config.to_dict().items():
+    for key, value in small.to_dict().items():
         if isinstance(value, float) and any(word in key for word in RANDOM):
             setattr(small, key, 0.0)
     if hasattr(small, "apply_spec_augment"):
         small.apply_spec_augment = False  # hides frames that numpy draws
     small._experts_implementation = "eager"  # one expert after another: torch's grouped product knows no float64
-    return small
 
 
 def _length(config: Any, grid: int) -> dict[str, int]:
     """The most a shrunk config may have of what makes its samples long. grid: patches along one side of an image."""
     length = dict.fromkeys(("max_position_embeddings", "n_positions"), SMALL_SEQ + unused_positions(config))
-    patch = getattr(config, "patch_size", None)
+    if hasattr(config, "vision_config") and not compares_images(config):
+        length = {}  # tokens that stand for an image need places too
+    patch = getattr(getattr(config, "vision_config", config), "patch_size", None)
     image = {"image_size": grid * patch} if isinstance(patch, int) else {}
     return length | image | small_sounds(config, SMALL_SEQ)
 
@@ -131,7 +147,8 @@ def _special_float(fields: dict[str, Any]) -> Any:
 
 def _build(config: Any) -> nn.Module:
     """What the config names, or else what its kind is mostly trained as."""
-    config.use_cache = False  # keys and values of past tokens are for generation
+    for one in (config, *_parts(config)):
+        one.use_cache = False  # keys and values of past tokens are for generation
     named = (config.architectures or [None])[0]
     try:
         return _make(config, named)
@@ -144,11 +161,15 @@ def _make(config: Any, named: str | None) -> nn.Module:
     import transformers
 
     if named is not None and hasattr(transformers, named):
-        if "For" not in named and "Head" not in named and not named.endswith("MTModel"):
+        if not any(word in named for word in ("For", "Head", "MTModel")) and not compares_images(config):
             raise ModelError(
                 f"the config's architecture '{named}' has no head to train: name one that has, as in 'LlamaForCausalLM'"
             )
         return getattr(transformers, named)(config)
+    if compares_images(config):
+        return transformers.AutoModel.from_config(config)
+    if has_image_tokens(config):
+        return transformers.AutoModelForImageTextToText.from_config(config)
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM.from_config(config)
     if hasattr(config, "num_channels"):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from meshwright.core.errors import InputError
 from meshwright.models.audio import audio_shape
 from meshwright.models.examples import ImageShape, Shape, Task, TextShape
+from meshwright.models.hf.images import image_text_shape
 
 USUAL_IMAGE = 224
 """Height and width of images where the config names none: a convolutional model takes any."""
@@ -18,10 +22,11 @@ COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"
 """The function by which RoBERTa and its kin number tokens: the first has the number after the padding token's."""
 
 
-def shape_of(config: Any) -> Shape:
-    sounds = audio_shape(config, _named_class(config))
-    if sounds is not None:
-        return sounds
+def shape_of(config: Any, build: Callable[[], nn.Module], seq: int) -> Shape:
+    """seq: the longest text."""
+    found = audio_shape(config, _named_class(config)) or image_text_shape(config, build, seq)
+    if found is not None:
+        return found
     if hasattr(config, "num_channels") and (hasattr(config, "image_size") or not hasattr(config, "vocab_size")):
         size = _side(getattr(config, "image_size", USUAL_IMAGE))
         return ImageShape(size=size, classes=config.num_labels, channels=config.num_channels)

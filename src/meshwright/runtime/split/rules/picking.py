@@ -265,7 +265,9 @@ def _set_whole(split: Splitter, function: Any, args: Args) -> None:
 
 
 def cat(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
-    tensors = args[0] if args else kwargs["tensors"]
+    """An empty tensor of one dim joins any others and adds nothing: a cache of keys and values begins so."""
+    given = args[0] if args else kwargs["tensors"]
+    tensors = [tensor for tensor in given if split.shape(tensor) != (0,)] or list(given)
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensors[0].dim()
     parts = [split.gather_dims(split.summed(tensor), [dim]) for tensor in tensors]
     parts = alike(split, parts, whole_dims=(dim,))
