@@ -82,7 +82,7 @@ class Guesser:
 
     def num_true(self, mask: Tensor) -> int:
         if self.known.has(mask):
-            return int(self.known.value(mask).sum())
+            return self.known.num_true(mask)
         share = self.routing.density(mask)
         words = "all" if share == ALL else f"{share.numerator} in {share.denominator}, {EVEN_SPREAD}"
         self.note("how many elements of a mask are true", words)

@@ -52,6 +52,11 @@ class Known:
             found: Tensor = self._make_of(tensor)()
         return found
 
+    def num_true(self, mask: Tensor) -> int:
+        """Of a mask that is known."""
+        with unset_fake_temporarily():
+            return int(self._make_of(mask)().count_nonzero())
+
     def follow(self, op: Any, arguments: tuple[Any, ...], options: dict[str, Any], outputs: list[Tensor]) -> None:
         """Learn from an op what its results are; they have been noticed by the storages."""
         if op._schema.is_mutable:
