@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import InputError
 from meshwright.models.faked.running import call_on_fakes
+from meshwright.models.follow import tensors_in
 from meshwright.models.image_text import ImageTextShape
-from meshwright.runtime._torch import tree_leaves
 
 IMAGE_TOKENS = ("image_token_id", "image_token_index")
 TYPES = {"gemma3": (1, 0), "paligemma": (0, 1)}
@@ -93,7 +93,7 @@ def _count(config: Any, build: Callable[[], nn.Module], dims: tuple[int, ...]) -
     width, samples = config.text_config.hidden_size, 2
     returned = call_on_fakes(build, _image_features, (samples, *dims))
     found = getattr(returned, "pooler_output", returned)
-    features = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    features = tensors_in(found)
     if not features or any(one.shape[-1] != width for one in features):
         raise ValueError(f"features of an image are not of the text's width {width}")
     count, rest = divmod(sum(one.numel() for one in features), samples * width)
