@@ -67,13 +67,10 @@ def block_sharding(
 
 def _kinds(graph: Graph) -> Iterator[tuple[Kind, dict[str, Parameter]]]:
     """Each kind with the parameters of its first block, by the name ops call them."""
-    by_block: dict[str, dict[str, Parameter]] = {}
-    for parameter in graph.parameters:
-        by_block.setdefault(parameter.block, {})[parameter.own_name] = parameter
     for kind in graph.kinds:
         first = next((block.name for block in graph.blocks if block.kind == kind.name), None)
         if first is not None:
-            yield kind, by_block.get(first, {})
+            yield kind, {parameter.own_name: parameter for parameter in graph.parameters_of([first])}
 
 
 def _most_rows(graph: Graph) -> int:

@@ -31,7 +31,7 @@ from meshwright.cost.communication import Call, as_collectives, times, transfer_
 from meshwright.cost.compute import accumulation_seconds, clip_seconds, update_seconds
 from meshwright.cost.division import Division
 from meshwright.cost.holdings import Holdings
-from meshwright.cost.memory import MemoryCost, Moment
+from meshwright.cost.memory import MemoryCost, Moment, Walked
 from meshwright.cost.microbatch import Microbatch, microbatch_of
 from meshwright.cost.offload import Offloaded, offloaded
 from meshwright.cost.origin import error_share, rates_origin
@@ -72,6 +72,7 @@ class Estimator:
         self.passes: tuple[StagePasses, ...] = like.passes if like else passes_by_stage(graph, plan)
         self.memory_order: Order = like.memory_order if like else _memory_order(plan)
         self._holdings: dict[int, Holdings] = like._holdings if like else {}
+        self._walked: Walked = like._walked if like else {}
         self.costs: StageCosts = StageCosts(graph, plan, cluster, recipe, self.microbatch, like.costs if like else None)
 
     @cached_property
@@ -199,7 +200,9 @@ class Estimator:
     @cached_property
     def memory(self) -> MemoryCost:
         known = self.microbatch.footprints
-        return MemoryCost(self.plan, self.recipe, self.divisions, self.passes, self.holdings, known)
+        return MemoryCost(
+            self.plan, self.recipe, self.divisions, self.passes, self.holdings, known, walked=self._walked
+        )
 
     def worst_moment(self) -> Moment:
         if (streamed := self.streamed) is not None:

@@ -60,6 +60,10 @@ class Moment:
     """The pass it is in; None in an update, and while gradients are reduced."""
 
 
+Walked = dict[tuple[object, ...], Moment]
+"""The fullest moments of coordinates, by their work and what they hold."""
+
+
 class MemoryCost:
     """Walks the memory of every pp coordinate of a plan."""
 
@@ -72,8 +76,10 @@ class MemoryCost:
         holdings: Callable[[int], Holdings],
         like: Footprints | None = None,
         modes: dict[str, Mode] | None = None,
+        walked: Walked | None = None,
     ) -> None:
-        """like: those of a plan with the same microbatch, divided and compiled alike. modes: as in Footprints."""
+        """like: those of a plan with the same microbatch, divided and compiled alike. modes: as in Footprints. walked: what was
+        found of plans that differ in their recompute only."""
         self.plan, self.recipe = plan, recipe
         self.divisions, self.stages, self.holdings = divisions, stages, holdings
         self.footprints = Footprints(plan, recipe, like, modes)
@@ -81,6 +87,7 @@ class MemoryCost:
         self._held_by_row: dict[int, tuple[Held, ...]] = {}
         self._peaks: dict[int, tuple[object, Moment]] = {}
         """By coordinate, with the row of actions they are of."""
+        self._walked: Walked = {} if walked is None else walked
 
     def worst(self, order: Order, device: Device) -> Moment:
         """The fullest moment of the fullest coordinate."""
@@ -102,8 +109,7 @@ class MemoryCost:
 
     def peaks(self, order: Order, device: Device) -> list[Moment]:
         """The fullest moment of every coordinate; those with the same work and as much held are walked once."""
-        known: dict[tuple[object, ...], Moment] = {}
-        found = []
+        known, found = self._walked, []
         for coordinate, row in enumerate(order):
             held = self._held(row)
             stages = list(dict.fromkeys(one.stage for one in held))

@@ -8,7 +8,7 @@ More of it:
     gpipe         all forwards, then all backwards        T + (m-1) T / p
     1f1b          stage i has begun w_i = min(p-1-i, m) forwards when its first backward can start, and then does the rest:
                   T + (m-1) b_i + max(0, m-w_i-1) f_i     the least largest of it over all cuts: T + T / Σ 1/c_i,
-                                                          c_i = (m-1) - min(m-1, w_i) r               -> _shared_out
+                                                          c_i = (m-1) - min(m-1, w_i) r               -> shared_out
     zb            T_f + m t_i - (p-i) f_i                 the same with c_i = m - (p-i) r
     interleaved   coordinate i waits for i chunks forward, and i chunks backward follow its last: m T/p + (p-1)/2 · least chunk
     zbv           the forwards alone
@@ -20,7 +20,7 @@ More of it:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 
@@ -30,13 +30,13 @@ from meshwright.core.placement import Placement, coordinate_of
 from meshwright.core.plan import SPLIT_SCHEDULES, Mesh, ScheduleKind, placement_of
 from meshwright.cost.compute import update_seconds
 from meshwright.cost.links import Group, axis_group, collective_seconds, send_seconds
+from meshwright.search.even_loads import least_busiest, shared_out, waiting
 from meshwright.search.problem import Problem
 from meshwright.search.room import Room, recompute_seconds
 from meshwright.search.space import Point, Shape
 from meshwright.search.units import Cut
 from meshwright.search.work import Row, UnitTable
 
-ROUNDING = 1e-6
 SLACK = 1 - 1e-9
 """A bound that rounding lifts above the truth would cut off the best plan."""
 
@@ -171,7 +171,7 @@ class Bounds:
         the longer of both sums is what a stage takes."""
         key = (p, placement)
         if key not in self._busiest:
-            self._busiest[key] = max(_least_busiest(work, *key) for work in self._works)
+            self._busiest[key] = max(least_busiest(work, *key) for work in self._works)
         return self._busiest[key]
 
     @cached_property
@@ -207,9 +207,9 @@ class Bounds:
         if schedule == "gpipe":
             return total + (m - 1) * total / p
         if schedule == "1f1b":
-            return total + _shared_out(total, *_waiting("1f1b", p, m, share))
+            return total + shared_out(total, *waiting("1f1b", p, m, share))
         if schedule == "zb":
-            return forward + _shared_out(total, *_waiting("zb", p, m, share))
+            return forward + shared_out(total, *waiting("zb", p, m, share))
         chunk = min(self.unit_seconds) if schedule == "interleaved" else self._least_forward
         return m * total / p + (p - 1) / 2 * chunk
 
@@ -314,37 +314,3 @@ def _expert_ranks(shape: Shape) -> Group:
     if shape.dp == shape.ep:
         return axis_group(shape.mesh, "cp")
     return Group(shape.dp // shape.ep * shape.cp, shape.tp * shape.ep)
-
-
-@lru_cache(maxsize=65536)
-def _waiting(schedule: ScheduleKind, p: int, m: int, share: float) -> tuple[float, float]:
-    """The least weight c_i of a stage, and the sum of their inverses where all are above 0."""
-    if schedule == "1f1b":
-        weights = [m - 1 - min(m - 1, p - 1 - i) * share for i in range(p)]
-    else:
-        weights = [m - (p - i) * share for i in range(p)]
-    return min(weights), sum(1 / weight for weight in weights) if min(weights) > 0 else 0.0
-
-
-def _shared_out(total: float, least: float, inverses: float) -> float:
-    """The least possible largest c_i · t_i with Σ t_i = total; nothing where some stage could take all for free."""
-    return total / inverses if least > 0 else 0.0
-
-
-def _least_busiest(work: Row, p: int, placement: Placement) -> float:
-    """The first and the last unit lie on known coordinates; the others, each taken as the lightest of them, go wherever there is
-    room. The least seconds that give all of them a place."""
-    if len(work) < 3 or p == 1:
-        return float(work.sum()) / p
-    light, rest = float(work[1:-1].min()), len(work) - 2
-    ends = [float(work[0]), float(work[-1])] if placement == "loop" else [float(work[0] + work[-1])]
-    if light <= 0:
-        return max(ends)
-    lowest = max(ends)
-    loads = sorted({end + count * light for end in (0.0, *ends) for count in range(rest + 1)})
-    for seconds in loads:
-        room = sum(int((seconds - end) / light + ROUNDING) for end in ends if seconds >= end)
-        room += (p - len(ends)) * int(seconds / light + ROUNDING)
-        if seconds >= lowest * (1 - ROUNDING) and room >= rest:
-            return seconds
-    return lowest

@@ -80,7 +80,7 @@ class _Loads:
 
     def rows(self, begins: Places, ends: Places) -> _Rows:
         table, room = self.table, self.room
-        working = room.working_bytes(table)
+        working = room.working(table).by_unit
         state = (table.elements[ends] - table.elements[begins]) * room.element_bytes
         state += (table.expert_elements[ends] - table.expert_elements[begins]) * room.expert_element_bytes
         plain, kept = table.backward(begins, ends), table.kept_by(begins, ends, "none")

@@ -13,7 +13,7 @@ from meshwright.core.stages import cut_stages
 from meshwright.cost.streaming import StreamedCost
 from meshwright.search.bounds import Bounds, Needs
 from meshwright.search.problem import Problem
-from meshwright.search.room import Room, has_gradients, least_bytes, recompute_seconds, room_of
+from meshwright.search.room import Room, has_gradients, least_bytes, may_fit, recompute_seconds, room_of
 from meshwright.search.space import Point, schedules
 from meshwright.search.streamed import Streamed, streamed_plans
 from meshwright.search.tables import Tables
@@ -36,7 +36,7 @@ class Drafts:
         """Plans that were costed, by their identity; None where nothing made one fit."""
         self.family_bounds: dict[tuple[object, ...], float] = {}
         self.shape_bounds: dict[tuple[object, ...], float] = {}
-        self._rooms: dict[tuple[Point, bool], Room] = {}
+        self._rooms: dict[tuple[object, ...], Room] = {}
         self.doubtful_seconds = inf
         """The least bound of points that were left out because hardly a stage of them fits, though one might."""
         self._needs: dict[Point, Needs | None] = {}
@@ -107,15 +107,15 @@ class Drafts:
 
     def room(self, point: Point) -> Room:
         """Of the point under its own turns."""
-        return self._room(point, has_gradients(point))
+        return self._room(point, has_gradients(point.shape, point.zero, point.schedule))
 
     def _loosest_room(self, point: Point) -> Room:
         """Whatever the turns."""
-        kinds = schedules(self.problem, point.shape.pp)
-        return self._room(point, all(has_gradients(replace(point, schedule=kind)) for kind in kinds))
+        shape, kinds = point.shape, schedules(self.problem, point.shape.pp)
+        return self._room(point, all(has_gradients(shape, point.zero, kind) for kind in kinds))
 
     def _room(self, point: Point, gradients: bool) -> Room:
-        key = (replace(point, schedule="1f1b", virtual=1), gradients)
+        key = (point.shape, point.zero, point.hybrid, point.offload, gradients)
         if key not in self._rooms:
             problem = self.problem
             about = (self.tables.items, problem.recipe, problem.budget, problem.cluster.device)
@@ -138,7 +138,7 @@ class Drafts:
         if again == inf:
             return None
         needs = bounds.needs(point, again)
-        if recompute_seconds(bounds.table, point, room.likely) < inf:
+        if may_fit(bounds.table, point, room.likely):
             return needs
         self.doubtful_seconds = min(self.doubtful_seconds, needs.seconds)
         return None
@@ -168,7 +168,7 @@ class Drafts:
     def _of_point(self, bounds: Bounds, point: Point) -> float:
         room = self.room(point)
         found = bounds.of_point(point, room)
-        if found < inf and recompute_seconds(bounds.table, point, room.likely) == inf:
+        if found < inf and not may_fit(bounds.table, point, room.likely):
             self.doubtful_seconds = min(self.doubtful_seconds, found)
             return inf
         return found

@@ -98,6 +98,7 @@ class _Coordinates:
         self.problem, self.point, self.plan, self.table, self.microbatch = problem, point, plan, table, microbatch
         self.budget = problem.budget
         self._first: Estimator | None = None
+        self._known: dict[tuple[Again, ...], Estimator] = {}
         shape = point.shape
         self.held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
         self.rows: list[list[tuple[int, int]]] = [[] for _ in range(shape.pp)]
@@ -110,6 +111,12 @@ class _Coordinates:
             self.blocks[home] += [name for name in plan.blocks_by_stage[stage] if name in repeated]
 
     def estimator(self, chosen: list[Again]) -> Estimator:
+        key = tuple(chosen)
+        if key not in self._known:
+            self._known[key] = self._make(chosen)
+        return self._known[key]
+
+    def _make(self, chosen: list[Again]) -> Estimator:
         problem = self.problem
         plan = msgspec.structs.replace(self.plan, recompute=self._rules(chosen))
         found = Estimator(problem.graph_of(plan), plan, problem.cluster, problem.recipe, self._first, self.microbatch)

@@ -19,8 +19,9 @@ and a cp that splits tokens further is looked at when the coarser one is open; w
 looked at.
 
 Short dives find good plans to begin with (search/dives.py): 1f1b without cp for each tp inside a host, those without stages, then
-everything on the best mesh so far. Where nothing fits, the nearest misses are costed (search/nearest.py). Where one plan
-leaves out all others, a few of these are costed all the same, to tell why they lost (search/comparisons.py).
+everything on the best mesh so far. Where nothing fits, the nearest misses are costed, and what would make the nearest of them fit
+(search/nearest.py); the search goes on from what fits of these. Where one plan leaves out all others, a few of these are costed
+all the same, to tell why they lost (search/comparisons.py).
 The search ends when no open node can be faster than the best plan that fits: that plan is the fastest there is (of all cuts, where
 all were tried). After `MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too, and the least bound that is open says how far from the
 best the answer may be. Nodes are counted, not seconds, and ties are broken by the order of opening: the same input gives the same
@@ -35,7 +36,7 @@ from meshwright.search.best_first import MOST_COSTED, MOST_OPENED, BestFirst
 from meshwright.search.comparisons import comparisons
 from meshwright.search.dives import first_plans, simpler_plans
 from meshwright.search.drafts import Drafts
-from meshwright.search.nearest import nearest_misses
+from meshwright.search.nearest import changes_that_fit, nearest_misses
 from meshwright.search.omissions import left_out
 from meshwright.search.problem import Outcome, Problem
 from meshwright.search.units import FEW_UNITS
@@ -50,12 +51,26 @@ def joint(problem: Problem) -> Outcome:
     more = MORE_OF_FEW if len(drafts.units) <= FEW_UNITS else 1
     found = BestFirst(problem, drafts, known=costed, most_costed=more * MOST_COSTED, most_opened=more * MOST_OPENED)
     found.run()
-    costed = list(found.costed)
-    if found.fastest is not None and not problem.prefer_fastest:
-        costed += simpler_plans(problem, found)
     if found.fastest is None:
-        costed = nearest_misses(found)
-    else:
+        found = _again(found)
+    costed = list(found.costed)
+    if found.fastest is not None:
+        costed += [] if problem.prefer_fastest else simpler_plans(problem, found)
         costed += comparisons(found, costed)
-    bound = found.bound_seconds if found.bound_seconds < inf else None
+    bound = (
+        found.bound_seconds if 0 < found.bound_seconds < inf else None
+    )  # 0: a node of which nothing is known is open
     return Outcome(tuple(costed), max(len(drafts.points), len(costed)), bound, left_out(found))
+
+
+def _again(found: BestFirst) -> BestFirst:
+    """Where no plan was found that fits: from one of the nearest misses that does, or from a change of the nearest that does."""
+    problem, drafts = found.problem, found.drafts
+    costed = nearest_misses(found)
+    if not any(estimate.fits for _, estimate in costed):
+        costed = [*costed, *changes_that_fit(problem, costed)]
+    if not any(estimate.fits for _, estimate in costed):
+        return found
+    again = BestFirst(problem, drafts, known=costed, most_costed=found.most_costed, most_opened=found.most_opened)
+    again.run()
+    return again

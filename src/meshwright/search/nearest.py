@@ -1,4 +1,4 @@
-"""The plans that are over the budget by least, where none fits; and why there is none at all."""
+"""The plans that are over the budget by least, where none fits, and what makes them fit; and why there is none at all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 
 from meshwright.core.errors import PlanError, ScheduleError
 from meshwright.core.estimate import Estimate
+from meshwright.core.infeasible import WayOut
 from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.request import plain_plan
@@ -17,10 +18,12 @@ from meshwright.core.schedules import make_order
 from meshwright.cost.division import check_degrees, check_divides
 from meshwright.cost.estimate import check_costable
 from meshwright.search.best_first import BestFirst
+from meshwright.search.cuts import best_cut
 from meshwright.search.drafts import Drafts
 from meshwright.search.problem import Problem
 from meshwright.search.space import Point, Shape, families, meshes, states, turns, worlds
 from meshwright.search.units import even_cut
+from meshwright.search.ways_out import ways_out
 
 MOST_NEAREST = 8
 """Cuts that are costed to find the nearest miss, for every kind of offload."""
@@ -38,10 +41,35 @@ def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
             break
     for offload in problem.offloads:  # each, since hosts may have no room for what needs least on the devices
         for _, _, point in heapq.nsmallest(MOST_NEAREST, (one for one in points if one[2].offload == offload)):
-            found.cost(point, even_cut(len(drafts.units), point.num_stages))
+            _cost(found, point)
     if not found.costed:
         raise _nothing(problem, drafts)
     return found.costed
+
+
+def _cost(found: BestFirst, point: Point) -> None:
+    """Cut evenly; where that does not fit, as is best by the room that stages have."""
+    found.cost(point, even_cut(len(found.drafts.units), point.num_stages))
+    table = found.drafts.tables.table(point.shape, sharded=point.casts_ahead)
+    if table is None or found.fastest is not None or point.num_stages == 1:
+        return
+    room = found.drafts.room(point)
+    best = best_cut(table, point, room.likely) or best_cut(table, point, room)
+    if best is not None:
+        found.cost(point, best[0])
+
+
+def changes_that_fit(problem: Problem, costed: list[tuple[Plan, Estimate]]) -> list[tuple[Plan, Estimate]]:
+    """Of the nearest miss, the changes that make it fit on the same hosts, and that the request allows."""
+    plan, estimate = min(costed, key=lambda pair: pair[1].peak_bytes)
+    return [(way.plan, way.estimate) for way in ways_out(problem, plan, estimate) if _is_open(problem, way)]
+
+
+def _is_open(problem: Problem, way: WayOut) -> bool:
+    """Whether a search that was asked for no more could have found it."""
+    same = way.plan.cluster == problem.cluster_hash and way.estimate.budget_bytes == problem.budget
+    allowed = not way.leave_out and not way.not_yet and problem.world in (None, way.plan.world)
+    return same and allowed and way.estimate.fits and problem.hosts_hold(way.estimate.host_bytes)
 
 
 def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) -> list[tuple[float, int, Point]]:

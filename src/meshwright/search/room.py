@@ -7,12 +7,12 @@ A rank holds of every element of its parameters, by ZeRO stage, N ranks to a sha
     2   (parameter + state + gradient) / N + gathered
     3   (parameter + state + gradient) / N
         gradients where an earlier microbatch left some, or replicas keep buckets               -> has_gradients
-    and for the unit that runs its peak beside its gathered parameters, or these twice (3)                  -> working_bytes
+    and for the unit that runs its peak beside its gathered parameters, or these twice (3)                  -> UnitTable.beside
 
 All p coordinates together have p · budget bytes. With S bytes of state and at least h microbatches in flight on each, they can
 keep (p · budget - S) / h bytes of activations of one microbatch. What is more than that is recomputed, at no less than the
 least seconds a byte of any unit                                                                -> recompute_seconds
-The unit that runs saves nothing by recompute: what it did not keep is there again              -> Room.running_bytes
+The unit that runs saves nothing by recompute: what it did not keep is there again              -> Room.running
 A cut must fit on every coordinate with everything recomputed                                   -> cut_fits
 Where a coordinate has several stages, each has a unit at least, and the fullest must fit       -> _several_fit
 """
@@ -20,6 +20,7 @@ Where a coordinate has several stages, each has a unit at least, and the fullest
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 
@@ -27,14 +28,14 @@ import numpy as np
 
 from meshwright.core.cluster import Device
 from meshwright.core.placement import coordinate_of
-from meshwright.core.plan import placement_of
+from meshwright.core.plan import ScheduleKind, ZeroStage, placement_of
 from meshwright.core.recipe import Recipe
 from meshwright.cost.beside import usable_bytes
 from meshwright.cost.state import Items
 from meshwright.search.in_flight import in_flight
-from meshwright.search.space import Point
+from meshwright.search.space import Point, Shape
 from meshwright.search.units import Cut
-from meshwright.search.work import Row, UnitTable
+from meshwright.search.work import Beside, UnitTable
 
 
 @dataclass(frozen=True)
@@ -51,26 +52,23 @@ class Room:
     gradient_element_bytes: float = 0.0
     """What of it is taken to be there at the peak: none, for a bound."""
 
-    def working_bytes(self, table: UnitTable) -> Row:
-        """By unit, above what it keeps."""
-        return self._beside(table.least_peak, table)
+    def working(self, table: UnitTable) -> Beside:
+        """Of units, above what they keep."""
+        return table.beside("least_peak", self.working_element_bytes, self.gradient_element_bytes)
 
-    def running_bytes(self, table: UnitTable) -> Row:
-        """By unit, above what it keeps when everything is recomputed."""
-        return self._beside(table.least_running, table)
+    def running(self, table: UnitTable) -> Beside:
+        """Of units, above what they keep when everything is recomputed."""
+        return table.beside("least_running", self.working_element_bytes, self.gradient_element_bytes)
 
-    def _beside(self, peak: Row, table: UnitTable) -> Row:
-        own = table.gathered_elements * self.working_element_bytes
-        return np.asarray(np.maximum(peak, own) + own + table.gathered_elements * self.gradient_element_bytes)
-
-    @property
+    @cached_property
     def likely(self) -> Room:
         """As nearly all stages have it: the gradient of the unit that runs, and the parameters of the next, beside its peak."""
         return replace(self, gradient_element_bytes=self.made_element_bytes)
 
     def state_bytes(self, table: UnitTable) -> float:
         """Of all coordinates together."""
-        return self.bytes_of(table, 0, table.num_units)
+        dense, expert = table.totals
+        return dense * self.element_bytes + expert * self.expert_element_bytes
 
     def bytes_of(self, table: UnitTable, begin: int, end: int) -> float:
         """State of a row of units."""
@@ -115,56 +113,49 @@ def _leaves_early(point: Point) -> bool:
     return point.offload == "optimizer" and point.shape.mesh.world == 1
 
 
-def has_gradients(point: Point) -> bool:
+def has_gradients(shape: Shape, zero: ZeroStage, schedule: ScheduleKind) -> bool:
     """Whether gradients are there when activations are fullest: those of the microbatches before, or buckets of replicas, which
     stages give up.
 
     A pipeline that is no more than filled is fullest before the first backward, as GPipe always is."""
-    shape = point.shape
-    filling = 2 * shape.pp - 1 if point.schedule == "interleaved" else shape.pp
-    has_earlier = point.schedule != "gpipe" and shape.num_microbatches > filling
-    return has_earlier or (point.zero == 0 and shape.dp * shape.cp > 1 and shape.pp == 1)
+    filling = 2 * shape.pp - 1 if schedule == "interleaved" else shape.pp
+    has_earlier = schedule != "gpipe" and shape.num_microbatches > filling
+    return has_earlier or (zero == 0 and shape.dp * shape.cp > 1 and shape.pp == 1)
 
 
 def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
     """Seconds a microbatch spends at least on recompute, over all stages; infinite where nothing makes it fit."""
-    shape = point.shape
-    held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
-    others = max(0.0, min(held) / point.virtual - 1)  # beside the microbatch at hand
-    working = _at_least(room.working_bytes(table), table, shape.pp)
-    left = (shape.pp * room.budget_bytes - working - room.state_bytes(table)) / (others + 1)
-    wanted = float(table.kept["none"][-1]) - left
-    if left < 0 or not _all_fits(table, point, room, others):
+    left = _left_bytes(table, point, room)
+    if left is None:
         return inf
+    return max(0.0, table.all_kept["none"] - left) * table.seconds_per_saved_byte
+
+
+def may_fit(table: UnitTable, point: Point, room: Room) -> bool:
+    """With everything recomputed."""
+    return _left_bytes(table, point, room) is not None
+
+
+def _left_bytes(table: UnitTable, point: Point, room: Room) -> float | None:
+    """What all coordinates together can keep of a microbatch; None where nothing makes it fit."""
+    shape, p = point.shape, point.shape.pp
+    held = in_flight(point.schedule, p, shape.num_microbatches, point.virtual)
+    times = max(1.0, min(held) / point.virtual)  # with the microbatch at hand
+    left = p * room.budget_bytes - room.state_bytes(table)
+    kept = left - room.working(table).on_all(p)
+    if kept < 0 or left < room.running(table).on_all(p) + times * table.all_kept["full"]:
+        return None
     if point.virtual > 1 and not _several_fit(table, point, room, max(held)):
-        return inf
-    if wanted <= 0:
-        return 0.0
-    return wanted * table.seconds_per_saved_byte
-
-
-def _all_fits(table: UnitTable, point: Point, room: Room, others: float) -> bool:
-    """Whether all coordinates together have room with everything recomputed."""
-    running = _at_least(room.running_bytes(table), table, point.shape.pp)
-    kept = (others + 1) * float(table.kept["full"][-1])
-    return point.shape.pp * room.budget_bytes >= running + room.state_bytes(table) + kept
-
-
-def _at_least(bytes_by_unit: Row, table: UnitTable, p: int) -> float:
-    """On all coordinates together, for the last units of their stages: one has the last of all. The first has a block like those
-    between, and what comes before that is kept meanwhile."""
-    if p == 1 or len(bytes_by_unit) == 1:
-        return float(bytes_by_unit[-1])
-    between = bytes_by_unit[1:-1] if table.like_between and len(bytes_by_unit) > 2 else bytes_by_unit[:-1]
-    return float((p - 1) * between.min() + bytes_by_unit[-1])
+        return None
+    return kept / times
 
 
 def least_bytes(table: UnitTable, point: Point, room: Room) -> float:
     """What a device needs at least, with everything recomputed and stages as even as can be."""
     state = room.state_bytes(table) / point.shape.pp
     held = max(in_flight(point.schedule, point.shape.pp, point.shape.num_microbatches, point.virtual))
-    kept = held * float(table.kept["full"][-1]) / point.num_stages
-    return state + kept + float(room.running_bytes(table).min())
+    kept = held * table.all_kept["full"] / point.num_stages
+    return state + kept + room.running(table).least
 
 
 def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
@@ -172,7 +163,7 @@ def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
     the last one beside all that is kept, any other beside what the other microbatches keep."""
     shape = point.shape
     held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
-    running = room.running_bytes(table)
+    running = room.running(table).by_unit
     alone_bytes = running + table.unit_kept
     if table.like_between:
         alone_bytes = np.maximum(alone_bytes, alone_bytes[1:-1].min())
@@ -190,7 +181,7 @@ def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
 
 
 def _several_fit(table: UnitTable, point: Point, room: Room, held: int) -> bool:
-    elements = np.diff(table.elements) * room.element_bytes + np.diff(table.expert_elements) * room.expert_element_bytes
-    state = point.virtual * float(elements.min())
-    kept = held * float(np.diff(table.kept["full"]).min())
-    return state + kept + float(room.running_bytes(table).min()) <= room.budget_bytes
+    dense, expert = table.unit_elements
+    state = point.virtual * float((dense * room.element_bytes + expert * room.expert_element_bytes).min())
+    kept = held * float(table.unit_kept.min())
+    return state + kept + room.running(table).least <= room.budget_bytes

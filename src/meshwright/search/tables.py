@@ -43,6 +43,8 @@ class Tables:
         self._alike: dict[tuple[object, ...], Microbatch] = {}
         """By work alone."""
         self._kernels_of: dict[int, KernelCosts] = {}
+        self._refused: dict[tuple[object, ...], str | None] = {}
+        """Why degrees do not divide the model, where they do not."""
         self._least: dict[tuple[int, int], float] = {}
 
     def table(self, shape: Shape, *, sharded: bool) -> UnitTable | None:
@@ -89,13 +91,19 @@ class Tables:
         return make_table(self.problem, graph, plan, self._divided[key], self.microbatch(plan))
 
     def _has_degrees(self, plan: Plan) -> bool:
-        """Whether its degrees divide the model, its experts too."""
-        try:
-            check_degrees(self.problem.graph, plan)
-        except PlanError as error:
-            self.refusals.append(str(error))
-            return False
-        return True
+        """Whether its degrees divide the model, its experts too; whatever the microbatch."""
+        mesh = plan.mesh
+        key = (mesh.tp, mesh.cp, mesh.ep, plan.sequence_parallel, plan.context)
+        if key not in self._refused:
+            try:
+                check_degrees(self.problem.graph, plan)
+                self._refused[key] = None
+            except PlanError as error:
+                self._refused[key] = str(error)
+        refused = self._refused[key]
+        if refused is not None:
+            self.refusals.append(refused)
+        return refused is None
 
     def microbatch(self, plan: Plan) -> Microbatch:
         """Of plans that are made here: their sharding follows from their degrees."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,27 @@ from meshwright.search.problem import Problem
 Row = NDArray[np.float64]
 Places = NDArray[np.int64]
 """Where rows of units begin or end, many at once."""
+Splits = dict[tuple[str, str], int]
+"""(block, tensor) → the dim that lies over tp."""
 MODES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Bytes that units need while they run, above what they keep."""
+
+    by_unit: Row
+    between: float
+    """The least of the units that can end another stage than the last."""
+
+    @cached_property
+    def least(self) -> float:
+        return float(self.by_unit.min())
+
+    def on_all(self, p: int) -> float:
+        """On p coordinates together, for the last units of their stages: one has the last of all."""
+        last = float(self.by_unit[-1])
+        return last if p == 1 or len(self.by_unit) == 1 else (p - 1) * self.between + last
 
 
 @dataclass(frozen=True)
@@ -97,6 +118,36 @@ class UnitTable:
         """Of each unit, when it is redone."""
         return np.diff(self.kept["full"])
 
+    def beside(self, peak: Literal["least_peak", "least_running"], own_bytes: float, gradient_bytes: float) -> Beside:
+        """own_bytes, gradient_bytes: of an element of the unit that runs, gathered and of its gradient.."""
+        key = (peak, own_bytes, gradient_bytes)
+        if key not in self._besides:
+            own = self.gathered_elements * own_bytes
+            rows = np.maximum(getattr(self, peak), own) + own + self.gathered_elements * gradient_bytes
+            # the first stage has a block like those between, and what comes before that is kept meanwhile
+            between = rows[1:-1] if self.like_between and len(rows) > 2 else rows[:-1]
+            self._besides[key] = Beside(rows, float(between.min()) if len(between) else 0.0)
+        return self._besides[key]
+
+    @cached_property
+    def _besides(self) -> dict[tuple[str, float, float], Beside]:
+        return {}
+
+    @cached_property
+    def unit_elements(self) -> tuple[Row, Row]:
+        """Of each unit: experts' apart."""
+        return np.diff(self.elements), np.diff(self.expert_elements)
+
+    @cached_property
+    def totals(self) -> tuple[float, float]:
+        """Elements of all units: experts' apart."""
+        return float(self.elements[-1]), float(self.expert_elements[-1])
+
+    @cached_property
+    def all_kept(self) -> dict[str, float]:
+        """Of all units, by mode."""
+        return {mode: float(row[-1]) for mode, row in self.kept.items()}
+
     @property
     def num_units(self) -> int:
         return len(self.elements) - 1
@@ -132,6 +183,7 @@ class Divided:
     """The first of every kind of unit: those with the same work are looked at once."""
     kinds: Places
     """Of every unit, which of them it is like."""
+    like_between: bool
 
 
 def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microbatch) -> Divided:
@@ -148,7 +200,9 @@ def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microba
         first.setdefault(form, number)
     unlike = tuple(first.values())
     kinds = np.array([unlike.index(first[form]) for form in forms], dtype=np.int64)
-    return Divided(microbatch.divisions, passes, _elements(graph, plan), _gathered(graph, plan), unlike, kinds)
+    splits = split_dims(graph, plan)
+    sizes = (_elements(graph, plan, splits), _gathered(graph, plan, splits))
+    return Divided(microbatch.divisions, passes, *sizes, unlike, kinds, _like_between(graph, plan))
 
 
 def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> UnitTable:
@@ -166,7 +220,7 @@ def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, mic
         elements=_sums(dense),
         expert_elements=_sums(expert),
         gathered_elements=np.array(divided.gathered),
-        like_between=_like_between(graph, plan),
+        like_between=divided.like_between,
         **{name: _sums(values) for name, values in by_mode["none"].shared().items()},  # type: ignore[arg-type]
         **{name: {mode: _sums(columns[mode][name]) for mode in MODES} for name in columns["none"]},  # type: ignore[arg-type]
     )
@@ -228,11 +282,10 @@ class _Columns:
         return {name: values[:, place] for place, name in enumerate(names)}
 
 
-def _elements(graph: Graph, plan: Plan) -> tuple[list[float], list[float]]:
+def _elements(graph: Graph, plan: Plan, splits: Splits) -> tuple[list[float], list[float]]:
     """Of the trained parameters of every unit, each tensor at its first name: those of experts apart."""
     dense, expert = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
     seen: set[str] = set()
-    splits = split_dims(graph, plan)
     for number, blocks in enumerate(plan.blocks_by_stage):
         for parameter in graph.parameters_of([*([""] if number == 0 else []), *blocks]):
             name = parameter.tied_to or parameter.name
@@ -243,9 +296,8 @@ def _elements(graph: Graph, plan: Plan) -> tuple[list[float], list[float]]:
     return dense, expert
 
 
-def _gathered(graph: Graph, plan: Plan) -> list[float]:
+def _gathered(graph: Graph, plan: Plan, splits: Splits) -> list[float]:
     """Of every unit: the fewest elements of any of its blocks, experts left out."""
-    splits = split_dims(graph, plan)
 
     def size(block: str) -> float:
         dense = (one for one in graph.parameters_of([block]) if not one.expert)
