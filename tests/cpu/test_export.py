@@ -25,7 +25,9 @@ from meshwright.train.export import ExportError, export
 
 Pools = Callable[[int], RankPool]
 BYTES = 260
-"""A vocabulary that the default data fits in."""
+"""A vocabulary that the data fits in."""
+DATA = {"source": "stdlib"}
+"""Named, as a trained model's data must be."""
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def test_there_and_back(
     from transformers import AutoModelForCausalLM
 
     model = f"hf:{weights}/config.json"
-    file = settings(model=model, weights=str(weights), steps=2, plan={"global_batch": 4, **plan})
+    file = settings(model=model, weights=str(weights), data=DATA, steps=2, plan={"global_batch": 4, **plan})
     link = Link(bytes_per_second=1e9, origin="assumed")
     msgspec.structs.replace(hand_cluster(2), host_link=link, host_updates_per_second=1e9).save(
         tmp_path / "cluster.json"
@@ -93,13 +95,16 @@ def test_a_run_begins_where_its_weights_say(
     first: dict[int, float] = {}
     for number, chosen in enumerate(({"weights": str(weights)}, {})):
         out = tmp_path / f"run{number}"
-        file = settings(model=f"hf:{weights}/config.json", steps=1, plan={"global_batch": 4}, out=str(out), **chosen)
+        file = settings(
+            model=f"hf:{weights}/config.json", data=DATA, steps=1, plan={"global_batch": 4}, out=str(out), **chosen
+        )
         ended = cli("train", file)
         assert ended.code == 0, ended.err
         first[number] = losses(out)[0][1]
     assert first[0] != first[1]
     file = settings(
         model=f"hf:{weights}/config.json",
+        data=DATA,
         steps=2,
         plan={"global_batch": 4},
         out=str(tmp_path / "run0"),
@@ -111,12 +116,12 @@ def test_a_run_begins_where_its_weights_say(
 
 
 def test_refused_before_a_rank_starts(here: Cli, settings: Callable[..., Path], weights: Path, tmp_path: Path) -> None:
-    ended = here("train", settings(model=f"hf:{weights}/config.json", weights=str(tmp_path / "nowhere")))
+    ended = here("train", settings(model=f"hf:{weights}/config.json", weights=str(tmp_path / "nowhere"), data=DATA))
     assert ended.code
     assert "nowhere: no such folder" in ended.err
     wider = json.loads((weights / "config.json").read_text()) | {"intermediate_size": 64}
     (tmp_path / "wider.json").write_text(json.dumps(wider))
-    ended = here("train", settings(model=f"hf:{tmp_path}/wider.json", weights=str(weights)))
+    ended = here("train", settings(model=f"hf:{tmp_path}/wider.json", weights=str(weights), data=DATA))
     assert "'model.layers.0.mlp.gate_proj.weight' is [64, 32] in this model and [48, 32] there" in " ".join(
         ended.err.split()
     )
