@@ -57,11 +57,15 @@ def spread(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Every rank holds everything; buckets of gradients are all-reduced while backward goes on."""
     leave_out_of_replicas(module, list(expert_parameters_of(module)))
+    option, group = _forward_buffer_option(), mesh.get_group("dp")
+    if option == "broadcast_buffers":  # by this name the option says of the start too that buffers are not sent round
+        for buffer in module.buffers():
+            dist.broadcast(buffer.detach(), group=group, group_src=0)
     return DistributedDataParallel(
         module,
-        process_group=mesh.get_group("dp"),
+        process_group=group,
         gradient_as_bucket_view=True,
-        **{_forward_buffer_option(): False},  # type: ignore[arg-type]
+        **{option: False},  # type: ignore[arg-type]
     )
 
 
