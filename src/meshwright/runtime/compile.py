@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.core.errors import PlanError
 from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.models.experts import find_experts
 from meshwright.models.objective import Objective
-from meshwright.runtime._torch import compile_replicas_whole
+from meshwright.runtime._torch import FakeTensorMode, compile_replicas_whole, flash_attention
 
 GRAPHS_PER_BLOCK = 2
 """One to train and one to evaluate, where no two blocks are alike."""
@@ -45,7 +48,8 @@ def compile_blocks(module: nn.Module, plan: Plan) -> None:
     blocks = [module.get_submodule(name) for name in repeated or ("",)]
     options = {"dynamic": False, **_room_for(GRAPHS_PER_BLOCK * len(blocks))}
     for block in blocks:
-        block.forward = torch.compile(block.forward, **options)
+        compiled = torch.compile(block.forward, **options)
+        block.forward = _without_flash(compiled) if _has_wrong_flash(block, plan) else compiled
 
 
 def compile_loss(objective: Objective, plan: Plan) -> Objective:
@@ -53,6 +57,28 @@ def compile_loss(objective: Objective, plan: Plan) -> Objective:
     return (
         dataclasses.replace(objective, loss=torch.compile(objective.loss, dynamic=False)) if plan.compile else objective
     )
+
+
+def _has_wrong_flash(block: nn.Module, plan: Plan) -> bool:
+    """torch 2.11 takes the sums that the flash kernel of a CPU keeps for backward to be float32, whatever it is called with: in
+    float64, what it compiles fails in backward."""
+    if plan.precision != "fp64" and all(parameter.dtype is not torch.float64 for parameter in block.parameters()):
+        return False
+    with FakeTensorMode():
+        wide = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="cpu")
+        _, sums = flash_attention(wide, wide, wide, None, causal=False, scale=1.0)
+    return sums.dtype is not torch.float64
+
+
+def _without_flash(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention as single ops, which torch compiles in any dtype."""
+
+    @wraps(forward)
+    def called(*arguments: Any, **options: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return forward(*arguments, **options)
+
+    return called
 
 
 def _check_links(module: nn.Module) -> None:
