@@ -341,6 +341,17 @@ def reentrant_checkpoints() -> Any:
 # ---------------------------------------------------------------- what no rule can see
 
 
+@torch.jit.script
+def halves(x: Tensor) -> Tensor:
+    """Reads its own sizes."""
+    width = x.size(-1) // 2
+    return torch.cat([x[..., :width] * 2.0, torch.tanh(x[..., width:])], dim=-1)
+
+
+def scripted() -> Any:
+    return text(lambda: Mlp(halves, halves))
+
+
 class ReadsRank(Mlp):
     """Every process adds another number: one process is no longer what several are together."""
 

@@ -37,6 +37,7 @@ AT_PARITY = [
     ("unit_gradients", "tp"), ("unit_gradients", "cp"), ("unit_gradients", "pp"),
     *(("scaling_hook", plan) for plan in ("tp", "cp", "pp", "zero3")),
     ("row_norm_hook", "tp"), ("row_norm_hook", "tokens"), ("row_norm_hook", "cp"), ("module_hook", "tp"),
+    ("scripted", "tp"), ("scripted", "tokens"), ("scripted", "cp"),
     ("physics", "tp"), ("gradient_penalty", "tp"), ("gradient_penalty", "cp"),
     *((name, plan) for name in ("own_checkpoints", "reentrant_checkpoints") for plan in ("tp", "cp", "pp", "zero3")),
 ]  # fmt: skip

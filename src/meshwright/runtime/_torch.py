@@ -17,6 +17,8 @@ from torch._C import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,  # a tensor of a class of ours is taken as any other, while modes go on watching
     DispatchKey,
+    ScriptFunction,  # what `torch.jit.script` makes of a function, and of a module's method: no mode sees their calls
+    ScriptMethod,
     _are_functorch_transforms_active,  # inside `vmap` or `torch.func.grad` tensors are wrapped, and their notes hidden
     _current_autograd_node,
     _SetExcludeDispatchKeyGuard,  # an alias that is made below autograd and still counts in-place changes: see `alias_of`
@@ -62,6 +64,8 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverloadPacket",
+    "ScriptFunction",
+    "ScriptMethod",
     "TorchDispatchMode",
     "_SetExcludeDispatchKeyGuard",
     "_SingleLevelFunction",

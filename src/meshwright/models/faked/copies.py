@@ -11,6 +11,7 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 _PLAIN = (str, bytes, int, float, type(None))
@@ -19,6 +20,8 @@ _PLAIN = (str, bytes, int, float, type(None))
 def copy_module(module: nn.Module, made: dict[int, Any]) -> nn.Module:
     """made: id of an object → what stands for it in the copy."""
     memo = dict(made)
+    for part in module.modules():  # scripted functions refuse to be copied, and hold nothing that differs
+        memo.update((id(value), value) for value in vars(part).values() if isinstance(value, torch.jit.ScriptFunction))
     copied = copy.deepcopy(module, memo)
     rebound: dict[int, Any] = {}
     for part in copied.modules():

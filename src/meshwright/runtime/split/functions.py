@@ -22,8 +22,13 @@ from torch import Tensor
 from meshwright.runtime._torch import (
     BackwardHookFunction,
     DisableTorchFunction,
+    ScriptFunction,
+    ScriptMethod,
     _get_current_function_mode_stack,
     _SingleLevelFunction,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
 )
 from meshwright.runtime.own_backward import place_of
 from meshwright.runtime.split import exchange
@@ -38,6 +43,8 @@ and in torch 2.11 a recompute holds its inputs by one."""
 
 BENEATH: Any = _SingleLevelFunction
 """The class beneath `torch.autograd.Function`."""
+SCRIPTED: dict[Any, Any] = {kind: kind.__call__ for kind in (ScriptFunction, ScriptMethod)}
+"""What `torch.jit.script` makes, and how it is called: its code is not Python, and would read the sizes of parts."""
 _lock = threading.Lock()
 _watchers = 0
 _met: list[set[str]] = []
@@ -51,7 +58,10 @@ def begin_watching() -> None:
     global _watchers
     with _lock:
         _watchers += 1
-        BENEATH.apply = classmethod(_apply)
+        if _watchers == 1:
+            BENEATH.apply = classmethod(_apply)
+            for kind, call in SCRIPTED.items():
+                kind.__call__ = _scripted(call)
 
 
 def end_watching() -> None:
@@ -60,6 +70,8 @@ def end_watching() -> None:
         _watchers -= 1
         if _watchers == 0:
             del BENEATH.apply
+            for kind, call in SCRIPTED.items():
+                kind.__call__ = call
 
 
 @contextmanager
@@ -84,6 +96,28 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     if split is None:
         return plain(*args, **kwargs)
     return run(split, function, plain, args, kwargs)
+
+
+def _scripted(call: Any) -> Any:
+    """A call of scripted code: on whole tensors where some lie over ranks."""
+
+    def run_whole(function: Any, *args: Any, **kwargs: Any) -> Any:
+        split = _splitter()
+        if split is None or not any(
+            isinstance(leaf, Tensor) and layout_of(leaf) for leaf in tree_leaves((args, kwargs))
+        ):
+            return call(function, *args, **kwargs)
+        if split.is_trial:
+            from meshwright.runtime.split.splitter import NotSplit
+
+            raise NotSplit(f"'{function.name}' is compiled by torch.jit.script, and cannot run on parts")
+        leaves, structure = tree_flatten((args, kwargs))
+        with DisableTorchFunction():
+            leaves = [split.whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(leaves, structure)
+        return call(function, *args, **kwargs)
+
+    return run_whole
 
 
 def _splitter() -> Splitter | None:
