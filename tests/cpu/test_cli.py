@@ -145,8 +145,10 @@ def test_parity_holds(cli: Cli) -> None:
     assert "parity holds" in ended.err
 
 
-def test_parity_fails_for_a_model_that_draws_at_random(cli: Cli) -> None:
-    ended = cli("parity", f"{ASSETS}/models.py:noisy", "--nproc", 2, "--steps", 1, "--json")
+def test_parity_fails_for_a_model_that_draws_from_the_operating_system(cli: Cli) -> None:
+    """On one rank that takes the batch at once: where it is cut, a loss that is no mean of its parts' is refused before."""
+    assert cli("parity", f"{ASSETS}/models.py:noisy", "--nproc", 2, "--steps", 1, "--json").code == 2
+    ended = cli("parity", f"{ASSETS}/models.py:noisy", "--nproc", 1, "--steps", 1, "--json")
     assert ended.code == 1
     said = ended.json
     assert said["ok"] is False

@@ -22,6 +22,10 @@ WORDS = {
 }
 
 
+ROUNDING = 1e-12
+"""Of sums in another order: plans that differ by less take equally long."""
+
+
 def reason_lost(lost: Estimate, best: Estimate, *, plan: Plan | None = None, band: float = 0.0) -> str:
     """The memory it is over, or the part of the step that costs it most against the best. plan: the one that lost."""
     if not lost.fits:
@@ -29,7 +33,7 @@ def reason_lost(lost: Estimate, best: Estimate, *, plan: Plan | None = None, ban
         where = f" in the {lost.worst_moment}" if lost.worst_moment else ""
         return f"{format_bytes(over)} over the budget of {format_bytes(lost.budget_bytes)}{where}"
     slower = lost.step_seconds / best.step_seconds - 1
-    if slower == 0:
+    if abs(slower) < ROUNDING:
         return "equally fast, less plain"
     if slower < 0:
         return f"{-slower:.1%} faster, within the estimate's error of {band:.0%}, and more complicated"
