@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.measure.exact import exact
-from meshwright.runtime.recompute import _recomputed, _watched
+from meshwright.runtime.recompute import _recomputed
 from meshwright.runtime.watch import Watch
 
 CASTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -76,7 +76,7 @@ def gradient(parts: int, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
 
 
 def recomputed(module: nn.Module, x: Tensor) -> Tensor:
-    forward = _recomputed(module.forward, {"context_fn": _watched(Watch(None))})
+    forward = _recomputed(module, "", Watch(None))
     return forward(x)  # type: ignore[no-any-return]
 
 
