@@ -10,12 +10,11 @@ import os
 import sys
 import threading
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import __version__
-from meshwright.core.cache import cache_folder
+from meshwright.core.cache import cache_folder, content_of, version_of
 from meshwright.core.errors import GuessWarning
 from meshwright.core.graph import CAPTURE_VERSION
 
@@ -97,9 +96,9 @@ def graph_file(model: str, precision: Precision, casting: Casting = "autocast") 
 
     if ".py:" in model or model.endswith(".py"):
         return None
-    facts = [model, precision, casting, __version__, CAPTURE_VERSION, _version("torch")]
+    facts = [model, precision, casting, __version__, CAPTURE_VERSION, version_of("torch")]
     if model.startswith("hf:"):
-        facts += [_content(model.removeprefix("hf:")), _version("transformers")]
+        facts += [content_of(Path(model.removeprefix("hf:"))), version_of("transformers")]
     return cache_folder() / "graphs" / f"{stable_hash(facts)}.json"
 
 
@@ -130,17 +129,3 @@ def _keep(model: str, graph: Graph) -> None:
         write_whole(path, msgspec.json.encode(graph).decode())
     except (OSError, InputError):
         return  # a cache that cannot be written is not worth failing for
-
-
-def _content(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

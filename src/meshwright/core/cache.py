@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
+
+
+def content_of(path: Path) -> str:
+    """A text file, as part of what a cached answer depends on; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def version_of(package: str) -> str:
+    """Empty where the package is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from meshwright.models.objective import Batch, map_batch
+
 WIDE = {
     torch.float32: torch.float64,
     torch.float16: torch.float64,
@@ -61,3 +63,8 @@ def _wide(argument: Any) -> Any:
     if isinstance(argument, torch.dtype):
         return WIDE.get(argument, argument)
     return CLASSES.get(argument, argument) if isinstance(argument, str) else argument
+
+
+def widened_batch(batch: Batch) -> Batch:
+    """Floating tensors in float64, as the model's parameters are."""
+    return map_batch(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)

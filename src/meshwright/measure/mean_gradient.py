@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
-from meshwright.measure.exact import exact
+from meshwright.measure.exact import exact, widened_batch
 from meshwright.measure.mean_loss import cuts_batch
 from meshwright.measure.silence import silence
-from meshwright.models.objective import Batch, Objective, call, map_batch, num_samples, slice_batch
+from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
 from meshwright.runtime._torch import gradient_hooks
 from meshwright.runtime.own_backward import place_of
 from meshwright.runtime.split.functions import functions_met
@@ -55,7 +55,7 @@ def _gradients(module: nn.Module, parts: list[Batch], objective: Objective, scal
     total = sum(objective.count(part) for part in parts)
     with exact(), silence(None):
         for part in parts:
-            moved = map_batch(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, part)
+            moved = widened_batch(part)
             loss = objective.loss(call(module, moved), moved)
             (loss * (scale * objective.count(part) / total)).backward()
     return {name: one.grad for name, one in module.named_parameters() if one.grad is not None}

@@ -20,12 +20,12 @@ from torch import nn
 
 from meshwright.core.errors import MeshwrightError, ModelError, PlanError
 from meshwright.core.plan import Plan
-from meshwright.measure.exact import exact
+from meshwright.measure.exact import exact, widened_batch
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.examples import repeat_samples
 from meshwright.models.faked.attributes import widen_attributes
 from meshwright.models.labels import IGNORED_LABEL, LABELS, SHIFTED, TAKEN, check_shift
-from meshwright.models.objective import Batch, Objective, call, map_batch, num_samples, slice_batch
+from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
 from meshwright.models.source import ModelSource
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -131,7 +131,7 @@ def _loss(module: nn.Module, batch: Batch, objective: Objective) -> float:
     for part in module.modules():
         if isinstance(part, BATCH_NORMS):
             part.eval()
-    moved = map_batch(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+    moved = widened_batch(batch)
     try:
         with exact(), silence():
             return float(objective.loss(call(module, moved), moved).detach())

@@ -34,7 +34,7 @@ from meshwright.core.errors import MeshwrightError, ModelError, PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.result import describe
 from meshwright.measure.carried import carries_state, from_one_state
-from meshwright.measure.exact import exact
+from meshwright.measure.exact import exact, widened_batch
 from meshwright.measure.mean_gradient import refuse_own_gradient
 from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly
 from meshwright.measure.rounding import enlarged, move_parameters
@@ -245,7 +245,7 @@ def _step(reference: _Reference, batch: Batch, source: ModelSource, plan: Plan) 
 
 
 def _loss(module: nn.Module, batch: Batch, source: ModelSource) -> Tensor:
-    moved = map_batch(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+    moved = widened_batch(batch)
     return source.objective.loss(call(module, moved), moved)
 
 

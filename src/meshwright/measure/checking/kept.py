@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from meshwright.core.cache import cache_folder
+from meshwright.core.cache import cache_folder, content_of, version_of
 from meshwright.core.codec import stable_hash
 
 CHECK_VERSION = 1
@@ -17,7 +16,7 @@ MOST_FILES = 300
 class Kept:
     def __init__(self, code: str) -> None:
         """code: changes when the model's own code does."""
-        versions = [_version(package) for package in ("meshwright", "torch", "transformers")]
+        versions = [version_of(package) for package in ("meshwright", "torch", "transformers")]
         self.facts = [code, *versions, _own_code(), CHECK_VERSION]
 
     def has(self, graph: str, plan: str) -> bool:
@@ -39,24 +38,10 @@ def code_of(model: str) -> str:
     """Of a model's name: the file it names, and what lies beside it."""
     path = Path(model.removeprefix("hf:").rpartition(":")[0] if ".py:" in model else model.removeprefix("hf:"))
     beside = sorted(path.parent.glob("*.py"))[:MOST_FILES] if path.suffix == ".py" else []
-    return stable_hash([model, *(f"{file.name}:{_content(file)}" for file in [path, *beside])])
-
-
-def _content(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return stable_hash([model, *(f"{file.name}:{content_of(file)}" for file in [path, *beside])])
 
 
 def _own_code() -> str:
     """Of Meshwright, where it is changed in place between two versions."""
     files = sorted(Path(__file__).parents[2].rglob("*.py"))
     return stable_hash([f"{file.name}:{file.stat().st_mtime_ns}:{file.stat().st_size}" for file in files])
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

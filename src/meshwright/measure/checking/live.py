@@ -1,6 +1,6 @@
 """A module that a process has in memory, as a small model that other processes can build.
 
-    blocks         of a list of alike ones the first few are kept                                                   -> _shortened
+    blocks         of a list of alike ones the first few are kept                                                   -> _shorten
     parameters     numbers of the size that layers are begun with; the module's own may be gigabytes, or not there yet   -> _filled
     buffers        as they are: a table of positions or a mask is part of what the model computes
 

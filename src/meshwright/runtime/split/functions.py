@@ -26,9 +26,7 @@ from meshwright.runtime._torch import (
     ScriptMethod,
     _get_current_function_mode_stack,
     _SingleLevelFunction,
-    tree_flatten,
     tree_leaves,
-    tree_unflatten,
 )
 from meshwright.runtime.own_backward import place_of
 from meshwright.runtime.split import exchange
@@ -111,10 +109,10 @@ def _scripted(call: Any) -> Any:
             from meshwright.runtime.split.splitter import NotSplit
 
             raise NotSplit(f"'{function.name}' is compiled by torch.jit.script, and cannot run on parts")
-        leaves, structure = tree_flatten((args, kwargs))
+        from meshwright.runtime.split.rules.whole import all_whole
+
         with DisableTorchFunction():
-            leaves = [split.whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(leaves, structure)
+            args, kwargs = all_whole(split, (args, kwargs))
         return call(function, *args, **kwargs)
 
     return run_whole
@@ -159,7 +157,7 @@ def _hooked(split: Splitter, plain: Any, args: tuple[Any, ...]) -> Any:
 
 def _whole_argument(split: Splitter, function: Any, value: Any) -> Any:
     if isinstance(value, list | tuple | dict):
-        _check_nested(split, function, value)
+        _check_nested(function, value)
     if not isinstance(value, Tensor):
         return value
     with DisableTorchFunction():
@@ -177,7 +175,7 @@ def _returned(split: Splitter, value: Any) -> Any:
     return value
 
 
-def _check_nested(split: Splitter, function: Any, nest: Any) -> None:
+def _check_nested(function: Any, nest: Any) -> None:
     """Autograd does not follow tensors inside lists, and neither is their gradient followed here."""
     from meshwright.runtime.split.splitter import NotSplit
 

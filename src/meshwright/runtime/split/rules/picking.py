@@ -218,9 +218,7 @@ def _by_tensors(split: Splitter, tensor: Tensor, items: list[Any]) -> Tensor:
             tensor = split.gather_dims(tensor, [dim])
             return lay(tensor[tuple(items)], shifted(layout_of(tensor), dim + 1, index.dim() - 1))
     tensor = split.gather_dims(tensor, range(tensor.dim()))
-    whole = [
-        split.gather_dims(split.summed(item), range(item.dim())) if isinstance(item, Tensor) else item for item in items
-    ]
+    whole = [split.whole(item) if isinstance(item, Tensor) else item for item in items]
     found: Tensor = tensor[tuple(whole)]
     return found
 

@@ -89,5 +89,5 @@ def filled(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
 def _filled_by_values(split: Splitter, function: Any, args: Args, kwargs: Options) -> Tensor:
     """bernoulli_(probabilities)"""
     whole = args[0].new_empty(split.shape(args[0]))
-    others = [split.gather_dims(split.summed(v), range(v.dim())) if isinstance(v, Tensor) else v for v in args[1:]]
+    others = [split.whole(v) if isinstance(v, Tensor) else v for v in args[1:]]
     return become(split, args[0], function(whole, *others, **kwargs))

@@ -39,13 +39,9 @@ REFUSED = frozenset(
 """They reach into the memory of a tensor, of which a rank has a part."""
 
 
-def whole(split: Splitter, tensor: Tensor) -> Tensor:
-    return split.gather_dims(split.summed(tensor), range(tensor.dim()))
-
-
 def all_whole(split: Splitter, values: Any) -> Any:
     leaves, structure = tree_flatten(values)
-    return tree_unflatten([whole(split, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    return tree_unflatten([split.whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
 def on_whole(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
@@ -84,7 +80,7 @@ def _is_mutable(function: Any) -> bool:
 def in_place_on_whole(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """The function changes a whole copy; the tensor that the model holds becomes its part of that."""
     target = args[0]
-    held = whole(split, target)
+    held = split.whole(target)
     held = held if held is target else held.clone()  # what an exchange gave may be a view
     others, options = all_whole(split, (args[1:], kwargs))
     made = function(held, *others, **options)
@@ -107,7 +103,7 @@ def set_data(split: Splitter, function: Any, args: Args, kwargs: Options) -> Non
     tensor, other = args
     if (layout_of(tensor) or {}) != cuts(layout_of(tensor)):
         raise NotSplit("'.data' of a sum whose summands lie over ranks is set")
-    function(tensor, cut_as(split, whole(split, other), cuts(layout_of(tensor))).detach())
+    function(tensor, cut_as(split, split.whole(other), cuts(layout_of(tensor))).detach())
 
 
 def relaid(target: Tensor, layout: Any) -> Tensor:
