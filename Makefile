@@ -8,7 +8,7 @@ WORKERS ?= 2
 HANGING := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 PYTEST := $(RUN) pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(HANGING)
 
-.PHONY: demo test test-all check lint format parity survey clean
+.PHONY: demo test test-all hunt check lint format parity survey clean
 
 demo: .venv/installed
 	$(RUN) meshwright train examples/demo.toml
@@ -19,6 +19,10 @@ test: .venv/installed
 # every row of the large tables; `make test` runs a sample of them
 test-all: .venv/installed
 	$(PYTEST) --every-row
+
+# properties of the search, the cost model and the values on examples that no run has tried; ARGUMENTS="tests/pure/test_joint.py" for some
+hunt: .venv/installed
+	$(PYTEST) --hypothesis-profile hunt $(or $(ARGUMENTS),tests/pure)
 
 check: lint test
 

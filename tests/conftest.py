@@ -17,7 +17,13 @@ from types import FrameType
 from typing import NoReturn
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("same", deadline=None, max_examples=40, derandomize=True)
+settings.register_profile("hunt", deadline=None, max_examples=1000)
+settings.load_profile("same")
+"""Property tests run the same examples each time: a change fails for what it changed. `--hypothesis-profile hunt` draws others, and
+many more (`make hunt`)."""
 SAMPLED = {
     "test_activation_offload.py": 3, "test_host_optimizer.py": 3, "test_ring.py": 3, "test_streaming.py": 5,
     "test_best_sharding_runs.py": 2, "test_capture.py": 5, "test_capture_skipping.py": 3, "test_checkpoint.py": 3,

@@ -129,25 +129,33 @@ def _text(file: Path) -> str:
 
 
 def run_cells(todo: Iterable[Cell], template: Template, at_once: int = 1) -> Iterator[tuple[Cell, Outcome]]:
-    """Each cell as it ends; so many of them run side by side."""
-    waiting, running = list(todo), list[_Running]()
+    """Each cell as it ends; so many of them run side by side, on cores of their own where there are two for each."""
+    waiting, running, cores = list(todo), list[_Running](), _cores_for(at_once)
     while waiting or running:
         while waiting and len(running) < at_once:
-            running.append(_Running(waiting.pop(0), template))
+            running.append(_Running(waiting.pop(0), template, cores.pop()))
         for one in [one for one in running if one.has_ended()]:
             running.remove(one)
+            cores.append(one.cores)
             yield one.cell, one.outcome()
         time.sleep(LOOK_SECONDS)
+
+
+def _cores_for(at_once: int) -> list[set[int]]:
+    every = sorted(os.sched_getaffinity(0))
+    each = len(every) // at_once
+    return [set(every[number * each :][:each]) if each > 1 else set(every) for number in range(at_once)]
 
 
 class _Running:
     """One `meshwright parity`, in a folder of its own."""
 
-    def __init__(self, cell: Cell, template: Template) -> None:
-        self.cell, self.started, self.is_late = cell, time.monotonic(), False
+    def __init__(self, cell: Cell, template: Template, cores: set[int]) -> None:
+        self.cell, self.cores, self.started, self.is_late = cell, cores, time.monotonic(), False
         self.folder = Path(tempfile.mkdtemp(prefix="meshwright-survey-"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         self.process = ForkedCommand(template, cell.command, environment, self.folder)
+        os.sched_setaffinity(self.process.pid, cores)  # before it starts ranks, which are bound to cores out of these
 
     def has_ended(self) -> bool:
         if self.process.poll() is not None:

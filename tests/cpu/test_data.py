@@ -23,7 +23,7 @@ from meshwright.train.samples import SyntheticImages, TextWindows
 from meshwright.train.settings import DataSettings
 from meshwright.train.stream import IndexedStream, IterableStream, Slice, Stream
 
-quick = settings(deadline=None, max_examples=30)
+quick = settings()
 
 TEXT = TextShape(seq=8, vocab=256)
 IMAGES = ImageShape(size=8, classes=4)

@@ -114,7 +114,7 @@ def test_a_rank_that_fails_on_ray_is_told_in_words(
     ended = cli(
         "launch", settings(nproc=1, model=f"{tmp_path}/own.py:make"), "--ray", "--hosts", 2, "--address", cluster.address
     )  # fmt: skip
-    assert ended.code == 1
+    assert ended.code == 2  # the model's file is at fault
     assert "error: rank 1 of 2 failed: " in ended.err
     assert "no such weights today" in ended.err
     assert "Traceback" not in ended.err

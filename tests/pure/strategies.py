@@ -32,7 +32,7 @@ from meshwright.core.request import PlanRequest
 
 T = TypeVar("T")
 
-quick = settings(deadline=None, max_examples=40, phases=set(Phase) - {Phase.explain})
+quick = settings(phases=set(Phase) - {Phase.explain})
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 degrees = st.integers(1, 4)

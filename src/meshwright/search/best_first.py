@@ -248,9 +248,11 @@ class BestFirst:
                 self._leave(bounds.of_every_cut(point, room, best[1]))
         for cut, largest in found:
             bound = bounds.of_cut(point, cut, room, largest)
-            if self._must_fit and not cut_fits(bounds.table, point, room.likely, cut):
-                if cut_fits(bounds.table, point, room, cut):
-                    self._leave(bound)
+            if self._must_fit and not cut_fits(bounds.table, point, room, cut):
+                continue
+            unlikely = self.drafts.leaves_unlikely and not cut_fits(bounds.table, point, room.likely, cut)
+            if self._must_fit and unlikely:
+                self._leave(bound)
                 continue
             yield bound, lambda cut=cut: self.cost(point, cut)  # type: ignore[misc]
 

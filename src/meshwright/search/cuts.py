@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
-from math import comb
+from math import comb, inf
 
 import numpy as np
 
@@ -102,7 +102,10 @@ class _Loads:
         m, p = shape.num_microbatches, shape.pp
         match self.point.schedule:
             case "1f1b":
-                return (m - 1) * backward + max(0, m - p + stage) * forward
+                weight = (m - 1) * np.minimum(backward, np.finfo(float).max) + max(0, m - p + stage) * forward
+                return np.where(
+                    np.isinf(backward), inf, weight
+                )  # even with one microbatch, whose backward weighs nothing
             case "zb":
                 return m * (forward + backward) - (p - stage) * forward
             case _:

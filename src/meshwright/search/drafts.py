@@ -17,7 +17,7 @@ from meshwright.search.room import Room, has_gradients, least_bytes, may_fit, re
 from meshwright.search.space import Point, schedules
 from meshwright.search.streamed import Streamed, streamed_plans
 from meshwright.search.tables import Tables
-from meshwright.search.units import Cut, even_cut, sizes_of
+from meshwright.search.units import FEW_UNITS, Cut, even_cut, sizes_of
 
 ROUNDING = 1e-6
 """Of bytes, as shares of them, that may decide no plan's fate before it is costed."""
@@ -28,6 +28,8 @@ class Drafts:
         self.problem = problem
         self.tables = Tables(problem)
         self.units = self.tables.units
+        self.leaves_unlikely = len(self.units) > FEW_UNITS
+        """Whether points of which hardly a stage fits are left out; where units are few, all that may fit are costed."""
         self.refusals = self.tables.refusals
         """Why candidates were left out."""
         self.points: set[Point] = set()
@@ -138,10 +140,13 @@ class Drafts:
         if again == inf:
             return None
         needs = bounds.needs(point, again)
-        if may_fit(bounds.table, point, room.likely):
+        if self._is_likely(bounds, point, room):
             return needs
         self.doubtful_seconds = min(self.doubtful_seconds, needs.seconds)
         return None
+
+    def _is_likely(self, bounds: Bounds, point: Point, room: Room) -> bool:
+        return not self.leaves_unlikely or may_fit(bounds.table, point, room.likely)
 
     def _has_room(self, streamed: Streamed) -> bool:
         room = self.room(streamed.point).budget_bytes * (1 + ROUNDING)
@@ -168,7 +173,7 @@ class Drafts:
     def _of_point(self, bounds: Bounds, point: Point) -> float:
         room = self.room(point)
         found = bounds.of_point(point, room)
-        if found < inf and not may_fit(bounds.table, point, room.likely):
+        if found < inf and not self._is_likely(bounds, point, room):
             self.doubtful_seconds = min(self.doubtful_seconds, found)
             return inf
         return found

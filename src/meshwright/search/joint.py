@@ -30,6 +30,7 @@ plan.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from meshwright.search.best_first import MOST_COSTED, MOST_OPENED, BestFirst
@@ -71,6 +72,10 @@ def _again(found: BestFirst) -> BestFirst:
         costed = [*costed, *changes_that_fit(problem, costed)]
     if not any(estimate.fits for _, estimate in costed):
         return found
+    away = {plan.offload.what for plan, estimate in costed if estimate.fits} - set(problem.offloads)
+    if away:
+        problem = replace(problem, nothing_fits=tuple(sorted(away)))
+        drafts = Drafts(problem)
     again = BestFirst(problem, drafts, known=costed, most_costed=found.most_costed, most_opened=found.most_opened)
     again.run()
     return again

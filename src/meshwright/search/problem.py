@@ -44,6 +44,8 @@ class Problem:
     """Whether the fastest is taken even where a simpler plan is as fast within the estimate's error."""
     offload_asked: bool | None = None
     """Of a part of a search, which fixes more than was asked for: whether a person fixed what is offloaded."""
+    nothing_fits: tuple[OffloadKind, ...] = ()
+    """What may leave the device though no offload is proposed on it, since nothing fits otherwise."""
 
     @cached_property
     def devices(self) -> int:
@@ -80,7 +82,8 @@ class Problem:
             return (self.request.offload,)  # type: ignore[return-value]
         apart = self.cluster.device.kind != "cpu"  # a CPU's memory is its host's
         known = apart and self.cluster.host_link is not None and self.cluster.host_memory_bytes is not None
-        return ("none", *(what for what in OFFLOADED if known and not not_yet(_with_offload(what))))
+        may_leave = OFFLOADED if known else self.nothing_fits
+        return ("none", *(what for what in may_leave if not not_yet(_with_offload(what))))
 
     @property
     def of_one_device(self) -> Problem | None:
