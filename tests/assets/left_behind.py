@@ -301,3 +301,36 @@ def sharing() -> Made:
     for block in module.blocks[1:]:
         block.mlp = module.blocks[0].mlp
     return module, batch(), loss
+
+
+class Boxed(Block):
+    """The first block leaves something in a box of the class, which the others read."""
+
+    box: dict[str, Tensor] = {}  # noqa: RUF012
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.mlp.up(self.norm(x))
+        self.box.setdefault("first", hidden)
+        return x + self.mlp.down(F.gelu(hidden + self.box["first"]))
+
+
+class BoxedLM(LM):
+    def forward(self, input_ids: Tensor) -> Any:
+        Boxed.box.clear()
+        return super().forward(input_ids)
+
+
+def boxed() -> Made:
+    return BoxedLM(Boxed), batch(), loss
+
+
+class PenalisedLM(LM):
+    """A penalty on the weights of all blocks, which are read outside of them, and on a factor of each kind."""
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.head(self.trunk(input_ids))
+        return x, sum((1 + place % 3) * weight.abs().mean() for place, weight in enumerate(self.blocks.parameters()))
+
+
+def penalised() -> Made:
+    return PenalisedLM(), batch(), loss

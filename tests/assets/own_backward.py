@@ -368,3 +368,33 @@ def samples() -> Any:
     """Data for `train`: the same few samples again and again."""
     batch = text_batch()
     return [{name: tensor[number % SAMPLES] for name, tensor in batch.items()} for number in range(64)]
+
+
+class ReluInPlace(torch.autograd.Function):
+    """Changes what it is given, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.relu_()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return gradients[0] * (y > 0)
+
+
+def relu_in_place(x: Tensor) -> Tensor:
+    """The caller goes on with the tensor it gave."""
+    ReluInPlace.apply(x)
+    return x
+
+
+def changed_in_place() -> Any:
+    return text(lambda: Mlp(torch.tanh, relu_in_place))
+
+
+def changed_in_the_middle() -> Any:
+    return text(lambda: Mlp(relu_in_place, same))

@@ -129,3 +129,65 @@ class Pairs(nn.Module):
 def contrast() -> Any:
     draws = torch.randn(SAMPLES, 5, WIDTH, generator=torch.Generator().manual_seed(0))
     return Pairs(), {"image": draws[:, :4], "text": draws[:, 4]}
+
+
+# ---------------------------------------------------------------- losses that read more than their arguments
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return self.head(x)
+
+
+def words(loss: Any) -> Any:
+    text = tokens()
+    return Words(), {"ids": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}, loss
+
+
+def reads_model() -> Any:
+    module, batch, _ = words(None)
+    return module, batch, lambda output, batch: output.square().mean() + module.head.weight.square().sum()
+
+
+CRITIC = nn.Linear(VOCAB, 1)
+
+
+def _criticised(output: Tensor, batch: Any) -> Tensor:
+    return CRITIC(output).mean()
+
+
+def reads_critic() -> Any:
+    return words(lambda output, batch: _criticised(output, batch))
+
+
+class Centres(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.zeros(VOCAB))
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - self.centres).square().mean()
+
+
+def is_trained() -> Any:
+    return words(Centres())
+
+
+def weighs_classes() -> Any:
+    weights = torch.ones(VOCAB)
+    return words(lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), weights))
+
+
+def reads_frozen() -> Any:
+    """As a perceptual loss does; and looks labels up, so that each must be one."""
+    net = nn.Linear(VOCAB, 4).requires_grad_(False)
+    return words(lambda out, batch: F.mse_loss(net(out), net(F.one_hot(batch["labels"], VOCAB).to(out.dtype))))

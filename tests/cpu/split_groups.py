@@ -87,8 +87,35 @@ def writing_samples() -> Iterator[Sample]:
     }  # fmt: skip
     for name, change in others.items():
         yield Sample(name, writes(change), (x, y))
+    yield from _sharing_samples(x, weight(8, 8))
     yield Sample("copy-smaller", writes(lambda h, o: h.copy_(o)), (x, real(8, seed=2)))
     yield Sample("iadd-weight", writes(lambda h, o: h.__iadd__(o)), (x, weight(8)))
+
+
+def _sharing_samples(x: Tensor, w: Tensor) -> Iterator[Sample]:
+    """A product, whose ranks may hold summands, and a view of it: a change in place of one is a change of the other."""
+
+    def shares(view: Callable[[Tensor], Tensor], change: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:
+        def call(tensor: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            held = F.linear(tensor, w)
+            seen = view(held)
+            change(held, seen)
+            return held * 2, seen * 3
+
+        return call
+
+    views: dict[str, Callable[[Tensor], Tensor]] = {
+        "view": lambda h: h.view(16, 8), "transpose": lambda h: h.transpose(0, 1), "unsqueeze": lambda h: h.unsqueeze(1),
+        "getitem": lambda h: h[:, 1:3], "float": lambda h: h.double(), "detach": lambda h: h.view(-1).view(4, 32)[1:],
+    }  # fmt: skip
+    changes: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "base": lambda h, v: h.sub_(1.0), "view": lambda h, v: v.sub_(1.0), "tensor": lambda h, v: h.__isub__(h.detach() * 2),
+        "setitem": lambda h, v: h.__setitem__((0, 1), 0.0), "copied": lambda h, v: v.copy_(v.detach() * 3),
+        "twice": lambda h, v: (h.mul_(2.0), v.add_(1.0)),
+    }  # fmt: skip
+    for name, view in views.items():
+        for other, change in changes.items():
+            yield Sample(f"{name}-shared-{other}", shares(view, change), (x, w))
 
 
 def other_samples() -> Iterator[Sample]:

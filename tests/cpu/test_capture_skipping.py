@@ -218,6 +218,13 @@ class Replacing(Stack):
     layer = Noting
 
 
+class Penalised(Stack):
+    """Reads the weights of all blocks from outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(weight.abs().mean() for weight in self.layers.parameters())
+
+
 def test_a_models_own_recompute_is_left_out_and_its_blocks_are_skipped() -> None:
     assert first_trace(Recomputing()).representatives == first_trace(Stack()).representatives
     few, every = both(Recomputing())
@@ -225,13 +232,14 @@ def test_a_models_own_recompute_is_left_out_and_its_blocks_are_skipped() -> None
     assert few.flops(3) == both(Stack())[1].flops(3)
 
 
-@pytest.mark.parametrize("stack", [Adding, Again, Growing, Replacing])
+@pytest.mark.parametrize("stack", [Adding, Again, Growing, Replacing, Penalised])
 def test_blocks_that_cannot_be_skipped_are_followed(stack: type[nn.Module]) -> None:
     module = stack()
     with pytest.raises(CannotSkip):
         first_trace(module)
     few, every = both(module)
     assert few == every
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 class Frozen(Stack):

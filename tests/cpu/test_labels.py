@@ -153,6 +153,23 @@ def test_own_losses_agree_with_one_process(pool: Pools, function: str, cut: dict
         assert result.ok, result.first_difference
 
 
+@pytest.mark.parametrize("function", ["weighs_classes", "reads_frozen"])
+@pytest.mark.parametrize("cut", [{"tp": 2}, {"zero": 3}, {"pp": 2}], ids=str)
+def test_losses_may_read_what_is_not_trained(pool: Pools, function: str, cut: dict[str, int]) -> None:
+    request = PlanRequest(global_batch=8, microbatch=2, precision="fp64", **cut)  # type: ignore[arg-type]
+    for result in pool(2).run(compare_on_rank, function, request):
+        assert result.ok, result.first_difference
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [("reads_model", "'module'"), ("reads_critic", "CRITIC'"), ("is_trained", "the loss is a Centres")],
+)
+def test_losses_may_read_nothing_that_is_trained(function: str, said: str) -> None:
+    with pytest.raises(ModelError, match=f"{said}, which has weights to be trained"):
+        resolve(f"{FILE}:{function}")
+
+
 def losses_on_rank() -> tuple[list[float], list[float]]:
     """Steps of a causal model on collated batches by `apply`, and by plain torch on all of the batch."""
     module, batch = runpy.run_path(FILE)["collated"]()

@@ -23,6 +23,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2, "microbatch": 2}),
     "pp2 interleaved": (2, {"pp": 2, "microbatch": 2, "virtual": 2, "schedule": "interleaved"}),
     "pp2 x zero3": (4, {"pp": 2, "dp": 2, "zero": 3, "microbatch": 2}),
+    "pp2 x tp2": (4, {"pp": 2, "tp": 2, "microbatch": 2}),
     "pp2 x dp2": (4, {"pp": 2, "dp": 2, "microbatch": 2, "recompute": "full"}),
 }
 """Ranks and what is asked for."""
@@ -56,7 +57,12 @@ def test_attributes_and_lists(pool: Pools, model: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"), [("hiding", ("stack", "global variable")), ("hooked", ("blocks.0", "left_behind.py", "hook"))]
+    ("model", "words"),
+    [
+        ("hiding", ("stack", "global variable")),
+        ("hooked", ("blocks.0", "left_behind.py", "hook")),
+        ("boxed", ("block 'blocks.1'", "another block made", "global variable")),
+    ],
 )
 def test_what_stages_cannot_hand_on_is_refused(pool: Pools, model: str, words: tuple[str, ...]) -> None:
     with pytest.raises(RankError) as raised:
@@ -90,3 +96,15 @@ def test_parameters_that_ranks_write_otherwise_are_refused(pool: Pools, plan: st
 def test_parts_that_blocks_of_several_stages_share(pool: Pools, plan: str) -> None:
     for result in pool(PLANS[plan][0]).run(compare_on_rank, "sharing", plan_of("sharing", plan)):
         assert result.ok, result.first_difference
+
+
+@pytest.mark.parametrize("plan", ["dp2", "recompute", "pp2", "pp2 interleaved", "pp2 x tp2"])
+def test_weights_that_are_read_outside_their_blocks(pool: Pools, plan: str) -> None:
+    for result in pool(PLANS[plan][0]).run(compare_on_rank, "penalised", plan_of("penalised", plan)):
+        assert result.ok, result.first_difference
+
+
+@pytest.mark.parametrize("plan", ["zero3", "pp2 x zero3"])
+def test_weights_in_shards_are_not(pool: Pools, plan: str) -> None:
+    with pytest.raises(RankError, match=r"ModelError: parameter 'blocks.0.norm.weight' is read.* outside of its block"):
+        pool(PLANS[plan][0]).run(compare_on_rank, "penalised", plan_of("penalised", plan))

@@ -38,6 +38,7 @@ AT_PARITY = [
     *(("scaling_hook", plan) for plan in ("tp", "cp", "pp", "zero3")),
     ("row_norm_hook", "tp"), ("row_norm_hook", "tokens"), ("row_norm_hook", "cp"), ("module_hook", "tp"),
     ("scripted", "tp"), ("scripted", "tokens"), ("scripted", "cp"),
+    *((name, plan) for name in ("changed_in_place", "changed_in_the_middle") for plan in ("tp", "tokens", "cp")),
     ("physics", "tp"), ("gradient_penalty", "tp"), ("gradient_penalty", "cp"),
     *((name, plan) for name in ("own_checkpoints", "reentrant_checkpoints") for plan in ("tp", "cp", "pp", "zero3")),
 ]  # fmt: skip

@@ -70,6 +70,7 @@ def trace(
             _noting(parameters, recording),
             place.watching(_left(recording, storages)),
             skipper.guarding(module, groups),
+            _not_reached(module, groups),
             watcher,
         ):
             _run(_Step(module, objective, arithmetic, storages), parameters | buffers, inputs)
@@ -148,6 +149,26 @@ def _left(recording: Recording, storages: Storages) -> Callable[[str, Any], None
         recording.log.append(ExitEntry(entry.phase, block, sum(stored.num_bytes for stored in found.values())))
 
     return left
+
+
+@contextmanager
+def _not_reached(module: nn.Module, groups: Sequence[Group]) -> Iterator[None]:
+    """Parameters of skipped blocks have no stand-in: a model that reads them from outside (a penalty on all weights) would write
+    gradients into the user's own, and its blocks must all be followed."""
+    own = [
+        (group, parameter, parameter.grad)
+        for group in groups
+        for name in group.skipped
+        for parameter in module.get_submodule(name).parameters()
+    ]
+    try:
+        yield
+    finally:
+        reached = [group for group, parameter, before in own if parameter.grad is not before]
+        for _, parameter, before in own:
+            parameter.grad = before
+    if reached:
+        raise CannotSkip(reached[0])
 
 
 def _tensors(nest: Any) -> list[Tensor]:

@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.models.objective import Batch, map_batch
+from meshwright.models.loss_reads import read_by
+from meshwright.models.objective import Batch, Objective, map_batch
 
 WIDE = {
     torch.float32: torch.float64,
@@ -68,3 +69,18 @@ def _wide(argument: Any) -> Any:
 def widened_batch(batch: Batch) -> Batch:
     """Floating tensors in float64, as the model's parameters are."""
     return map_batch(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+
+
+@contextmanager
+def widened_loss(objective: Objective) -> Iterator[None]:
+    """What a loss reads beside its arguments (weights of classes, a frozen network) in float64 too."""
+    held = list(read_by(objective.loss).values()) if objective.is_given else []
+    tensors = [t for one in held for t in ((*one.parameters(), *one.buffers()) if isinstance(one, nn.Module) else (one,))]
+    narrow = {id(tensor): (tensor, tensor.dtype) for tensor in tensors if tensor.dtype in WIDE}
+    for tensor, dtype in narrow.values():
+        tensor.data = tensor.data.to(WIDE[dtype])
+    try:
+        yield
+    finally:
+        for tensor, dtype in narrow.values():
+            tensor.data = tensor.data.to(dtype)

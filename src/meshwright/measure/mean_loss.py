@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import nn
 
 from meshwright.core.errors import MeshwrightError, ModelError, PlanError
 from meshwright.core.plan import Plan
-from meshwright.measure.exact import exact, widened_batch
+from meshwright.measure.exact import exact, widened_batch, widened_loss
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.examples import repeat_samples
 from meshwright.models.faked.attributes import widen_attributes
@@ -108,7 +109,7 @@ def find_whole_batch_loss(build: Callable[[], nn.Module], batch: Batch, objectiv
     batch = repeat_samples(batch)(SAMPLES)
     if not objective.is_given:
         check_shift(lambda part: _loss(build(), part, objective), batch, tolerance=TOLERANCE)
-    batch = masked_unevenly(batch)
+    batch = masked_if_taken(build, batch, objective)
     parts = slice_batch(batch, 0, FIRST), slice_batch(batch, FIRST, SAMPLES)
     whole, first, second = (_loss(build(), part, objective) for part in (batch, *parts))
     found = WholeBatchLoss(whole, (first, second), (objective.count(parts[0]), objective.count(parts[1])))
@@ -125,6 +126,21 @@ def masked_unevenly(batch: Batch) -> Batch:
     return {**batch, name: batch[name].masked_fill(ignored, IGNORED_LABEL)}
 
 
+def masked_if_taken(build: Callable[[], nn.Module], batch: Batch, objective: Objective) -> Batch:
+    """The same, where the loss can be computed so: one of the user's may look labels up that are none."""
+    masked = masked_unevenly(batch)
+    return masked if masked is batch or takes_masked(build, batch, objective) else batch
+
+
+def takes_masked(build: Callable[[], nn.Module], batch: Batch, objective: Objective) -> bool:
+    if not objective.is_given:
+        return True
+    try:
+        return isfinite(_loss(build(), masked_unevenly(batch), objective))
+    except ModelError:
+        return False
+
+
 def _loss(module: nn.Module, batch: Batch, objective: Objective) -> float:
     module = widen_attributes(module.double())
     silence_modules(module)
@@ -133,7 +149,7 @@ def _loss(module: nn.Module, batch: Batch, objective: Objective) -> float:
             part.eval()
     moved = widened_batch(batch)
     try:
-        with exact(), silence():
+        with exact(), silence(), widened_loss(objective):
             return float(objective.loss(call(module, moved), moved).detach())
     except MeshwrightError:
         raise

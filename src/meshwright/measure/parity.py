@@ -34,9 +34,9 @@ from meshwright.core.errors import MeshwrightError, ModelError, PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.result import describe
 from meshwright.measure.carried import carries_state, from_one_state
-from meshwright.measure.exact import exact, widened_batch
+from meshwright.measure.exact import exact, widened_batch, widened_loss
 from meshwright.measure.mean_gradient import refuse_own_gradient
-from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly
+from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly, takes_masked
 from meshwright.measure.rounding import enlarged, move_parameters
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.faked.attributes import widen_attributes
@@ -93,6 +93,12 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     """Run plan and reference side by side. `tamper` may spoil the program: the tests plant errors with it."""
     if source.example is None:
         raise ModelError(f"{source.name} returned a module alone: return (module, batch) so that it can be run")
+    with widened_loss(source.objective):
+        return _compare(source, plan, num_steps, rank, tamper)
+
+
+def _compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper: Tamper | None) -> ParityResult:
+    assert source.example is not None
     check_mean_loss(lambda: _build(source), source.example(plan.global_batch), source.objective, plan)
     batches = source.example(num_steps * plan.global_batch)
     reference, silenced = _reference(source, slice_batch(batches, 0, plan.microbatch))
@@ -106,9 +112,10 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     gradients: dict[str, Tensor] = {}
     _observe(program, gradients)
     slack = SLACK * (BATCH_NORM_SLACK if _has_batch_norm(reference.module) else 1.0)
+    masked = masked_unevenly if takes_masked(lambda: _build(source), source.example(2), source.objective) else _as_it_is
     tally = _Tally(bound=slack * torch.finfo(torch.float64).eps * (len(plan.blocks) + 1))
     for step in range(num_steps):
-        batch = masked_unevenly(slice_batch(batches, step * plan.global_batch, (step + 1) * plan.global_batch))
+        batch = masked(slice_batch(batches, step * plan.global_batch, (step + 1) * plan.global_batch))
         gradients.clear()
         with _in_one_process(), _surroundings(True, silenced):
             expected = _step(reference, batch, source, plan)
@@ -131,9 +138,13 @@ def compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper:
     tally.buffers(_of_all_stages(_buffers(program.module), plan), _buffers(reference.module))
     if tally.first is not None and not _runs_in_groups(reference.module, source.objective):
         refuse_own_gradient(
-            lambda: _build(source), masked_unevenly(source.example(plan.global_batch)), source.objective, plan
+            lambda: _build(source), masked(source.example(plan.global_batch)), source.objective, plan
         )
     return msgspec.structs.replace(tally.result(), silenced=tuple(sorted(silenced)))
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
 
 
 class OneProcessFailsError(ModelError):

@@ -39,6 +39,8 @@ from meshwright.runtime._torch import (
 if TYPE_CHECKING:
     from meshwright.models.sketch import Sketch
 
+MADE_AT = "_meshwright_made_at"
+"""On a tensor with a gradient that a block makes: which call of a block it was."""
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -67,7 +69,8 @@ class Discovery(Follower):
             leaves = tree_leaves((arguments, options or {}))
             self._meet_parameters(leaves)
             if any(map(self._is_stray, leaves)):
-                raise self._stray(function)
+                last = next((name for name in reversed(self.names) if name in self.sketch.blocks), OUTSIDE)
+                raise self._stray(_name(function), f"after block '{last}' it")
         return super().__torch_function__(function, types, arguments, options)
 
     def outside(self, function: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
@@ -127,8 +130,10 @@ class Discovery(Follower):
         if known is not None:
             return *known, True, []
         before = Snapshot(block.modules(), arguments=as_called)
-        with _Hidden() as hidden:
+        with _Hidden(len(self.events)) as hidden:
             given, result, followed = self._run_block(forward, arguments, options)
+        if hidden.stray:
+            raise self._stray(hidden.stray, f"block '{name}'")
         own = [number_of(leaf) for leaf in tree_leaves((arguments, options))]
         others = [leaf for number, leaf in hidden.found.items() if number not in own and not self._is_parameter(leaf)]
         return given, (result, find_effects(block, name, before, as_called)), followed, others
@@ -226,11 +231,10 @@ class Discovery(Follower):
             and not self._is_parameter(leaf)
         )
 
-    def _stray(self, function: Callable[..., Any]) -> PlanError:
-        last = next((name for name in reversed(self.names) if name in self.sketch.blocks), OUTSIDE)
+    def _stray(self, function: str, reader: str) -> PlanError:
         return PlanError(
-            f"the model cannot be cut: after block '{last}' it reads a tensor ({getattr(function, '__name__', function)}) "
-            "that a block made and neither returned nor left as an attribute, in a list or in a dict of its own: it lies in a "
+            f"the model cannot be cut: {reader} reads a tensor ({function}) that another block made and neither "
+            "returned nor left as an attribute, in a list or in a dict of its own: it lies in a "
             "global variable or in an object, which other stages do not have; return it, set it as an attribute of the block, or "
             "set pp to 1"
         )
@@ -252,18 +256,28 @@ class Discovery(Follower):
 
 
 class _Hidden(TorchFunctionMode):
-    """Notes the numbered tensors that a block reads."""
+    """Notes the numbered tensors that a block reads, and whether it reads one that an earlier call of a block made and did not
+    hand on in a way that was seen (`stray`: the function that reads it)."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: int) -> None:
+        """place: of this call among the events."""
         super().__init__()
+        self.place = place
         self.found: dict[int, Tensor] = {}
+        self.stray = ""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         for leaf in tree_leaves((arguments, options or {})):
             number = number_of(leaf)
             if number is not None:
                 self.found[number] = leaf
-        return function(*arguments, **(options or {}))
+            elif isinstance(leaf, Tensor) and vars(leaf).get(MADE_AT, self.place) != self.place:
+                self.stray = self.stray or _name(function)
+        result = function(*arguments, **(options or {}))
+        for tensor in tensors_in(result):
+            if tensor.grad_fn is not None:
+                setattr(tensor, MADE_AT, self.place)
+        return result
 
 
 class _Reading(Follower):
@@ -281,6 +295,10 @@ class _Reading(Follower):
                 self.found[number] = leaf
         result, _ = self.on_shapes(function, arguments, options)
         return result
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", function))
 
 
 def _bytes(tensor: Tensor) -> Affine:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ModelError, nearest
 from meshwright.models.examples import Example, Shape, random_examples, repeat_samples
+from meshwright.models.loss_reads import check_loss_reads_nothing_trained
 from meshwright.models.objective import DEFAULT, Batch, Objective, answered, objective_of, tensors_of
 from meshwright.models.old_norms import without_computed_weights
 from meshwright.models.reference import REFERENCE, Reference
@@ -107,6 +108,7 @@ def _parse_option(name: str, key: str, value: str, default: Any) -> Any:
 def from_function(name: str) -> ModelSource:
     """The user's function is called once to learn what it returns, and again for each build."""
     module, batch, loss, count = _returned(name, call_function(name))
+    check_loss_reads_nothing_trained(name, loss)
     objective = objective_of(loss, count)
     batch = None if batch is None else answered(module, batch, objective)
     del module

@@ -11,6 +11,7 @@ and in the first forward where its bits are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from meshwright.models.follow import carry_back
 from meshwright.models.snapshot import Snapshot
 from meshwright.runtime._torch import DisableTorchFunction, drop_gather_ahead, tree_leaves
 from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.read_outside import ReadOutside
 from meshwright.runtime.replicas import checksum
 
 Place = tuple[nn.Module, str]
@@ -98,7 +100,9 @@ class Gathered:
             with DisableTorchFunction():  # of a parameter that tp cuts, what this rank holds is marked and written back
                 for place, parameter in self._gathered(part):
                     self.marks[place] = Mark.of(parameter, self.is_first)
-            result = forward(*arguments, **options)
+            watches = part is self.root and self.is_first
+            with ReadOutside(self._names_of_shards()) if watches else nullcontext():
+                result = forward(*arguments, **options)
             with DisableTorchFunction():
                 if part is self.root or self.gives_up:
                     self._write_back(part)
@@ -109,6 +113,9 @@ class Gathered:
             return result
 
         return run
+
+    def _names_of_shards(self) -> dict[int, str]:
+        return {id(shard): self.names[place].lstrip(".") for place, shard in self.shards.items()}
 
     def _drop_ahead(self) -> None:
         for part in self.root.modules():

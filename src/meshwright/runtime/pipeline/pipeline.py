@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
@@ -39,6 +40,7 @@ from meshwright.runtime.pipeline.state import StageState
 from meshwright.runtime.pipeline.tied import TiedTensors
 from meshwright.runtime.pipeline.weights import WeightsLater
 from meshwright.runtime.pipeline.wiring import Wiring, lay_out
+from meshwright.runtime.read_outside import read_outside
 from meshwright.runtime.split.layout import lay, layout_of
 from meshwright.runtime.synced_buffers import SyncedBuffers
 
@@ -137,6 +139,7 @@ class Pipeline:
         try:
             with self._parameters_in_place(run), run:
                 output = call(self.module, batch)
+            run.end()
             if run.stage == self.num_stages - 1:
                 loss = objective.loss(output, batch)
         except LeftEarly:
@@ -158,12 +161,25 @@ class Pipeline:
                 continue
             own = give_number(getattr(owner, leaf), number)
             if number in run.wanted:
+                if isinstance(own, DTensor):
+                    raise read_outside(name)
                 run.sent[number] = own
+        shown = [place for path in _owners(run.wiring.parameters) for place in self._show(path)]
         try:
             yield
         finally:
+            for owner, leaf in shown:
+                del owner._parameters[leaf]
             for attributes, leaf, before in placed:
                 attributes.pop(leaf) if before is None else attributes.update({leaf: before})
+
+    def _show(self, path: str) -> Iterator[tuple[nn.Module, str]]:
+        """Parameters of other stages are among a module's own again, in the order they had: code may go over all of them."""
+        owner, order = self.module.get_submodule(path), list(self.sketch.module.get_submodule(path)._parameters)
+        hidden = [leaf for leaf in order if leaf not in owner._parameters]
+        for leaf in order if hidden else ():
+            owner._parameters[leaf] = owner._parameters.pop(leaf) if leaf not in hidden else vars(owner)[leaf]
+        return ((owner, leaf) for leaf in hidden)
 
     def _call_block(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Outside of a stage's run a block is what it is."""
@@ -305,3 +321,8 @@ class Pipeline:
 
 def _signature(batch: Batch) -> tuple[Hashable, ...]:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(batch))
+
+
+def _owners(parameters: Iterable[str]) -> list[str]:
+    """Paths of the modules that hold them."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))

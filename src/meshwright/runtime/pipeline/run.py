@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import ModelError
+from meshwright.core.flow import OBJECTIVE
 from meshwright.models.effects import ARGUMENT, apply_effects, as_list, find_effects, read_effects
 from meshwright.models.follow import (
     Follower,
@@ -102,6 +103,16 @@ class StageRun(Follower):
     def _leave_when_done(self) -> None:
         if self.place > self.last:
             raise LeftEarly
+
+    def end(self) -> None:
+        """The forward has returned: nothing of this stage may be left but the loss."""
+        left = self.wiring.events[self.place : self.last + 1]
+        if any(event.name != OBJECTIVE for event in left):
+            raise ModelError(
+                f"the forward ends where it called '{left[0].name}' when it was cut into stages: it goes another way with this "
+                "batch, or on a stage that holds other parameters, and the stages would not agree; let it take one way for all "
+                "batches of a shape"
+            )
 
     def _next(self, name: str) -> Event:
         event = self._event

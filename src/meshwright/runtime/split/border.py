@@ -73,8 +73,8 @@ class Border:
 
     def _name_parameters(self) -> None:
         for name, holder, own_name in self.named:
-            parameter = holder._parameters.get(own_name)  # another stage's is no longer there
-            if parameter is not None:
+            parameter = holder._parameters.get(own_name)
+            if parameter is not None and vars(holder).get(own_name) is not parameter:  # another stage's is whole, or gone
                 self.split.names[id(parameter)] = name
                 lay(parameter, self.layouts.get(name))
 

@@ -130,15 +130,35 @@ def run(split: Splitter, function: Any, plain: Any, args: tuple[Any, ...], kwarg
     if function is BackwardHookFunction:
         return _hooked(split, plain, args)
     given = [_whole_argument(split, function, value) for value in args]
+    before = [_version(value) for value in given]
     outer, split.reading = split.reading, place_of(function)
     try:
         made = plain(*given, **kwargs)
     finally:
         split.reading = outer
+    changed = {
+        id(whole): (value, whole)
+        for value, whole, version in zip(args, given, before, strict=True)
+        if value is not whole and _version(whole) != version
+    }
     with DisableTorchFunction():
-        if isinstance(made, tuple):
-            return tuple(_returned(split, value) for value in made)
-        return _returned(split, made)
+        results = [_returned(split, value, changed) for value in (made if isinstance(made, tuple) else (made,))]
+    if changed:
+        from meshwright.runtime.split.splitter import NotSplit
+
+        raise NotSplit(f"{place_of(function)} changes an argument in place without `ctx.mark_dirty` and returning it")
+    return tuple(results) if isinstance(made, tuple) else results[0]
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was changed in place."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _marks_dirty(function: Any) -> bool:
+    """Whether the function may change what it is given, and returns that."""
+    methods = [getattr(function, name, None) for name in ("forward", "setup_context")]
+    return any("mark_dirty" in getattr(getattr(method, "__code__", None), "co_names", ()) for method in methods)
 
 
 def _hooked(split: Splitter, plain: Any, args: tuple[Any, ...]) -> Any:
@@ -165,14 +185,22 @@ def _whole_argument(split: Splitter, function: Any, value: Any) -> Any:
         if whole.requires_grad:
             for ranks in split.axes.values():
                 whole = exchange.from_own_backward(whole, ranks)
+        if whole is not value and _marks_dirty(function):
+            whole = whole.clone()  # what an exchange gave may be a view, which such a function must not change
     return whole
 
 
-def _returned(split: Splitter, value: Any) -> Any:
+def _returned(split: Splitter, value: Any, changed: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """What the function gives; where that is an argument it changed in place, the tensor that the model holds is changed too."""
+    held = changed.pop(id(value), None)
     if isinstance(value, Tensor) and value.requires_grad:
         for ranks in split.axes.values():
             value = exchange.for_own_backward(value, ranks)
-    return value
+    if held is None:
+        return value
+    from meshwright.runtime.split.rules.whole import become
+
+    return become(split, held[0], value)
 
 
 def _check_nested(function: Any, nest: Any) -> None:

@@ -89,7 +89,7 @@ class Splitter(TorchFunctionMode):
         """Storages of the batch: ids that lie there are tokens."""
         self.samples = 1
         """Of the batch: tokens in a row are that many runs."""
-        self.shared: dict[tuple[int, Axis], tuple[Tensor, Tensor]] = {}
+        self.shared: dict[tuple[int, int, Axis], tuple[Tensor, Tensor]] = {}
         """What was made of tensors, with the tensor, until the block ends (runtime/split/border.py)."""
         self.reading = ""
         """The user's function whose forward runs now: it was given whole tensors, and may read no others."""
@@ -155,12 +155,19 @@ class Splitter(TorchFunctionMode):
                 tensor = self._sum(tensor, axis, share)
         return tensor
 
-    def _sum(self, tensor: Tensor, axis: Axis, share: Addend) -> Tensor:
+    def totalled(self, tensor: Tensor) -> Tensor:
+        """The tensor without addends, as large as it was."""
+        for axis, share in (layout_of(tensor) or {}).items():
+            if isinstance(share, Addend):
+                tensor = self._sum(tensor, axis, share, by_tokens=False)
+        return tensor
+
+    def _sum(self, tensor: Tensor, axis: Axis, share: Addend, by_tokens: bool = True) -> Tensor:
         layout = layout_of(tensor) or {}
         ranks = self.axes[axis]
         cut = None
         along_last = share.bias is None or share.bias.dim() <= 1
-        if axis == "tp" and self.sequence_parallel and tensor.dim() == STREAM_DIMS and along_last:
+        if by_tokens and axis == "tp" and self.sequence_parallel and tensor.dim() == STREAM_DIMS and along_last:
             cut = Cut(tensor.dim() - 2)
             self.divide(tensor.shape[cut.dim], "tp", "tokens")
             made = exchange.scatter(tensor, ranks, cut)
@@ -185,8 +192,10 @@ class Splitter(TorchFunctionMode):
         return self.once(whole, axis, lambda: lay(exchange.enter(whole, ranks), layout_of(whole)))
 
     def once(self, tensor: Tensor, axis: Axis, make: Callable[[], Tensor]) -> Tensor:
-        """What is made of a tensor for all in a block that read it: backward then adds up their gradients in one call."""
-        key = (id(tensor), axis)
+        """What is made of a tensor for all in a block that read it: backward then adds up their gradients in one call.
+
+        A tensor that was changed in place since is another one."""
+        key = (id(tensor), 0 if tensor.is_inference() else tensor._version, axis)
         if key not in self.shared:
             self.shared[key] = (tensor, make())
         return self.shared[key][1]

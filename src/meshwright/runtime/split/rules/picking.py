@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwright.runtime.split.aliases import join
 from meshwright.runtime.split.laying import laid
 from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of
 from meshwright.runtime.split.rules.arguments import Args, Options, dim_of
@@ -84,7 +85,9 @@ def _uneven(split: Splitter, function: Any, args: Args, kwargs: Options, dim: in
 
 
 def iterate(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
-    return iter(unbind(split, function, args, kwargs))
+    rows = unbind(split, function, args, kwargs)
+    join(args[0], rows)
+    return iter(rows)
 
 
 def unbind(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:

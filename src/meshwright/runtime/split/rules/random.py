@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.runtime.split.aliases import sum_in_place
 from meshwright.runtime.split.layout import Layout, cuts, lay, layout_of
 from meshwright.runtime.split.rules.arguments import Args, Options, changes_its_input
 from meshwright.runtime.split.rules.pointwise import pointwise
@@ -81,6 +82,7 @@ def filled(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     target = args[0]
     if any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
         return _filled_by_values(split, function, args, kwargs)
+    sum_in_place(split, target)
     layout: Layout = dict(cuts(layout_of(target)))
     with apart(split, target, layout):
         return relaid(function(*args, **kwargs), layout)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.runtime._torch import OpOverloadPacket, tree_flatten, tree_leaves, tree_unflatten
+from meshwright.runtime.split.aliases import sum_in_place
 from meshwright.runtime.split.laying import Target, cut_as
 from meshwright.runtime.split.layout import NOTE, cuts, lay, layout_of
 from meshwright.runtime.split.rules.arguments import Args, Options, changes_its_input
@@ -80,6 +81,7 @@ def _is_mutable(function: Any) -> bool:
 def in_place_on_whole(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """The function changes a whole copy; the tensor that the model holds becomes its part of that."""
     target = args[0]
+    sum_in_place(split, target)
     held = split.whole(target)
     held = held if held is target else held.clone()  # what an exchange gave may be a view
     others, options = all_whole(split, (args[1:], kwargs))
@@ -93,6 +95,7 @@ def become(split: Splitter, target: Tensor, changed: Tensor) -> Tensor:
     """The tensor that the model holds gets its part of a whole one; summands become their sum."""
     if changed.shape != split.shape(target):
         raise NotSplit("a tensor that lies over ranks is given other sizes in place")
+    sum_in_place(split, target)
     layout: Target = cuts(layout_of(target))
     target.copy_(cut_as(split, changed, layout))
     return relaid(target, layout)
