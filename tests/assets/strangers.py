@@ -296,3 +296,43 @@ class Odd(nn.Module):
 
 def odd_parts() -> Any:
     return text(Model(Odd))
+
+
+class Deep(nn.Module):
+    """Sixty-four wide blocks: more parameters than are compared in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)) for _ in range(64)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class DeepCounted(Deep):
+    """Numbers its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(64):
+            x = x + self.blocks[number](x)
+        return x
+
+
+def deep() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    return (
+        Deep(),
+        (torch.ones(2, 512), torch.zeros(2, 512)),
+        lambda output, batch: nn.functional.mse_loss(output, batch[1]),
+    )
+
+
+def deep_counted() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    return (
+        DeepCounted(),
+        (torch.ones(2, 512), torch.zeros(2, 512)),
+        lambda output, batch: nn.functional.mse_loss(output, batch[1]),
+    )

@@ -17,11 +17,15 @@ from pool import RankError, RankPool
 from torch import nn
 
 import meshwright as mw
+from meshwright.capture.capture import capture_source
 from meshwright.core.plan import Mesh, Offload, Plan
 from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.measure.checking.check import MOST_PARAMETERS, check
 from meshwright.measure.checking.kept import Kept, code_of
-from meshwright.measure.checking.live import BLOCKS, skeleton
+from meshwright.measure.checking.live import skeleton
 from meshwright.measure.checking.reduced import needs_check, reduced
+from meshwright.models.shortened import BLOCKS, shortened
+from meshwright.models.source import resolve
 from meshwright.models.userfile import import_file
 
 Pools = Callable[[int], RankPool]
@@ -158,3 +162,24 @@ def test_a_module_in_memory_is_checked_at_its_first_batch(pool: Pools, how: str,
         pool(2).run(train_on_rank, "reads_rank", how, str(tmp_path))
     alike = pool(2).run(train_on_rank, "after_down", how, str(tmp_path))
     assert alike[0] == pytest.approx(alike[1])
+
+
+# ---------------------------------------------------------------- models of many blocks
+
+
+def test_a_model_of_many_blocks_is_compared_with_few_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = f"{ASSETS}/strangers.py:deep"
+    whole, few = (capture_source(source, "fp64") for source in (resolve(model), shortened(resolve(model))))
+    assert len(few.repeated_blocks) == BLOCKS
+    assert few.num_parameters < MOST_PARAMETERS < whole.num_parameters
+    plan = plain_plan(PlanRequest(tp=2, global_batch=4, microbatch=2), whole, 2, "by hand")
+    assert check(resolve(model), plan, {"model": model}, Kept("code"), lambda _: None).status == "same"
+
+
+def test_a_model_that_counts_its_blocks_itself_is_not_checked() -> None:
+    source = resolve(f"{ASSETS}/strangers.py:deep_counted")
+    plan = plain_plan(PlanRequest(tp=2, global_batch=4, microbatch=2), capture_source(source, "fp64"), 2, "by hand")
+    found = check(source, plan, {}, Kept("code"), lambda _: None)
+    assert found.status == "not checked"
+    assert f"with {BLOCKS} blocks alone it does not run" in found.words

@@ -75,7 +75,9 @@ def widened_batch(batch: Batch) -> Batch:
 def widened_loss(objective: Objective) -> Iterator[None]:
     """What a loss reads beside its arguments (weights of classes, a frozen network) in float64 too."""
     held = list(read_by(objective.loss).values()) if objective.is_given else []
-    tensors = [t for one in held for t in ((*one.parameters(), *one.buffers()) if isinstance(one, nn.Module) else (one,))]
+    tensors = [
+        t for one in held for t in ((*one.parameters(), *one.buffers()) if isinstance(one, nn.Module) else (one,))
+    ]
     narrow = {id(tensor): (tensor, tensor.dtype) for tensor in tensors if tensor.dtype in WIDE}
     for tensor, dtype in narrow.values():
         tensor.data = tensor.data.to(WIDE[dtype])

@@ -137,9 +137,7 @@ def _compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper
     program.sync_buffers()
     tally.buffers(_of_all_stages(_buffers(program.module), plan), _buffers(reference.module))
     if tally.first is not None and not _runs_in_groups(reference.module, source.objective):
-        refuse_own_gradient(
-            lambda: _build(source), masked(source.example(plan.global_batch)), source.objective, plan
-        )
+        refuse_own_gradient(lambda: _build(source), masked(source.example(plan.global_batch)), source.objective, plan)
     return msgspec.structs.replace(tally.result(), silenced=tuple(sorted(silenced)))
 
 

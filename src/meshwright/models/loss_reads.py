@@ -36,8 +36,8 @@ def check_loss_reads_nothing_trained(name: str, loss: Callable[..., Any] | None)
         what = f"the loss is a {type(held).__name__}" if where == "itself" else f"the loss reads '{where}'"
         raise ModelError(
             f"{name}: {what}, which has weights to be trained and is no part of the module that is: its gradients would be lost. "
-            "Compute this term in the module's forward and return it beside its output, so that the loss only adds it; or freeze it "
-            "with requires_grad_(False) if it is not to be trained"
+            "Compute this term in the module's forward and return it beside its output, so that the loss only adds it; or freeze "
+            "it with requires_grad_(False) if it is not to be trained"
         )
 
 

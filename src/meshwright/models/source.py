@@ -22,7 +22,11 @@ from meshwright.models.loss_reads import check_loss_reads_nothing_trained
 from meshwright.models.objective import DEFAULT, Batch, Objective, answered, objective_of, tensors_of
 from meshwright.models.old_norms import without_computed_weights
 from meshwright.models.reference import REFERENCE, Reference
+from meshwright.models.seeded import seeded
 from meshwright.models.userfile import call_function
+
+SEED = 0
+"""Of batches that users' functions draw."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,10 @@ def _parse_option(name: str, key: str, value: str, default: Any) -> Any:
 
 
 def from_function(name: str) -> ModelSource:
-    """The user's function is called once to learn what it returns, and again for each build."""
-    module, batch, loss, count = _returned(name, call_function(name))
+    """The user's function is called once to learn what it returns, and again for each build. Each rank calls it: a batch that it
+    draws is the same on all of them."""
+    with seeded(SEED):
+        module, batch, loss, count = _returned(name, call_function(name))
     check_loss_reads_nothing_trained(name, loss)
     objective = objective_of(loss, count)
     batch = None if batch is None else answered(module, batch, objective)

@@ -17,10 +17,11 @@ lie over ep are groups of their own, replicated or sharded over the dp/ep ranks 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,11 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.core.groups import shard_groups
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
-from meshwright.runtime._torch import FakeTensor, leave_out_of_replicas
+from meshwright.runtime._torch import FakeTensor, leave_out_of_replicas, tree_leaves
 from meshwright.runtime.buckets import reduce_in_buckets, set_last
 from meshwright.runtime.communicators import state_mesh
 from meshwright.runtime.deferred import materialise
 from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
+from meshwright.runtime.gather import send_from_first_rank
 from meshwright.runtime.gathered import Gathered
 from meshwright.runtime.pipeline.buckets import Buckets
 from meshwright.runtime.precision import sharded_policy
@@ -170,6 +172,22 @@ def agree_on_values(module: nn.Module, plan: Plan) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, FakeTensor):
             dist.broadcast(tensor.detach(), src=0)
+    for tensor in _plain_tensors(module):
+        send_from_first_rank(tensor)
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Attributes that are neither parameters nor buffers, such as frequencies drawn when the model was made."""
+    of_torch = vars(nn.Module())
+    for part in module.modules():
+        own = [value for name, value in vars(part).items() if name not in of_torch]
+        yield from (leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor) and _has_own_memory(leaf))
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    """Whether each of its elements can be written."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_meta and not isinstance(tensor, FakeTensor | DTensor)
+    return is_plain and 0 not in tensor.stride()
 
 
 def prepare_microbatch(module: nn.Module, plan: Plan, is_last: bool) -> None:

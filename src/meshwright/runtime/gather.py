@@ -32,6 +32,13 @@ def is_so_anywhere(answer: bool) -> bool:
     return bool(flag)
 
 
+def send_from_first_rank(tensor: Tensor) -> None:
+    """Its values to all ranks, whatever device and memory layout they have there."""
+    sent = tensor.detach().to(_device_of_messages(), copy=True).contiguous()
+    dist.broadcast(sent, src=0)
+    tensor.detach().copy_(sent)
+
+
 def _device_of_messages() -> torch.device:
     """Small messages go over the host where the group can: a device need not be waited for."""
     backends = dist.get_backend_config()

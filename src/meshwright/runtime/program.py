@@ -40,6 +40,7 @@ from meshwright.runtime.out_of_memory import memory_explained
 from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, to_device
 from meshwright.runtime.reach import reach
+from meshwright.runtime.same_samples import SameSamples
 from meshwright.runtime.samples import microbatches_of, share_of
 from meshwright.runtime.scaling import LossScale
 from meshwright.runtime.split.model import SplitModel
@@ -92,6 +93,7 @@ class Program:
         self._others = Peers(self._dp if plan.mesh.dp > 1 else None, self._pp if plan.mesh.pp > 1 else None)
         self.host = host
         self._update = Update(module, optimizer, plan, mesh, max_norm, split, pipeline, host)
+        self._samples = SameSamples(plan, mesh.get_local_rank("dp"))
         self._coordinate = mesh.get_local_rank("pp")
         self._dropped = Dropped(module)
         self._buffers = SyncedBuffers(self.module, self._dp)
@@ -115,6 +117,7 @@ class Program:
         """Train on one global batch: this rank's share of it, or all of it (then the share is taken here)."""
         self._begin(batch)
         share = self.share_of(batch)
+        self._samples.check(share)
         if self.num_steps == 0:
             self._answers.check(self.evaluate, share)
         if self._finder is not None:

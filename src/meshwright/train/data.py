@@ -12,6 +12,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import ceil_div
 from meshwright.models.examples import ImageShape, TextShape
 from meshwright.models.objective import Batch, map_batch
+from meshwright.models.seeded import seeded
 from meshwright.models.source import ModelSource
 from meshwright.models.userfile import call_function, split_name
 from meshwright.train.corpus import Split
@@ -117,7 +118,8 @@ def _from_function(
     name: str, settings: DataSettings, global_batch: int, part: Slice, seed: int
 ) -> tuple[Stream, Stream | None]:
     """The function returns a DataLoader, a dataset or an iterable of global batches, alone or as (train, validation)."""
-    result = call_function(name)
+    with seeded(seed):  # the same data on every rank, where the function draws it
+        result = call_function(name)
     train, validation = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     opened = _stream(name, train, settings.shuffle, global_batch, part, seed)
     return opened, None if validation is None else _stream(name, validation, False, global_batch, part, seed)

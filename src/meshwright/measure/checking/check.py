@@ -24,6 +24,7 @@ from meshwright.core.result import describe
 from meshwright.measure.checking.kept import Kept
 from meshwright.measure.checking.reduced import needs_check, reduced
 from meshwright.measure.checking.small_plan import SAMPLES_PER_RANK, small_plan
+from meshwright.models.shortened import BLOCKS, shortened
 from meshwright.models.source import ModelSource
 from meshwright.runtime.launch import launch
 
@@ -50,10 +51,7 @@ def check(source: ModelSource, plan: Plan, payload: dict[str, Any], kept: Kept, 
         return Checked(status="not needed")
     start, done = time.monotonic(), []
     try:
-        graph = capture_source(source, "fp64")
-        too_large = _too_large(graph)
-        if too_large:
-            return Checked(status="not checked", words=too_large)
+        source, payload, graph = _small_enough(source, payload)
         for request, num_ranks in reduced(plan):
             small = _made_small(source, request, num_ranks, graph)
             if not kept.has(graph.identity, small.hash):
@@ -70,6 +68,21 @@ def check(source: ModelSource, plan: Plan, payload: dict[str, Any], kept: Kept, 
 
 class NotCheckedError(MeshwrightError):
     """The comparison could not be made."""
+
+
+def _small_enough(source: ModelSource, payload: dict[str, Any]) -> tuple[ModelSource, dict[str, Any], Graph]:
+    """As it is, or with few of its repeated blocks."""
+    graph = capture_source(source, "fp64")
+    if not _too_large(graph):
+        return source, payload, graph
+    short = shortened(source)
+    try:
+        graph = capture_source(short, "fp64")
+    except MeshwrightError as error:
+        raise NotCheckedError(f"{_too_large(graph)}; with {BLOCKS} blocks alone it does not run: {error}") from None
+    if _too_large(graph):
+        raise NotCheckedError(_too_large(graph))
+    return short, payload | {"shortened": True}, graph
 
 
 def _too_large(graph: Graph) -> str:

@@ -1,6 +1,6 @@
 """A module that a process has in memory, as a small model that other processes can build.
 
-    blocks         of a list of alike ones the first few are kept                                                   -> _shorten
+    blocks         of a list of alike ones the first few are kept                                     -> models/shortened.py
     parameters     numbers of the size that layers are begun with; the module's own may be gigabytes, or not there yet   -> _filled
     buffers        as they are: a table of positions or a mask is part of what the model computes
 
@@ -25,11 +25,10 @@ from meshwright.core.errors import MeshwrightError, ModelError
 from meshwright.models.examples import repeat_samples
 from meshwright.models.objective import Batch, Objective, map_batch
 from meshwright.models.old_norms import without_computed_weights
+from meshwright.models.shortened import shorten
 from meshwright.models.source import ModelSource
 from meshwright.runtime._torch import tree_leaves
 
-BLOCKS = 4
-"""Of a list of alike ones: enough for two stages with two parts each, and for kinds that take turns."""
 SAMPLES = 4
 
 
@@ -109,15 +108,7 @@ def skeleton(module: nn.Module) -> nn.Module:
         raise CannotCopyError(f"the module cannot be copied: {type(error).__name__}: {error}") from error
     if any(buffer.is_meta for buffer in found.buffers()):
         raise CannotCopyError("the module has buffers on the meta device, whose values are not known")
-    _shorten(found)
-    return found
-
-
-def _shorten(module: nn.Module) -> None:
-    for part in module.modules():
-        if isinstance(part, nn.ModuleList) and len(part) > BLOCKS and len({type(one) for one in part}) <= 2:
-            for key in list(part._modules)[BLOCKS:]:
-                del part._modules[key]
+    return shorten(found)
 
 
 def _filled(module: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ import msgspec
 
 from meshwright.core.plan import Plan
 from meshwright.measure.parity import OneProcessFailsError, compare
+from meshwright.models.shortened import shortened
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.ranks import joined
 
@@ -26,7 +27,8 @@ def check_rank(payload: dict[str, Any]) -> dict[str, Any]:
 def find(payload: dict[str, Any]) -> ModelSource:
     """The small model that the process has which started this rank."""
     if "model" in payload:
-        return resolve(payload["model"]).small()
+        small = resolve(payload["model"]).small()
+        return shortened(small) if payload.get("shortened") else small
     from meshwright.measure.checking.live import LiveModel
 
     sys.path[:] = payload["path"]

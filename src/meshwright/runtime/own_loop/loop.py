@@ -26,6 +26,7 @@ from meshwright.runtime.clip import axes_of_parameters
 from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, reduce_scalars
 from meshwright.runtime.own_loop.gradients import Gradients
 from meshwright.runtime.reach import Usage, reach
+from meshwright.runtime.same_samples import SameSamples
 from meshwright.runtime.split.model import SplitModel, whole_output
 from meshwright.runtime.synced_buffers import SyncedBuffers
 from meshwright.runtime.update import dividing_groups
@@ -42,6 +43,7 @@ class OwnLoop:
         own = inner(module)
         self.buffers = SyncedBuffers(own, self.group)
         self.gradients = Gradients(axes_of_parameters(own, plan), dividing_groups(own, plan, mesh))
+        self.samples = SameSamples(plan, mesh.get_local_rank("dp"))
         self._is_settled = self._in_backward = False
 
     def before_forward(self, module: nn.Module, arguments: Any) -> None:
@@ -60,6 +62,8 @@ class OwnLoop:
 
         @wraps(forward)
         def run(*arguments: Any, **options: Any) -> Any:
+            if self.module.training and torch.is_grad_enabled():
+                self.samples.check((arguments, options))
             if self.split is not None:
                 self.split.splitter.read((arguments, options))
             with context(), own_recompute_left_out():

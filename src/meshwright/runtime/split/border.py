@@ -74,7 +74,9 @@ class Border:
     def _name_parameters(self) -> None:
         for name, holder, own_name in self.named:
             parameter = holder._parameters.get(own_name)
-            if parameter is not None and vars(holder).get(own_name) is not parameter:  # another stage's is whole, or gone
+            if (
+                parameter is not None and vars(holder).get(own_name) is not parameter
+            ):  # another stage's is whole, or gone
                 self.split.names[id(parameter)] = name
                 lay(parameter, self.layouts.get(name))
 
