@@ -105,6 +105,45 @@ def unused() -> tuple[nn.Module, Any]:
     return Unused(), example(64)
 
 
+class Experts(nn.Module):
+    """Each sample has one expert; those that no sample chooses are not called. The fifth never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Residual() for _ in range(5))
+
+    def forward(self, h: Tensor, chosen: Tensor) -> Tensor:
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if rows.numel():
+                h = h.index_add(0, rows, expert(h[rows]))
+        return h
+
+
+class Choosing(Tower):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x) * self.scale
+        for layer in self.layers:
+            h = layer(h, x[:, 0].long())
+        return self.leave(h)
+
+
+def choosing(depth: int = 2) -> tuple[nn.Module, Any]:
+    """In the first eight samples nobody chooses the fourth expert, and only the last four the third."""
+    x, labels = example(24)
+    x[:, 0] = torch.tensor([0, 1, 0, 1, 0, 2, 2, 0, 3, 0, 3, 1, 1, 0, 0, 1, 0, 1, 0, 0, 2, 3, 3, 2]) + 0.5
+    return Choosing(depth), (x, labels)
+
+
+def choosing_blocks() -> tuple[nn.Module, Any]:
+    """Of one layer of experts, each expert is taken for a block."""
+    return choosing(depth=1)
+
+
 def own_loss() -> tuple[nn.Module, Any, Any]:
     """Regression with a loss of the user's own."""
 

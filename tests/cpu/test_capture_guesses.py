@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import meshwright
 from meshwright.capture.capture import capture_source
 from meshwright.core.errors import CaptureError, GuessWarning
-from meshwright.core.graph import Graph
+from meshwright.core.graph import Graph, Precision
 from meshwright.models.source import resolve
 
 WIDTH, SEQ, EXPERTS = 8, 12, 4
@@ -139,8 +139,58 @@ def by_sorting(module: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> 
     return mixed.unflatten(0, (-1, module.top)).sum(1)
 
 
+def by_number(module: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Those that have tokens, by their numbers as a list of modules takes them; within a capacity."""
+    result = torch.zeros_like(tokens)
+    taken = F.one_hot(chosen, EXPERTS)
+    mask = (taken * (taken.cumsum(0) <= SEQ)).permute(2, 1, 0)
+    for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        place, token = torch.where(mask[hit].squeeze(0))
+        result.index_add_(0, token, module.experts[int(hit[0])](tokens[token]) * weights[token, place, None])
+    return result
+
+
+@pytest.mark.parametrize("run", [by_one_hot, by_comparing, by_mask, by_sorting, by_number])
+def test_every_expert_does_its_share(run: Callable[..., Tensor]) -> None:
+    graph = capture(Experts(1, run))
+    kinds = {kind.name: kind for kind in graph.kinds}
+    ops = [op for block in graph.blocks for op in kinds[block.kind].ops if op.region == "expert"]
+    read = {source for op in ops if op.kind == "matmul" for source in op.inputs if isinstance(source, str)}
+    assert sum(source.endswith("weight") for source in read) in (1, EXPERTS), (
+        read
+    )  # blocks of their own, or one for all
+    assert len(graph.gradient_order) == 1 + EXPERTS
+
+
+class Widens(nn.Module):
+    """Says in every forward what its router computes in."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(self.dtype)
+        gates = self.router(x.to(self.dtype)).softmax(-1).to(x.dtype)
+        for number in range(20):
+            x = x + gates[..., :1].cumsum(1) * number
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_a_module_that_is_moved_in_forward(precision: Precision) -> None:
+    """Tensors from before are given up where the dtype is another: a new one at such an address would be taken for the old one."""
+    graphs = [
+        meshwright.capture(Widens(torch.float32), torch.randn(2, SEQ, WIDTH), loss=mean, precision=precision)
+        for _ in range(5)
+    ]
+    assert all(graph.kinds == graphs[0].kinds for graph in graphs)
+
+
 @pytest.mark.parametrize("top", [1, 2])
-@pytest.mark.parametrize("run", [by_one_hot, by_comparing, by_mask, by_sorting])
+@pytest.mark.parametrize("run", [by_one_hot, by_comparing, by_mask, by_sorting, by_number])
 def test_experts_do_the_work_of_those_chosen(run: Callable[..., Tensor], top: int) -> None:
     """An even spread: k of the experts' products for each token, not all of them."""
     graph = capture(Experts(top, run))

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from cases import MODELS, RECOMPUTES, ZERO_STAGES, Case, plan_of, source_of
-from pool import RankPool, this_rank
+from pool import RankError, RankPool, this_rank
 
 from meshwright.measure.parity import ParityResult, Tamper, compare
 from meshwright.models.objective import Objective
@@ -83,6 +83,26 @@ def test_parity_holds_over_many_steps(pool: Pools) -> None:
 def test_a_layer_that_no_forward_uses(pool: Pools, zero: int) -> None:
     """Its parameters get no gradient in one process, and none on two ranks."""
     check(pool(2).run(compare_on_rank, Case("unused", zero), 2))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("zero", ZERO_STAGES)
+def test_experts_that_only_some_samples_use(pool: Pools, zero: int, num_microbatches: int) -> None:
+    """Ranks use other ones, and one that no rank uses in the first step is trained in the second."""
+    check(pool(2).run(compare_on_rank, Case("choosing", zero, num_microbatches=num_microbatches), 3))
+
+
+@pytest.mark.parametrize("zero", ZERO_STAGES)
+def test_blocks_that_only_some_samples_use(pool: Pools, zero: int) -> None:
+    """Replicas hold all blocks; sharded ones would be gathered by some ranks only."""
+    case = Case("choosing_blocks", zero)
+    if zero == 0:
+        check(pool(2).run(compare_on_rank, case, 3))
+    else:
+        with pytest.raises(
+            RankError, match=r"block 'layers.0.experts.\d' is called for some batches and not for others"
+        ):
+            pool(2).run(compare_on_rank, case, 3)
 
 
 def test_one_rank_is_one_process(pool: Pools) -> None:

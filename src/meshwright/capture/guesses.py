@@ -4,7 +4,7 @@
     .item() of an integer      what routing expects there, else 1
     .item() of a truth value   True where it came from `all` or from routing, else False
     equal, allclose            True
-    positions that are true    as many as routing expects; all of them for any other mask
+    positions that are true    as many as routing expects; all of them for any other mask, and then it is known which
     distinct values            as many as there are values
     repeats given as a tensor  one each
 
@@ -49,6 +49,8 @@ class Guesser:
         self.storages = storages
         self.routing = Routing(storages, num_samples)
         self.known = Known(storages)
+        self.positions: Tensor | None = None
+        """Of all elements of a mask: the last answer that has values."""
 
     def run(self, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if base_name(op) == GROUPED:
@@ -62,6 +64,14 @@ class Guesser:
             if all(map(self.known.has, tensors_in((arguments, options)))):
                 return self._computed(op, arguments, options)
             return answer(self, op, arguments, options)
+
+    def follow(self, op: Any, arguments: tuple[Any, ...], options: dict[str, Any], outputs: list[Tensor]) -> None:
+        """Learn from an op that has run; the storages have noticed its results."""
+        self.routing.follow(base_name(op), arguments, outputs)
+        self.known.follow(op, arguments, options, outputs)
+        if self.positions is not None and outputs and outputs[0] is self.positions:
+            self.known.are_all_positions(outputs[0], tuple(arguments[0].shape))
+        self.positions = None
 
     def _computed(self, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A plain value, or tensors of the sizes that the values lead to."""
@@ -111,7 +121,9 @@ def _equal(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[
 
 def _nonzero(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     mask: Tensor = arguments[0]
-    return torch.empty(guesser.num_true(mask), mask.dim(), dtype=torch.int64, device=mask.device)
+    found = torch.empty(guesser.num_true(mask), mask.dim(), dtype=torch.int64, device=mask.device)
+    guesser.positions = found if found.shape[0] == mask.numel() else None
+    return found
 
 
 def _masked_select(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:

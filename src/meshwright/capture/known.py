@@ -77,6 +77,11 @@ class Known:
         for position, tensor in enumerate(outputs):
             self._remember(tensor, partial(_one_of, result, position))
 
+    def are_all_positions(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        """What `nonzero` gives of a mask of this shape that is true everywhere."""
+        if tensor.numel() <= MOST_ELEMENTS:
+            self._remember(tensor, _once(lambda: torch.ones(shape, dtype=torch.bool).nonzero()))
+
     def _make_of(self, tensor: Tensor) -> Make:
         if not isinstance(tensor, FakeTensor):
             return _itself(tensor)

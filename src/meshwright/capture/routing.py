@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 ALL = Fraction(1)
 _SAME = ("_to_copy", "clone", "ne", "gt", "copy_", "lift_fresh_copy", "masked_fill")
+_ALIKE = ("mul", "index", "index_select")
+"""A mask within a mask, as experts' capacity is one, and rows of a mask."""
 _REDUCING = ("sum", "any", "amax", "max")
 _COUNTING = ("bincount", "histc")
 
@@ -79,6 +81,8 @@ class Routing:
             _copy(self.counts, source, made)
         elif name in ("scatter", "scatter_") and self._number(arguments[2]) in self.choices:
             self.densities[made] = Fraction(arguments[2].numel(), result.numel())
+        elif name in _ALIKE and source in self.densities and not result.is_floating_point():
+            self.densities[made] = self.densities[source]
         elif name == "eq" and source in self.choices:
             self.densities[made] = Fraction(1, self._classes(arguments[0], result))
         elif name in _COUNTING and source in self.choices:

@@ -37,6 +37,9 @@ class Storages:
         self.recording = recording
         self.place = place
         self.living: dict[int, Stored] = {}
+        self.before: list[Any] = []
+        """Storages that were there before. They are held: a forward may put others in their place (`self.router.to(dtype)`), and
+        a new one at the address of an old one would be taken for it."""
         self.num_born = 0
         self.closed = False
         self.left_behind: dict[int, Group] = {}
@@ -47,11 +50,15 @@ class Storages:
     def know(self, tensors: dict[str, Tensor]) -> None:
         """Tensors that were there before; of tied ones the first name counts."""
         for name, tensor in tensors.items():
-            self.living.setdefault(key_of(tensor), Stored(-1, "", storage_bytes(tensor), name))
+            self._hold(tensor, name)
 
     def know_batch(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self.living.setdefault(key_of(tensor), Stored(-1, "", storage_bytes(tensor), BATCH))
+            self._hold(tensor, BATCH)
+
+    def _hold(self, tensor: Tensor, name: str) -> None:
+        self.living.setdefault(key_of(tensor), Stored(-1, "", storage_bytes(tensor), name))
+        self.before.append(tensor.untyped_storage())
 
     def find(self, tensor: Tensor) -> Stored | None:
         return self.living.get(key_of(tensor))

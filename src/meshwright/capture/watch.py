@@ -37,8 +37,7 @@ class Watcher(TorchDispatchMode):
         result = self.guesser.run(op, arguments, options)
         outputs = list(tensors_in(result))
         self.storages.notice(outputs)
-        self.guesser.routing.follow(base_name(op), arguments, outputs)
-        self.guesser.known.follow(op, arguments, options, outputs)
+        self.guesser.follow(op, arguments, options, outputs)
         if moves_data(op) and spot.block not in self.recording.representatives:
             inputs = [*tensors_in(arguments), *tensors_in(list(options.values()))]
             self._record(op, spot, inputs, outputs, flops_of(op, arguments, options, result))

@@ -108,10 +108,10 @@ def find_whole_batch_loss(build: Callable[[], nn.Module], batch: Batch, objectiv
         return None
     batch = repeat_samples(batch)(SAMPLES)
     if not objective.is_given:
-        check_shift(lambda part: _loss(build(), part, objective), batch, tolerance=TOLERANCE)
+        check_shift(lambda part: loss_in_one_process(build(), part, objective), batch, tolerance=TOLERANCE)
     batch = masked_if_taken(build, batch, objective)
     parts = slice_batch(batch, 0, FIRST), slice_batch(batch, FIRST, SAMPLES)
-    whole, first, second = (_loss(build(), part, objective) for part in (batch, *parts))
+    whole, first, second = (loss_in_one_process(build(), part, objective) for part in (batch, *parts))
     found = WholeBatchLoss(whole, (first, second), (objective.count(parts[0]), objective.count(parts[1])))
     return None if _is_close(whole, found.mean) else found
 
@@ -136,12 +136,13 @@ def takes_masked(build: Callable[[], nn.Module], batch: Batch, objective: Object
     if not objective.is_given:
         return True
     try:
-        return isfinite(_loss(build(), masked_unevenly(batch), objective))
+        return isfinite(loss_in_one_process(build(), masked_unevenly(batch), objective))
     except ModelError:
         return False
 
 
-def _loss(module: nn.Module, batch: Batch, objective: Objective) -> float:
+def loss_in_one_process(module: nn.Module, batch: Batch, objective: Objective) -> float:
+    """In float64, without random parts; the module is changed for that."""
     module = widen_attributes(module.double())
     silence_modules(module)
     for part in module.modules():

@@ -33,6 +33,7 @@ from meshwright.core.codec import Value
 from meshwright.core.errors import MeshwrightError, ModelError, PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.result import describe
+from meshwright.measure.called import check_called
 from meshwright.measure.carried import carries_state, from_one_state
 from meshwright.measure.exact import exact, widened_batch, widened_loss
 from meshwright.measure.mean_gradient import refuse_own_gradient
@@ -101,6 +102,7 @@ def _compare(source: ModelSource, plan: Plan, num_steps: int, rank: Rank, tamper
     assert source.example is not None
     check_mean_loss(lambda: _build(source), source.example(plan.global_batch), source.objective, plan)
     batches = source.example(num_steps * plan.global_batch)
+    check_called(lambda: _build(source), batches, source.objective, plan)
     reference, silenced = _reference(source, slice_batch(batches, 0, plan.microbatch))
     with _explained(plan), building(plan):
         module = _build(source)

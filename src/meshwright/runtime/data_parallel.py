@@ -39,6 +39,7 @@ from meshwright.runtime.gather import send_from_first_rank
 from meshwright.runtime.gathered import Gathered
 from meshwright.runtime.pipeline.buckets import Buckets
 from meshwright.runtime.precision import sharded_policy
+from meshwright.runtime.usage import watch_usage
 
 SCALARS = "_meshwright_scalars"
 
@@ -63,6 +64,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if option == "broadcast_buffers":  # by this name the option says of the start too that buffers are not sent round
         for buffer in module.buffers():
             dist.broadcast(buffer.detach(), group=group, group_src=0)
+    watch_usage(module, group)
     return DistributedDataParallel(
         module,
         process_group=group,
@@ -75,18 +77,6 @@ def _forward_buffer_option() -> str:
     """torch 2.13 renamed the option that sends buffers round before every forward; 2.11 knows only the old name."""
     options = inspect.signature(DistributedDataParallel).parameters
     return "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
-
-
-def replicate_again(module: nn.Module, unused: list[str], mesh: DeviceMesh) -> nn.Module:
-    """New replicas without the gradients that never come: the unused parameters are no longer trained.
-
-    One process would skip them too: an optimizer does nothing for a parameter without a gradient.
-    """
-    own = inner(module)
-    for name in unused:
-        own.get_parameter(name).requires_grad_(False)
-    own.zero_grad()
-    return replicate(own, mesh)
 
 
 def give_up_gathered(module: nn.Module) -> None:
@@ -113,8 +103,18 @@ def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     make_alike(module, mesh)
     fully_shard(module, mesh=ranks, reshard_after_forward=False, mp_policy=policy, ignored_params=set(scalars(module)))
     vars(module)[SCALARS] = Buckets(scalars(module), mesh.get_group("dp"))
-    Gathered(module, gives_up=plan.zero == 3)
+    if plan.mesh.dp > 1:
+        _reduce_unused(module)
+    Gathered(module, gives_up=plan.zero == 3, usage=watch_usage(module, mesh.get_group("dp")))
     return module
+
+
+def _reduce_unused(module: nn.Module) -> None:
+    """Parameters that a rank's forward leaves out count as zeros: ranks that reduced different ones would not fit together. torch
+    2.11 does not know how."""
+    count_as_zeros = getattr(module, "set_reduce_scatter_unused_params", None)
+    if count_as_zeros is not None:
+        count_as_zeros(True)
 
 
 def scalars(module: nn.Module) -> list[nn.Parameter]:

@@ -28,6 +28,7 @@ from meshwright.runtime._torch import DisableTorchFunction, drop_gather_ahead, t
 from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.read_outside import ReadOutside
 from meshwright.runtime.replicas import checksum
+from meshwright.runtime.usage import Usage
 
 Place = tuple[nn.Module, str]
 
@@ -61,9 +62,9 @@ class Mark(NamedTuple):
 class Gathered:
     """Of a module whose state is sharded, and the modules in it that are gathered by themselves."""
 
-    def __init__(self, root: nn.Module, gives_up: bool) -> None:
-        """gives_up: whether inner modules forget gathered parameters after their forward (ZeRO 3)."""
-        self.root, self.gives_up = root, gives_up
+    def __init__(self, root: nn.Module, gives_up: bool, usage: Usage | None = None) -> None:
+        """gives_up: whether inner modules forget gathered parameters after their forward (ZeRO 3). usage: is shown them."""
+        self.root, self.gives_up, self.usage = root, gives_up, usage
         self.names = {
             (part, leaf): f"{path}.{leaf}" for path, part in root.named_modules() for leaf in part._parameters
         }
@@ -100,6 +101,8 @@ class Gathered:
             with DisableTorchFunction():  # of a parameter that tp cuts, what this rank holds is marked and written back
                 for place, parameter in self._gathered(part):
                     self.marks[place] = Mark.of(parameter, self.is_first)
+                    if self.usage is not None and parameter.requires_grad:
+                        self.usage.watch(self.shards[place], parameter)
             watches = part is self.root and self.is_first
             with ReadOutside(self._names_of_shards()) if watches else nullcontext():
                 result = forward(*arguments, **options)

@@ -6,7 +6,6 @@ of ranks and microbatches (`runtime/tally.py`).
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,12 +22,10 @@ from meshwright.core.trace import Trace
 from meshwright.models.objective import Batch, Objective, call
 from meshwright.runtime.answers import Answers
 from meshwright.runtime.clock import Mark, mark
-from meshwright.runtime.communicators import data_mesh
 from meshwright.runtime.data_parallel import (
     give_up_gathered,
     inner,
     prepare_microbatch,
-    replicate_again,
 )
 from meshwright.runtime.dropped import Dropped
 from meshwright.runtime.gate import Gate
@@ -47,7 +44,7 @@ from meshwright.runtime.split.model import SplitModel
 from meshwright.runtime.step import StepOutput
 from meshwright.runtime.synced_buffers import SyncedBuffers
 from meshwright.runtime.tally import Peers, Tally
-from meshwright.runtime.update import UnusedError, Update
+from meshwright.runtime.update import Update
 from meshwright.runtime.watch import Watch
 
 
@@ -135,8 +132,6 @@ class Program:
             begin(batch)
 
     def _run_step(self, share: Batch, signal: float) -> StepOutput:
-        if self.num_steps == 0:
-            return self._first_step(share, signal)
         if self.watch.wants(self.num_steps):
             return self.watch.record(self, share, lambda: self._step(share, signal), self._history.outputs)
         return self._step(share, signal)
@@ -192,16 +187,6 @@ class Program:
     def trace(self) -> Trace:
         """What this rank saw so far."""
         return self._history.trace(self.plan, self.device, self.watch.sample)
-
-    def _first_step(self, batch: Batch, signal: float) -> StepOutput:
-        """A parameter that no rank uses gets no gradient in one process; replicas would give it zeros."""
-        try:
-            return self._step(batch, signal)
-        except UnusedError as error:
-            unused = error.names
-        self.spread_module = replicate_again(self.spread_module, unused, data_mesh(self.plan, self.mesh))
-        gc.collect()  # the old replicas must be gone: as long as they live, their hooks see every backward
-        return self._step(batch, signal)
 
     def _step(self, batch: Batch, signal: float) -> StepOutput:
         marks: list[tuple[str, Mark]] = [("start", mark(self.device))]
@@ -295,7 +280,6 @@ class Program:
 
     def _apply_gradients(self) -> Tensor | None:
         """The norm of the gradients, where they were clipped."""
-        self._update.find_unused()
         if self._finder is not None:
             self._finder.before_update()
         with self.watch.region("update"):

@@ -16,17 +16,9 @@ from meshwright.runtime.data_parallel import inner, reduce_scalars, shard_group
 from meshwright.runtime.mesh import axis_groups
 from meshwright.runtime.offload.optimizer import HostOptimizer
 from meshwright.runtime.pipeline.pipeline import Pipeline
-from meshwright.runtime.reach import Usage
 from meshwright.runtime.scaling import LossScale
 from meshwright.runtime.split.model import SplitModel
-
-
-class UnusedError(Exception):
-    """Nothing in forward uses these parameters. Raised before anything is updated."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(f"no gradient for {', '.join(names)}")
-        self.names = names
+from meshwright.runtime.usage import drop_unused
 
 
 class Update:
@@ -41,20 +33,8 @@ class Update:
         self._groups = dividing_groups(self.module, plan, mesh)
         is_replicated = isinstance(module, DistributedDataParallel)
         self.loss_scale = LossScale(self._groups) if plan.precision == "fp16" else None
-        self._usage = Usage(self.module) if is_replicated else None
-        self._replicas = module.process_group if isinstance(module, DistributedDataParallel) else None
         # Gradients that stay in the replicas' buckets accumulate there; dropped ones would be allocated a second time.
         self._keeps_buckets = is_replicated and plan.num_microbatches > 1
-
-    def find_unused(self) -> None:
-        """In the first step, parameters of replicas that no rank has used."""
-        if self._usage is None:
-            return
-        assert self._replicas is not None
-        unused = self._usage.unused(self._replicas)
-        self._usage = None
-        if unused:
-            raise UnusedError(unused)
 
     def run(self) -> Tensor | None:
         """The norm of the gradients where they are clipped; infinite where they are not finite and nothing was updated."""
@@ -84,6 +64,7 @@ class Update:
         reduce_scalars(self.module)
         if self.split is not None:
             self.split.settle_gradients(self.module)
+        drop_unused(self.module)
 
     def _clip(self, max_norm: float) -> Tensor:
         copies = self.pipeline.tied.second_copies() if self.pipeline is not None else ()

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
@@ -25,11 +24,12 @@ from meshwright.runtime._torch import at_end_of_backward, tree_leaves
 from meshwright.runtime.clip import axes_of_parameters
 from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, reduce_scalars
 from meshwright.runtime.own_loop.gradients import Gradients
-from meshwright.runtime.reach import Usage, reach
+from meshwright.runtime.reach import reach
 from meshwright.runtime.same_samples import SameSamples
 from meshwright.runtime.split.model import SplitModel, whole_output
 from meshwright.runtime.synced_buffers import SyncedBuffers
 from meshwright.runtime.update import dividing_groups
+from meshwright.runtime.usage import drop_unused
 
 
 class OwnLoop:
@@ -39,7 +39,6 @@ class OwnLoop:
         self.module, self.plan, self.split = module, plan, split
         self.done = 0
         self.group = mesh.get_group("dp")
-        self.usage = Usage(inner(module)) if isinstance(module, DistributedDataParallel) else None
         own = inner(module)
         self.buffers = SyncedBuffers(own, self.group)
         self.gradients = Gradients(axes_of_parameters(own, plan), dividing_groups(own, plan, mesh))
@@ -112,9 +111,9 @@ class OwnLoop:
         if not self._is_last():
             raise PlanError(f"optimizer.step() {self._between_microbatches()}")
         self.done = 0
-        self._check_used()
         self.gradients.unmark()
         self._settle()
+        drop_unused(inner(self.module))
         give_up_gathered(self.module)  # a forward without training in between may have left them
 
     def _is_last(self) -> bool:
@@ -125,15 +124,6 @@ class OwnLoop:
             f"after {self.done} of {self.plan.num_microbatches} microbatches: their gradients are not reduced yet; run all of "
             "them first, or set num_microbatches in the plan"
         )
-
-    def _check_used(self) -> None:
-        unused = self.usage.unused(self.group) if self.usage is not None else []
-        self.usage = None
-        if unused:
-            raise PlanError(
-                f"parameter '{unused[0]}' got no gradient on any rank, and replicas would update it with zeros: freeze it with "
-                "requires_grad_(False), or use ZeRO 1, 2 or 3"
-            )
 
 
 def clip_grad_norm_(

@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.core.collective import Axis
 from meshwright.runtime._torch import DisableTorchFunction
-from meshwright.runtime.split.layout import Cut, Layout, lay, layout_of
-from meshwright.runtime.split.splitter import NotSplit, Splitter
+from meshwright.runtime.split.laying import laid
+from meshwright.runtime.split.layout import Cut, lay, layout_of
+from meshwright.runtime.split.splitter import Splitter
 
 ROWS = 0
 """The dim along which tokens lie."""
@@ -34,9 +36,7 @@ def _on_own_rows(part: nn.Module, forward: Callable[..., Tensor], split: Splitte
         cuts = _cuts_of_rows(given[0])
         if not cuts:
             return forward(*given, *others, **options)
-        for tensor in given[1:]:
-            if _cuts_of_rows(tensor) != cuts:
-                raise NotSplit(f"{type(part).__name__} is given rows and choices that lie over ranks in different ways")
+        given = [given[0], *(_as_rows(split, tensor, cuts) for tensor in given[1:])]
         for axis in cuts:
             for parameter in part.parameters():
                 split.lend(parameter, axis)
@@ -46,7 +46,15 @@ def _on_own_rows(part: nn.Module, forward: Callable[..., Tensor], split: Splitte
     return run
 
 
-def _cuts_of_rows(tensor: Tensor) -> Layout:
+def _as_rows(split: Splitter, tensor: Tensor, cuts: dict[Axis, Cut]) -> Tensor:
+    """Choices of the rows that this rank has; a router that ran on whole tensors made all of them on every rank."""
+    if _cuts_of_rows(tensor) == cuts:
+        return tensor
+    with DisableTorchFunction():  # as inside a rule
+        return laid(split, tensor, cuts)
+
+
+def _cuts_of_rows(tensor: Tensor) -> dict[Axis, Cut]:
     """How the rows lie over ranks."""
     layout = layout_of(tensor) or {}
     return {axis: share for axis, share in layout.items() if isinstance(share, Cut) and share.dim == ROWS}
