@@ -334,3 +334,25 @@ class PenalisedLM(LM):
 
 def penalised() -> Made:
     return PenalisedLM(), batch(), loss
+
+
+class OutsideLM(LM):
+    """A teacher follows its student in code of the model's own, between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.ModuleList([Block() for _ in range(4)]).requires_grad_(False)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.blocks.parameters(), strict=True):
+                old.data.mul_(0.9).add_(new.data, alpha=0.1)
+            taught = self.embedding(input_ids)
+            for block in self.teacher:
+                taught = block(taught)
+        x = self.trunk(input_ids)
+        return self.head(x), F.mse_loss(x, taught)
+
+
+def outside() -> Made:
+    return OutsideLM(), batch(), loss

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -336,3 +338,65 @@ def deep_counted() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
         (torch.ones(2, 512), torch.zeros(2, 512)),
         lambda output, batch: nn.functional.mse_loss(output, batch[1]),
     )
+
+
+# ---------------------------------------------------------------- how a file builds its model
+
+
+class Prior(nn.Module):
+    """Weights drawn by numpy and by Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)])
+        with torch.no_grad():
+            for block, _ in self.blocks:
+                block.weight.copy_(torch.from_numpy(numpy.random.randn(16, 16) * 0.2))
+                block.bias.fill_(random.random())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+KEPT = Prior()
+
+
+def drawn_elsewhere() -> Any:
+    return text(Prior())
+
+
+def kept_in_the_file() -> Any:
+    return text(KEPT)
+
+
+def orthogonal_weights() -> Any:
+    made = Prior()
+    for block, _ in made.blocks:
+        nn.utils.parametrizations.orthogonal(block)
+    return text(made)
+
+
+def pruned_weights() -> Any:
+    made = Prior()
+    for block, _ in made.blocks:
+        torch.nn.utils.prune.l1_unstructured(block, "weight", amount=0.3)
+    return text(made)
+
+
+def without_sizes() -> Any:
+    return text(nn.Sequential(nn.Embedding(32, 16), nn.LazyLinear(32)))
+
+
+def with_a_past() -> Any:
+    made = Prior()
+    made.turned = made.head.weight.t() * 2
+    return text(made)
+
+
+def nested() -> Any:
+    module, (ids, labels) = text(Prior())
+    return module, {"inputs": {"ids": ids}, "labels": labels}

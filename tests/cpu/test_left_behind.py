@@ -61,6 +61,7 @@ def test_attributes_and_lists(pool: Pools, model: str, plan: str) -> None:
     [
         ("hiding", ("stack", "global variable")),
         ("hooked", ("blocks.0", "left_behind.py", "hook")),
+        ("outside", ("writes parameter 'teacher.0.norm.weight'", "mul_", "set pp to 1")),
         ("boxed", ("block 'blocks.1'", "another block made", "global variable")),
     ],
 )

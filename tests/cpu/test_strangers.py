@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from pool import RankPool, this_rank
 
 from meshwright.capture.capture import capture_source
 from meshwright.cli.shrunk import plain_plan_of_small
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, ModelError
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
@@ -152,3 +154,29 @@ def test_examples_of_a_config_are_what_the_model_takes(kind: str, tmp_path: Path
         assert one.example is not None
         call(one.build(), one.example(2))
     assert kind != "roberta" or (isinstance(source.shape, TextShape) and source.shape.seq == 32)
+
+
+BUILT = ["drawn_elsewhere", "kept_in_the_file", "orthogonal_weights", "pruned_weights"]
+
+
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+@pytest.mark.parametrize("stranger", BUILT)
+def test_however_a_model_is_built(pool: Callable[[int], RankPool], stranger: str, axes: dict[str, Any]) -> None:
+    run_alike(pool, named(stranger), axes)
+
+
+@pytest.mark.parametrize(
+    ("stranger", "said"),
+    [("without_sizes", "module '1' (LazyLinear)"), ("with_a_past", "'turned'"), ("nested", "no tensors nested")],
+)
+def test_what_cannot_be_built_twice_is_refused(stranger: str, said: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(said)):
+        resolve(named(stranger))
+
+
+def test_the_users_own_random_numbers_go_on() -> None:
+    random.seed(3)
+    expected = random.random()
+    random.seed(3)
+    resolve(named("drawn_elsewhere")).build()
+    assert random.random() == expected

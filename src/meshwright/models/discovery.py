@@ -58,6 +58,7 @@ class Discovery(Follower):
         self.first_versions: dict[int, int] = {}
         for parameter in sketch.module.parameters():
             vars(parameter).pop(NUMBER, None)
+        self.written = {_memory(parameter): name for name, parameter in sketch.module.named_parameters()}
 
     def steps(self) -> Steps:
         read = [FlowEvent(self.sketch.block_of(name), (), (number,)) for name, number in self.parameters.items()]
@@ -67,6 +68,7 @@ class Discovery(Follower):
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if not self.deaf:
             leaves = tree_leaves((arguments, options or {}))
+            self._check_writes(function, arguments)
             self._meet_parameters(leaves)
             if any(map(self._is_stray, leaves)):
                 last = next((name for name in reversed(self.names) if name in self.sketch.blocks), OUTSIDE)
@@ -219,6 +221,18 @@ class Discovery(Follower):
                 give_number(leaf, len(self.tensors))
                 self.tensors.append(FlowTensor(_bytes(leaf), leaf.requires_grad))
 
+    def _check_writes(self, function: Callable[..., Any], arguments: Any) -> None:
+        """A parameter is its own stage's: one that code outside of its block writes would be written elsewhere, or in a copy."""
+        if not arguments or not (is_in_place(function) or _name(function) == "__set__"):
+            return
+        for leaf in tensors_in(arguments[0]):
+            name = self.written.get(_memory(leaf))
+            if name is not None and self.sketch.block_of(name) != OUTSIDE:
+                raise PlanError(
+                    f"the model cannot be cut: outside of its blocks its forward writes parameter '{name}' ({_name(function)}), "
+                    "which one stage holds: write it inside its block, or after the step, or set pp to 1"
+                )
+
     def _is_parameter(self, leaf: Any) -> bool:
         return id(leaf) in self.sketch.names
 
@@ -299,6 +313,11 @@ class _Reading(Follower):
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", function))
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for tensors that share it: a parameter and its `.data`."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes(tensor: Tensor) -> Affine:

@@ -9,20 +9,31 @@ from contextlib import contextmanager
 
 import torch
 
+LARGEST = 2**32
+"""Seeds of numpy are below."""
+
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Python's, numpy's and torch's generators of the CPU begin at the seed, and are afterwards as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        with seeded_like_torch():
+            yield
+
+
+@contextmanager
+def seeded_like_torch() -> Iterator[None]:
+    """Python's and numpy's begin at the seed that torch's was given, and are afterwards as they were."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices=[]):
-        random.seed(seed)
-        torch.manual_seed(seed)
+    seed = torch.initial_seed() % LARGEST
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
         if numpy is not None:
-            numpy.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
+            numpy.random.set_state(numpy_state)

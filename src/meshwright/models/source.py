@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ModelError, nearest
 from meshwright.models.examples import Example, Shape, random_examples, repeat_samples
+from meshwright.models.faked.copies import copy_module
 from meshwright.models.loss_reads import check_loss_reads_nothing_trained
 from meshwright.models.objective import DEFAULT, Batch, Objective, answered, objective_of, tensors_of
-from meshwright.models.old_norms import without_computed_weights
+from meshwright.models.old_norms import check_can_be_built, without_computed_weights
 from meshwright.models.reference import REFERENCE, Reference
-from meshwright.models.seeded import seeded
+from meshwright.models.seeded import seeded, seeded_like_torch
 from meshwright.models.userfile import call_function
 
 SEED = 0
@@ -114,17 +116,26 @@ def from_function(name: str) -> ModelSource:
     draws is the same on all of them."""
     with seeded(SEED):
         module, batch, loss, count = _returned(name, call_function(name))
+    check_can_be_built(name, module)
     check_loss_reads_nothing_trained(name, loss)
     objective = objective_of(loss, count)
     batch = None if batch is None else answered(module, batch, objective)
+    first = weakref.ref(module)
     del module
     return ModelSource(
         name=name,
-        build=lambda: without_computed_weights(_returned(name, call_function(name))[0]),
+        build=lambda: _built(name, first()),
         example=repeat_samples(batch) if batch is not None else None,
         shape=None,
         objective=objective,
     )
+
+
+def _built(name: str, first: nn.Module | None) -> nn.Module:
+    """A module of its own: a file may hold one, and return it at every call."""
+    with seeded_like_torch():
+        module = without_computed_weights(_returned(name, call_function(name))[0])
+    return copy_module(module, {}) if module is first else module
 
 
 Returned = tuple[nn.Module, Batch | None, Callable[[Any, Batch], Tensor] | None, Callable[[Batch], int] | None]
@@ -143,10 +154,20 @@ def _returned(name: str, result: Any) -> Returned:
     if batch is not None and not _is_batch(batch):
         raise ModelError(
             f"{name} returned {type(batch).__name__} as its batch: give a tensor, a dict of tensors, or a tuple or list of "
-            "tensors with the labels last"
+            "tensors with the labels last, and no tensors nested deeper than that"
         )
     return module, batch, loss, count
 
 
 def _is_batch(value: Any) -> bool:
-    return isinstance(value, Tensor | Mapping | Sequence) and bool(tensors_of(value))
+    """One level of tensors: samples of what lies deeper could not be shared out."""
+    if not isinstance(value, Tensor | Mapping | Sequence) or not tensors_of(value):
+        return False
+    items = () if isinstance(value, Tensor) else value.values() if isinstance(value, Mapping) else value
+    return not any(isinstance(item, Mapping | list | tuple) and _holds_tensors(item) for item in items)
+
+
+def _holds_tensors(nest: Any) -> bool:
+    if isinstance(nest, Mapping | list | tuple):
+        return any(map(_holds_tensors, nest.values() if isinstance(nest, Mapping) else nest))
+    return isinstance(nest, Tensor)

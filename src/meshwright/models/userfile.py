@@ -10,6 +10,10 @@ from types import ModuleType
 from typing import Any
 
 from meshwright.core.errors import InputError, ModelError, nearest
+from meshwright.models.seeded import seeded
+
+IMPORT_SEED = 0
+"""A file that builds a module when it is imported builds the same one on every rank."""
 
 
 def call_function(name: str, *arguments: Any) -> Any:
@@ -49,7 +53,8 @@ def import_file(path: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)
     try:
-        spec.loader.exec_module(module)
+        with seeded(IMPORT_SEED):
+            spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
         raise ModelError(f"{path} raised {type(error).__name__}: {error}{user_line(error, path)}") from error

@@ -20,6 +20,10 @@ MOST_OF_MEMORY = 0.25
 """A module larger than this share of the host's memory is not built twice."""
 
 
+class NoValueError(RuntimeError):
+    """A constructor asks `meta` for what it does not have."""
+
+
 class _Unfilled(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = options or {}
@@ -27,7 +31,12 @@ class _Unfilled(TorchFunctionMode):
             target = arguments[0] if arguments else options.get("tensor")
             if isinstance(target, Tensor) and target.is_meta:
                 return target
-        return function(*arguments, **options)
+        try:
+            return function(*arguments, **options)
+        except (
+            NotImplementedError
+        ) as error:  # which torch's parametrizations take for another thing, and go on without a value
+            raise NoValueError(str(error)) from error
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
