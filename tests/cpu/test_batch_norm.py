@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, graph_of, plan_of, source_of
+from cases import ROOT, Case, graph_of, plan_of, source_of
 from pool import RankPool, this_rank
 from test_collectives_and_memory import check_collectives_and_state
 from test_parity import compare_on_rank, scale_one_gradient
 
 from meshwright.cli.shardings import try_sharding
+from meshwright.cli.shrunk import plain_plan_of_small
+from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest, plain_plan
 from meshwright.measure.parity import ParityResult, compare
+from meshwright.models.source import resolve
 from meshwright.runtime.apply import apply
 
 Pools = Callable[[int], RankPool]
@@ -90,3 +93,14 @@ def compare_over_tp(case: Case) -> ParityResult:
 def test_channels_over_tp(pool: Pools) -> None:
     for result in pool(4).run(compare_over_tp, SYNCED):
         assert result.first_difference is None
+
+
+def compare_small(model: str, plan: Plan) -> ParityResult:
+    return compare(resolve(model).small(), plan, 2, this_rank())
+
+
+def test_statistics_of_channels_over_tp_that_a_whole_norm_keeps(pool: Pools) -> None:
+    """A norm that is not split reads what a split one handed on: each rank follows its own channels, and all get all."""
+    model = f"hf:{ROOT}/tests/survey/vision/swiftformer.json"
+    for result in pool(2).run(compare_small, model, plain_plan_of_small(model, PlanRequest(tp=2), 2)):
+        assert result.ok, result.first_difference

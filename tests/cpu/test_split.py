@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ASSETS, graph_of, source_of
+from cases import ASSETS, ROOT, graph_of, source_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import RankPool, this_rank
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.capture.capture import capture_source
 from meshwright.cli.shardings import try_sharding
+from meshwright.cli.shrunk import plain_plan_of_small
 from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import BlockSharding, Plan, Stage, TensorSharding
@@ -319,3 +320,11 @@ def test_tokens_that_do_not_divide_are_refused_before_ranks_start() -> None:
     plan = plain_plan(request, capture_source(source, "fp64"), 2, "tests")
     with pytest.raises(PlanError, match=r"block 'blocks.0' cannot be split: tokens: 17 does not divide over tp=2"):
         try_sharding(plan, source)
+
+
+def test_only_the_fused_projection_is_cut_in_runs() -> None:
+    """GLM's attention comes before its fused MLP: queries in runs would stop the block earlier, which is no help."""
+    plan = plain_plan_of_small(f"hf:{ROOT}/tests/survey/decoders/glm.json", PlanRequest(tp=2), 2)
+    runs = {t.tensor: t.runs for rule in plan.sharding for t in rule.tensors if "tp" in t.dims}
+    assert runs["mlp.gate_up_proj.weight"] == 2
+    assert {runs[f"self_attn.{name}_proj.weight"] for name in "qkvo"} == {1}

@@ -38,7 +38,7 @@ from meshwright.measure.carried import carries_state, from_one_state
 from meshwright.measure.exact import exact, widened_batch, widened_loss
 from meshwright.measure.mean_gradient import refuse_own_gradient
 from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly, takes_masked
-from meshwright.measure.rounding import MOST, enlarged, move_parameters
+from meshwright.measure.rounding import GROWTH, MOST, enlarged, move_parameters
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.faked.attributes import widen_attributes
 from meshwright.models.objective import Batch, Objective, call, map_batch, slice_batch, tensors_of
@@ -149,6 +149,8 @@ def _compare(
     tally.parameters(held, _parameters(reference.module))
     program.sync_buffers()
     tally.buffers(_of_all_stages(_buffers(program.module), plan), _buffers(reference.module))
+    if is_so_anywhere(tally.unsure is not None):
+        raise tally.no_verdict()
     if tally.first is not None and not _runs_in_groups(reference.module, source.objective):
         refuse_own_gradient(lambda: _build(source), masked(source.example(plan.global_batch)), source.objective, plan)
     return msgspec.structs.replace(tally.result(), silenced=tuple(sorted(silenced)))
@@ -331,15 +333,18 @@ class _Tally:
     """Collects differences and remembers the first that is too large."""
 
     def __init__(self, bound: float) -> None:
-        self.bound = bound
+        self.bound = self.rounding = bound
         self.first: str | None = None
+        self.unsure: str | None = None
+        """The first difference that is too large for the bound, and no larger than this model's rounding."""
         self.largest = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
         self.losses: list[tuple[float, float]] = []
         self.num_tensors = 0
 
     def enlarge(self, expected: dict[str, Tensor], moved: dict[str, Tensor]) -> None:
         """The bound, to what rounding alone does to this model."""
-        self.bound = max(self.bound, enlarged(expected, moved, _floor(expected)))
+        self.rounding = max(self.rounding, enlarged(expected, moved, _floor(expected)))
+        self.bound = max(self.bound, min(self.rounding, MOST))
 
     def loss(self, step: int, found: float, expected: float) -> None:
         self.losses.append((found, expected))
@@ -373,9 +378,19 @@ class _Tally:
 
     def _note(self, kind: str, words: str, difference: float) -> None:
         wrong = not difference <= self.bound  # also true for NaN
-        if wrong and self.first is None:
-            self.first = f"{words} differs by {difference:.3g} (bound {self.bound:.3g})"
+        if wrong and self.first is None and self.unsure is None:
+            if difference <= self.rounding:
+                self.unsure = f"{words} differs by {difference:.3g}"
+            else:
+                self.first = f"{words} differs by {difference:.3g} (bound {self.bound:.3g})"
         self.largest[kind] = difference if difference != difference else max(self.largest[kind], difference)
+
+    def no_verdict(self) -> OneProcessFailsError:
+        return OneProcessFailsError(
+            f"the model cannot be compared: {self.unsure or 'a result of another rank differs'}, and rounding alone does as much "
+            f"(moving every parameter by one ε changes one process' own results by {self.rounding / GROWTH:.1e}). Batch norm of a "
+            "few values enlarges it so: give larger microbatches (microbatch=...) or larger images"
+        )
 
     def result(self) -> ParityResult:
         return ParityResult(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
@@ -73,3 +74,13 @@ def first_alike(module: nn.Module, plan: Plan) -> dict[str, str]:
         if first != block:
             found[block] = first
     return found
+
+
+class Steps(TorchFunctionMode):
+    """Counts the functions that a trial calls, to see how far it gets."""
+
+    num_taken = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_taken += 1
+        return function(*args, **(kwargs or {}))

@@ -39,7 +39,7 @@ from meshwright.runtime._torch import (
 )
 from meshwright.runtime.split.alike import alike_once
 from meshwright.runtime.split.collectives import Ranks
-from meshwright.runtime.split.faked import Called, faked, faked_batch, first_alike
+from meshwright.runtime.split.faked import Called, Steps, faked, faked_batch, first_alike
 from meshwright.runtime.split.layout import Cut, lay
 from meshwright.runtime.split.splitter import Indivisible, NotSplit, Splitter
 from meshwright.runtime.split.weights import AXIS, sharded_tensors
@@ -224,14 +224,14 @@ class _Trial:
     def _in_runs(
         self, block: str, tensors: tuple[TensorSharding, ...], error: NotSplit
     ) -> tuple[TensorSharding, ...] | None:
-        """One layer's tensors cut in the runs the error asks for: the first layer for which that helps."""
+        """One layer's tensors cut in the runs the error asks for: the first with which the block gets further."""
         for layer in dict.fromkeys(_layer(tensor) for tensor in tensors if tensor.runs == 1 and AXIS in tensor.dims):
             tried = tuple(
                 msgspec.structs.replace(tensor, runs=error.runs) if _layer(tensor) == layer else tensor
                 for tensor in tensors
             )
             found = self._attempt(block, tried)
-            if found is None or found.words != error.words:
+            if found is None or found.reached > error.reached:
                 return tried
         return None
 
@@ -248,12 +248,12 @@ class _Trial:
     def _attempt(self, block: str, tensors: tuple[TensorSharding, ...]) -> NotSplit | None:
         """What stops the block, if anything does."""
         args, kwargs = self.calls[block]
-        splitter = Splitter([Ranks(AXIS, self.degree)])
+        splitter, steps = Splitter([Ranks(AXIS, self.degree)]), Steps()
         with self.mode:
             parameters = faked(self.module.get_submodule(block))
             try:
                 _cut_parameters(parameters, ((tensor.tensor, tensor) for tensor in tensors), splitter, block)
-                with splitter:
+                with splitter, steps:
                     output = functional_call(
                         self.module.get_submodule(block), parameters, args, kwargs, tie_weights=False
                     )
@@ -261,21 +261,21 @@ class _Trial:
                     if isinstance(leaf, Tensor):
                         splitter.summed(leaf)
             except NotSplit as error:
-                error.block = error.block or block
+                error.block, error.reached = error.block or block, steps.num_taken
                 return error
             except UNKNOWN:
                 return None
             except MeshwrightError:
                 raise
             except Exception as error:  # the model's own code, on a part of what it expects
-                return _stopped_by(error, block)
+                return _stopped_by(error, block, steps.num_taken)
         return None
 
 
-def _stopped_by(error: Exception, block: str) -> NotSplit:
+def _stopped_by(error: Exception, block: str, reached: int = 0) -> NotSplit:
     """An error of the model's own code, in words."""
     found = NotSplit(f"its code fails on a part: {type(error).__name__}: {' '.join(str(error).split())}")
-    found.block = block
+    found.block, found.reached = block, reached
     return found
 
 

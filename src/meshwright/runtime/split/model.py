@@ -15,10 +15,8 @@ from meshwright.models.objective import Objective
 from meshwright.runtime._torch import DisableTorchFunction, tree_flatten, tree_unflatten
 from meshwright.runtime.axis import along
 from meshwright.runtime.clip import local
-from meshwright.runtime.places import places_of
 from meshwright.runtime.split.border import Border, draw_borders
 from meshwright.runtime.split.collectives import Ranks
-from meshwright.runtime.split.layout import Cut
 from meshwright.runtime.split.splitter import Splitter
 from meshwright.runtime.split.weights import cut_weights
 
@@ -38,17 +36,13 @@ class SplitModel:
             border.carry_notes()
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """What batch norm keeps of channels that lie over tp is this rank's for its own: all get all of it."""
-        ranks = self.splitter.axes.get("tp")
-        if ranks is None:
-            return
-        for name, places in places_of(module).items():
-            holder = module.get_submodule(name.rpartition(".")[0])
-            for place in places if isinstance(holder, BATCH_NORMS) and name.endswith("weight") else ():
-                for buffer in holder.buffers(recurse=False):
-                    if buffer.dim():
-                        cut = Cut(0, place.runs)
-                        buffer.copy_(ranks.gather(ranks.own_part(buffer, cut), cut))
+        """What batch norm keeps of channels that lie over ranks is this rank's for its own: all get all of it."""
+        followed = self.splitter.statistics
+        for buffer in module.buffers():
+            if id(buffer) in followed:
+                _, axis, cut = followed[id(buffer)]
+                ranks = self.splitter.axes[axis]
+                buffer.copy_(ranks.gather(ranks.own_part(buffer, cut), cut))
 
     def whole_loss(self, objective: Objective) -> Objective:
         """The objective with a loss that every rank has, also where it was left as summands."""

@@ -51,6 +51,8 @@ class NotSplit(PlanError):  # noqa: N818 - raised at a rule, caught where shardi
         super().__init__(words)
         self.words, self.runs = words, runs
         self.block: str | None = None
+        self.reached = 0
+        """Functions that ran before, in a trial."""
 
     def __str__(self) -> str:
         where = f"block '{self.block}'" if self.block else "the model"
@@ -89,6 +91,8 @@ class Splitter(TorchFunctionMode):
         """Storages of the batch: ids that lie there are tokens."""
         self.samples = 1
         """Of the batch: tokens in a row are that many runs."""
+        self.statistics: dict[int, tuple[Tensor, Axis, Cut]] = {}
+        """Buffers of batch norms of which this rank follows its own channels, by identity, with where those lie."""
         self.shared: dict[tuple[int, int, Axis], tuple[Tensor, Tensor]] = {}
         """What was made of tensors, with the tensor, until the block ends (runtime/split/border.py)."""
         self.reading = ""

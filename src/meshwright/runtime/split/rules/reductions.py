@@ -113,6 +113,10 @@ def batch_norm(split: Splitter, function: Any, args: Args, kwargs: Options) -> A
             split.allow_gathering(axis, NotSplit(words))
             return batch_norm(split, function, (split.gather(tensor, axis), *args[1:]), kwargs)
     target = _channel_target(layout_of(tensor))
+    for axis, cut in target.items():
+        for kept in by_name(args[1:], kwargs, ("running_mean", "running_var"))[:2]:
+            if isinstance(kept, Tensor) and not layout_of(kept):
+                split.statistics[id(kept)] = (kept, axis, cut)
 
     def part(value: Any) -> Any:
         return laid(split, split.summed(value), target) if isinstance(value, Tensor) and value.dim() else value
