@@ -74,6 +74,14 @@ def test_what_a_plan_cannot_run_is_refused_with_the_line_and_the_plan(pool: Pool
         pool(2).run(compare_on_rank, model, plain_plan_of_small(model, PLANS["zero3"], 2))
 
 
+def test_blocks_inside_a_function_are_not_cut(pool: Pools) -> None:
+    """Gradients of what comes before them were missing."""
+    model = f"{FILE}:redone"
+    said = r"cannot be cut at block 'blocks.0': the function 'Redone' \(own_backward.py, line \d+\) calls it"
+    with pytest.raises((RankError, MeshwrightError), match=said):
+        pool(2).run(compare_on_rank, model, plain_plan_of_small(model, PLANS["pp"], 2))
+
+
 NOT_OF_PARTS = [
     ("unit_gradient_of_all", "tp", "WholeNorm"), ("unit_gradients", "zero3", "RowNorm"),
     ("clipping_hook", "pp", "hook"), ("clipping_hook", "cp", "own_backward.py, line"), ("row_norm_hook", "zero3", "hook"),

@@ -23,6 +23,7 @@ from meshwright.models.follow import (
     results_of,
     tensors_in,
 )
+from meshwright.models.function_around import refuse_inside_function
 from meshwright.models.objective import Batch, Objective
 from meshwright.models.snapshot import Snapshot
 from meshwright.models.steps import Answer, Passed, Steps
@@ -99,6 +100,7 @@ class Discovery(Follower):
 
     def block(self, name: str, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
         """A call of a block."""
+        refuse_inside_function(name)
         with self.not_following():
             return self._block(name, forward, arguments, options)
 
