@@ -1,4 +1,4 @@
-"""Data in which one sample is bad, and a model that fails when it is told to from outside."""
+"""Data in which two samples of one batch are bad, and a model that fails when it is told to from outside."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         self.x = torch.randn(NUM_SAMPLES, 3, generator=random)
         self.labels = torch.randint(CLASSES, (NUM_SAMPLES,), generator=random)
         self.x[BAD_SAMPLE] *= factor
+        self.x[BAD_SAMPLE + 1] = self.x[BAD_SAMPLE]  # with another label, so that no model is right about both
+        self.labels[BAD_SAMPLE + 1] = (self.labels[BAD_SAMPLE] + 1) % CLASSES
 
     def __len__(self) -> int:
         return NUM_SAMPLES
