@@ -116,7 +116,7 @@ class Experts(nn.Module):
         for number, expert in enumerate(self.experts):
             rows = (chosen == number).nonzero().flatten()
             if rows.numel():
-                h = h.index_add(0, rows, expert(h[rows]))
+                h = h.index_add(0, rows, expert(h[rows]).to(h.dtype))
         return h
 
 

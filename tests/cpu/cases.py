@@ -35,8 +35,6 @@ MODELS = {
     "odd": f"{ASSETS}/models.py:odd",
     "head_first": f"{ASSETS}/models.py:head_first",
     "unused": f"{ASSETS}/models.py:unused",
-    "choosing": f"{ASSETS}/models.py:choosing",
-    "choosing_blocks": f"{ASSETS}/models.py:choosing_blocks",
     "padded": f"{ASSETS}/models.py:padded",
     "llama": f"hf:{ASSETS}/llama-tiny.json",
     "gpt2": f"hf:{ASSETS}/gpt2-tiny.json",

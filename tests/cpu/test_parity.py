@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from cases import MODELS, RECOMPUTES, ZERO_STAGES, Case, plan_of, source_of
+from cases import ASSETS, MODELS, RECOMPUTES, ZERO_STAGES, Case, plan_of, source_of
 from pool import RankError, RankPool, this_rank
 
 from meshwright.measure.parity import ParityResult, Tamper, compare
@@ -89,13 +89,15 @@ def test_a_layer_that_no_forward_uses(pool: Pools, zero: int) -> None:
 @pytest.mark.parametrize("zero", ZERO_STAGES)
 def test_experts_that_only_some_samples_use(pool: Pools, zero: int, num_microbatches: int) -> None:
     """Ranks use other ones, and one that no rank uses in the first step is trained in the second."""
-    check(pool(2).run(compare_on_rank, Case("choosing", zero, num_microbatches=num_microbatches), 3))
+    check(
+        pool(2).run(compare_on_rank, Case(f"{ASSETS}/models.py:choosing", zero, num_microbatches=num_microbatches), 3)
+    )
 
 
 @pytest.mark.parametrize("zero", ZERO_STAGES)
 def test_blocks_that_only_some_samples_use(pool: Pools, zero: int) -> None:
     """Replicas hold all blocks; sharded ones would be gathered by some ranks only."""
-    case = Case("choosing_blocks", zero)
+    case = Case(f"{ASSETS}/models.py:choosing_blocks", zero)
     if zero == 0:
         check(pool(2).run(compare_on_rank, case, 3))
     else:
