@@ -38,7 +38,7 @@ from meshwright.search.work import UnitTable
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
-MOST_OPENED = 2300
+MOST_OPENED = 1000
 """Nodes of all levels, likewise."""
 
 Opened = Iterable[tuple[float, "Open"]]
@@ -60,17 +60,28 @@ class BestFirst:
     ) -> None:
         self.problem = problem
         self.drafts = drafts
-        self.costed: list[tuple[Plan, Estimate]] = list(known or [])
-        self._known = {identity(plan) for plan, _ in self.costed}
-        fitting = [pair for pair in self.costed if pair[1].fits]
-        self.fastest = min(fitting, key=lambda pair: pair[1].step_seconds, default=None)
-        self.best_seconds = min(limit_seconds, self.fastest[1].step_seconds if self.fastest else inf)
+        self.best_seconds = limit_seconds
+        self.take(known or [])
         self.most_costed, self.most_opened = most_costed, most_opened
         self.num_costed = 0
         self.untried_seconds = inf
         """The least bound of plans at points that were opened, but whose cuts or shares were not all tried."""
         self._open: list[tuple[float, int, Open]] = []
         self._numbers = count()
+
+    def take(self, known: list[tuple[Plan, Estimate]]) -> None:
+        """These are all that were costed."""
+        self.costed = list(known)
+        self._known = {identity(plan) for plan, _ in self.costed}
+        fitting = [pair for pair in self.costed if pair[1].fits]
+        self.fastest = min(fitting, key=lambda pair: pair[1].step_seconds, default=None)
+        if self.fastest is not None:
+            self.best_seconds = min(self.best_seconds, self.fastest[1].step_seconds)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether it ended with nodes that may hold better plans."""
+        return bool(self._open)
 
     def run(self) -> None:
         self._push(self._worlds(), 0.0)
@@ -255,6 +266,12 @@ class BestFirst:
                 self._leave(bound)
                 continue
             yield bound, lambda cut=cut: self.cost(point, cut)  # type: ignore[misc]
+
+    def cost_point(self, point: Point) -> None:
+        """Its cuts, without opening anything else."""
+        for bound, opened in self._cuts(point):
+            if bound < self.best_seconds:
+                opened()
 
     def _leave(self, bound: float) -> None:
         """Plans that are not looked at: what is proven goes no further than their bound."""

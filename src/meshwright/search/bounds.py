@@ -151,6 +151,34 @@ class Bounds:
 
     # ------------------------------------------------------------ the schedule
 
+    def expected(self, point: Point, needs: Needs) -> float:
+        """No bound: about what a good cut takes, with the bubble of even stages (cost/play.py)."""
+        shape, p = point.shape, point.shape.pp
+        each = max(
+            (self.forward_seconds + self.backward_seconds) / p,
+            self.busiest_seconds(p, placement_of(point.schedule)),
+        )
+        forward, weights = self.forward_seconds / p, float(self.table.weights[-1]) / p
+        inputs = max(0.0, self.backward_seconds / p + needs.each - weights)
+        match point.schedule:
+            case "zb":
+                idle = max(forward + inputs - weights, forward, inputs)
+            case "zbv" | "dualpipev":
+                idle = max(forward, inputs, weights) / 2
+            case "interleaved":
+                idle = (forward + inputs + weights) / point.virtual
+            case _:
+                idle = forward + inputs + weights
+        idle += self._first_gather(point)  # of one stage after the other, as the first microbatch reaches them
+        return shape.num_microbatches * (each + needs.each) + (p - 1) * idle + needs.once
+
+    def _first_gather(self, point: Point) -> float:
+        """What shows of it on a coordinate, where parameters are gathered once a step."""
+        shape = point.shape
+        if shape.pp == 1 or shape.dp * shape.cp == 1 or point.zero not in (1, 2):
+            return 0.0
+        return self._shown(self._gathers(point)[0], self.forward_seconds / shape.pp)
+
     def _played(self, shape: Shape, schedule: ScheduleKind, virtual: int, each: float) -> float:
         """each: seconds that dp adds to every microbatch of every stage."""
         p, m = shape.pp, shape.num_microbatches
@@ -226,17 +254,31 @@ class Bounds:
         if shape.dp * shape.cp == 1:
             return 0.0, 0.0
         forward, backward = self.forward_seconds / shape.pp, (self.backward_seconds + again) / shape.pp
-        num_dense, num_expert = float(self.table.elements[-1]), float(self.table.expert_elements[-1])
-        blocks = max(1, self.table.num_units // shape.pp)
-        of_dense = self._of_state(point, num_dense / shape.pp, Group(shape.dp * shape.cp, shape.tp), blocks)
-        of_experts = self._of_state(point, num_expert / shape.pp, _expert_ranks(shape), 1)
-        gather, reduce, across = map(sum, zip(of_dense, of_experts, strict=True))
+        gather, reduce, across = self._gathers(point)
         if zero <= 1:
             return 0.0, self._shown(gather, forward) + self._shown(reduce + across, backward)
         last = self._shown(reduce + across, backward) - self._shown(reduce, backward)
         if zero == 2:
             return self._shown(reduce, backward), self._shown(gather, forward) + last
         return self._shown(gather, forward) + self._shown(gather + reduce, backward), last
+
+    def _gathers(self, point: Point) -> tuple[float, float, float]:
+        """Seconds of gathers and of reductions, inside sharding groups and between them, on an average coordinate; found once
+        whatever the turns and the microbatches."""
+        shape = point.shape
+        key = (shape.mesh, point.zero, point.hybrid)
+        if key not in self._known_gathers:
+            dense, expert = self.table.totals
+            blocks = max(1, self.table.num_units // shape.pp)
+            of_dense = self._of_state(point, dense / shape.pp, Group(shape.dp * shape.cp, shape.tp), blocks)
+            of_experts = self._of_state(point, expert / shape.pp, _expert_ranks(shape), 1)
+            gather, reduce, across = map(sum, zip(of_dense, of_experts, strict=True))
+            self._known_gathers[key] = (gather, reduce, across)
+        return self._known_gathers[key]
+
+    @cached_property
+    def _known_gathers(self) -> dict[tuple[object, ...], tuple[float, float, float]]:
+        return {}
 
     def _of_state(self, point: Point, elements: float, everyone: Group, count: int) -> tuple[float, float, float]:
         """Seconds of gathers, of reductions, and of reductions between sharding groups; everyone: the ranks that hold these

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.search.best_first import BestFirst
-from meshwright.search.dives import FEW_OPENED, narrowed
-from meshwright.search.problem import Problem
+from meshwright.search.dives import FEW_OPENED
+from meshwright.search.problem import Problem, narrowed
 from meshwright.search.space import may_compile
 
 FEWEST = 5

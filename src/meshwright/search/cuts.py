@@ -5,8 +5,8 @@ One stage a coordinate: dynamic programming over (stage, units before its end), 
     weight of stage i   what it adds to the played schedule beyond one microbatch through the model (search/bounds.py):
                         gpipe (m-1) (f+b);  1f1b (m-1) b + max(0, m-p+i) f;  zb m (f+b) - (p-i) f
                         b: with as much recompute as the stage needs to fit at least; no cut where none suffices -> _Loads
-Several stages a coordinate: start even, and take units from the busiest coordinate as long as the loads become more even
-                                                                                                      -> _levelled
+Several stages a coordinate: some that are even in one way or another, and their neighbours, played; even coordinates where
+                             some must recompute                                                      -> search/played_cuts.py
 Few cuts in all: every one                                                                            -> every_cut
 """
 
@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, combinations, pairwise
+from itertools import combinations
 from math import comb, inf
 
 import numpy as np
 
-from meshwright.core.placement import coordinate_of
-from meshwright.core.plan import placement_of
 from meshwright.search.in_flight import in_flight
-from meshwright.search.room import Room
+from meshwright.search.played_cuts import levelled_cut, played_cut
+from meshwright.search.room import Room, cut_fits, recompute_seconds
 from meshwright.search.space import Point
 from meshwright.search.units import Cut
 from meshwright.search.work import Places, Row, UnitTable
@@ -48,7 +47,10 @@ def best_cut(table: UnitTable, point: Point, room: Room) -> tuple[Cut, float] | 
         return (table.num_units,), 0.0
     if point.virtual == 1:
         return _least_largest(_Loads(table, point, room), table.num_units, point.num_stages)
-    return _levelled(table, point), 0.0
+    if recompute_seconds(table, point, room) > 0:  # by which stages differ as no play knows before it is decided
+        return levelled_cut(table, point), 0.0
+    played = played_cut(table, point)
+    return played if cut_fits(table, point, room, played) else levelled_cut(table, point), 0.0
 
 
 # ---------------------------------------------------------------- one stage a coordinate
@@ -102,10 +104,9 @@ class _Loads:
         m, p = shape.num_microbatches, shape.pp
         match self.point.schedule:
             case "1f1b":
-                weight = (m - 1) * np.minimum(backward, np.finfo(float).max) + max(0, m - p + stage) * forward
-                return np.where(
-                    np.isinf(backward), inf, weight
-                )  # even with one microbatch, whose backward weighs nothing
+                weight = (m - 1) * np.where(np.isinf(backward), 0.0, backward) + max(0, m - p + stage) * forward
+                # even with one microbatch, whose backward weighs nothing
+                return np.where(np.isinf(backward), inf, weight)
             case "zb":
                 return m * (forward + backward) - (p - stage) * forward
             case _:
@@ -175,53 +176,3 @@ def _of_lengths(loads: _Loads, num_units: int, num_stages: int, longest: int) ->
     for chosen in reversed(choices[1:]):
         cut.append(cut[-1] - int(chosen[cut[-1]]))
     return tuple(reversed(cut)), float(best[num_units])
-
-
-# ---------------------------------------------------------------- several stages a coordinate
-
-
-def _levelled(table: UnitTable, point: Point) -> Cut:
-    """Even stages; then units go from the busiest coordinate to the least busy one as long as the loads become more even."""
-    size, larger = divmod(table.num_units, point.num_stages)
-    counts = [size + (stage >= point.num_stages - larger) for stage in range(point.num_stages)]
-    loads = _coordinate_loads(table, point, counts)
-    for _ in range(table.num_units):
-        better = _more_even(table, point, counts, loads)
-        if better is None:
-            break
-        counts, loads = better
-    return tuple(accumulate(counts))
-
-
-def _more_even(
-    table: UnitTable, point: Point, counts: list[int], loads: list[float]
-) -> tuple[list[int], list[float]] | None:
-    """The busiest coordinate that can gives a unit to the least busy one; None where that makes nothing more even."""
-    idlest = int(np.argmin(loads))
-    for giver in sorted(range(len(loads)), key=lambda place: -loads[place]):
-        moved = _moved(point, counts, giver, idlest)
-        if moved is not None:
-            after = _coordinate_loads(table, point, moved)
-            return (moved, after) if sorted(after, reverse=True) < sorted(loads, reverse=True) else None
-    return None
-
-
-def _moved(point: Point, counts: list[int], giver: int, taker: int) -> list[int] | None:
-    placement, pp = placement_of(point.schedule), point.shape.pp
-    mine = [s for s in range(point.num_stages) if coordinate_of(s, pp, placement) == giver and counts[s] > 1]
-    theirs = [s for s in range(point.num_stages) if coordinate_of(s, pp, placement) == taker]
-    if not mine or giver == taker:
-        return None
-    found = list(counts)
-    found[max(mine, key=lambda stage: counts[stage])] -= 1
-    found[min(theirs, key=lambda stage: counts[stage])] += 1
-    return found
-
-
-def _coordinate_loads(table: UnitTable, point: Point, counts: list[int]) -> list[float]:
-    loads = [0.0] * point.shape.pp
-    placement = placement_of(point.schedule)
-    for stage, (begin, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        home = coordinate_of(stage, point.shape.pp, placement)
-        loads[home] += float(table.forward(begin, end) + table.backward(begin, end))
-    return loads

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
-
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.cost.origin import error_band
 from meshwright.search.best_first import BestFirst
 from meshwright.search.drafts import Drafts
-from meshwright.search.problem import Problem
+from meshwright.search.problem import Problem, narrowed
 from meshwright.search.space import divisors, worlds
 
 FEW_OPENED = 500
 """Nodes that a short search opens."""
+FEW_WITHOUT_STAGES = 100
+"""Nodes that the one without stages opens, which looks at fewer devices too."""
+FEW_AGAIN = 2
+"""Cuts that are costed for a degree of tp where none fitted for a smaller one."""
 MOST_DIVED = 6
 """Cuts that are costed to begin with, without stages and for each degree of tp."""
 MOST_SIMPLER = 5
@@ -38,7 +40,9 @@ def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]
         if narrow is None or not world:
             continue
         here = replace(narrow, world=world[0]) if "schedule" in fixed else narrow
-        best = BestFirst(here, drafts, known=costed, most_costed=MOST_DIVED, most_opened=FEW_OPENED)
+        most_opened = FEW_OPENED if "schedule" in fixed else FEW_WITHOUT_STAGES
+        most_costed = MOST_DIVED if best is None or best.fastest is not None else FEW_AGAIN
+        best = BestFirst(here, drafts, known=costed, most_costed=most_costed, most_opened=most_opened)
         best.run()
         costed = best.costed
     if best is None or best.fastest is None:
@@ -80,12 +84,3 @@ def simpler_plans(problem: Problem, found: BestFirst) -> list[tuple[Plan, Estima
             part.run()
             costed += part.costed
     return costed
-
-
-def narrowed(problem: Problem, fixed: dict[str, object]) -> Problem | None:
-    """The problem with these parts fixed too; None where the request says otherwise."""
-    asked = msgspec.structs.asdict(problem.request)
-    if any(asked[name] not in (None, value) for name, value in fixed.items()):
-        return None
-    request = msgspec.structs.replace(problem.request, **fixed)
-    return replace(problem, request=request, offload_asked=problem.asks_for_offload)

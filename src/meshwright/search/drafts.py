@@ -170,6 +170,20 @@ class Drafts:
         needs = self.needs(point)
         return inf if needs is None else bounds.with_turns(point.shape, needs, point.schedule, point.virtual)
 
+    def expected(self, point: Point) -> float:
+        """About what it takes, infinite where it cannot run or fit: to look at good ones first, not to leave others out."""
+        bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
+        if bounds is None or not self.runs(point):
+            return inf
+        if point.offload == "parameters":
+            needs = self.needs(point)
+        else:
+            room = self.room(point)
+            again = recompute_seconds(bounds.table, point, room)
+            likely = again < inf and may_fit(bounds.table, point, room.likely)
+            needs = bounds.needs(point, again) if likely else None
+        return inf if needs is None else bounds.expected(point, needs)
+
     def _of_point(self, bounds: Bounds, point: Point) -> float:
         room = self.room(point)
         found = bounds.of_point(point, room)

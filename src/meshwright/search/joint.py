@@ -24,7 +24,8 @@ everything on the best mesh so far. Where nothing fits, the nearest misses are c
 all the same, to tell why they lost (search/comparisons.py).
 The search ends when no open node can be faster than the best plan that fits: that plan is the fastest there is (of all cuts, where
 all were tried). After `MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too, and the least bound that is open says how far from the
-best the answer may be. Nodes are counted, not seconds, and ties are broken by the order of opening: the same input gives the same
+best the answer may be; then meshes near the best ones are looked at in the order of what is expected of them
+(search/near_meshes.py). Nodes are counted, not seconds, and ties are broken by the order of opening: the same input gives the same
 plan.
 """
 
@@ -37,6 +38,7 @@ from meshwright.search.best_first import MOST_COSTED, MOST_OPENED, BestFirst
 from meshwright.search.comparisons import comparisons
 from meshwright.search.dives import first_plans, simpler_plans
 from meshwright.search.drafts import Drafts
+from meshwright.search.near_meshes import NearMeshes
 from meshwright.search.nearest import changes_that_fit, nearest_misses
 from meshwright.search.omissions import left_out
 from meshwright.search.problem import Outcome, Problem
@@ -54,6 +56,8 @@ def joint(problem: Problem) -> Outcome:
     found.run()
     if found.fastest is None:
         found = _again(found)
+    if found.fastest is not None and found.is_cut_short:
+        found.take(NearMeshes(found.problem, found.drafts, found.costed).go_on())
     costed = list(found.costed)
     if found.fastest is not None:
         costed += [] if problem.prefer_fastest else simpler_plans(problem, found)

@@ -36,7 +36,7 @@ def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
     for world in worlds(problem):
         for mesh in meshes(problem, world):
             for family in families(problem, mesh):
-                points += _over(problem, drafts, family[-1:], len(points))
+                points += _over(problem, drafts, list(dict.fromkeys([*family[-1:], *family[:1]])), len(points))
         if points:
             break
     for offload in problem.offloads:  # each, since hosts may have no room for what needs least on the devices
@@ -73,7 +73,8 @@ def _is_open(problem: Problem, way: WayOut) -> bool:
 
 
 def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) -> list[tuple[float, int, Point]]:
-    """The smallest microbatch of a family under every state and the first turns, each with the bytes it needs at least."""
+    """The smallest microbatch of a family, and the largest, which leaves no gradients of others, under every state and the first
+    turns, each with the bytes it needs at least."""
     found: list[tuple[float, int, Point]] = []
     for shape in shapes:
         for schedule, virtual in islice(turns(problem, shape), 1):

@@ -137,4 +137,13 @@ def _with_offload(what: OffloadKind) -> Plan:
     return Plan(stages=stages, offload=Offload(what=what), microbatch=1, num_microbatches=1, global_batch=1)
 
 
+def narrowed(problem: Problem, fixed: dict[str, object]) -> Problem | None:
+    """The problem with these parts fixed too; None where the request says otherwise."""
+    asked = msgspec.structs.asdict(problem.request)
+    if any(asked[name] not in (None, value) for name, value in fixed.items()):
+        return None
+    request = msgspec.structs.replace(problem.request, **fixed)
+    return replace(problem, request=request, offload_asked=problem.asks_for_offload)
+
+
 Method = Callable[[Problem], Outcome]

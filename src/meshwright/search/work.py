@@ -102,6 +102,17 @@ class UnitTable:
         return places[:-1], places[1:]
 
     @cached_property
+    def unit_sums(self) -> list[float]:
+        """Forward and backward of the first units, were each a stage."""
+        alone = self.forward(*self.alone) + self.backward(*self.alone)
+        return [0.0, *(float(seconds) for seconds in np.cumsum(alone))]
+
+    @cached_property
+    def known_cuts(self) -> dict[tuple[object, ...], tuple[int, ...]]:
+        """Those that were found to be quickest, by turns (search/played_cuts.py)."""
+        return {}
+
+    @cached_property
     def least_peak(self) -> Row:
         """Of each unit, under the mode that needs least for a moment."""
         return np.asarray(np.min([self.peaks[mode] for mode in MODES], axis=0))
