@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.runtime import communicators
 from meshwright.runtime.communicators import AXES, axes_mesh, data_mesh, link_groups, links_of
 
 DEEP = "gpt:layers=8,hidden=16,heads=2,seq=8,vocab=30"
@@ -68,6 +69,30 @@ def test_each_link_has_a_group_of_its_own(name: str) -> None:
             assert number in pair
             assert all(found[end][link] == pair for end in pair), "both ends mean the same"
     assert {link for links in found for link in links} == set(links_of(plan))
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_with_nccl_only_the_ends_of_a_link_make_its_group_unless_groups_are_split_off(
+    bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A default group that is bound to a device is split, which all ranks must do alike; NCCL itself needs several GPUs."""
+    plan = plain_plan(PlanRequest(microbatch=1, global_batch=16, pp=4), graph_of(DEEP), 8, "tests")
+    made: list[list[list[int]]] = []
+    for number in range(plan.world):
+        with fake_rank(number, plan.world), monkeypatch.context() as patched:
+            mesh = data_mesh(plan, axes_mesh(plan, "cpu"))
+            own: list[list[int]] = []
+            make = dist.new_group
+            patched.setattr(dist, "get_backend", lambda group: "nccl")
+            patched.setattr(
+                dist, "new_group", lambda ranks, own=own, make=make, **rest: own.append(ranks) or make(ranks)
+            )
+            patched.setattr(communicators, "_is_bound_to_device", lambda: bound)
+            link_groups(plan, mesh)
+            made.append(own)
+    if bound:
+        assert all(own == made[0] for own in made)
+    assert {number in pair for number, own in enumerate(made) for pair in own} == ({True, False} if bound else {True})
 
 
 def makers(path: Path) -> set[str]:

@@ -12,6 +12,10 @@ for all that goes up. So each *link*, one way between two coordinates, has a gro
 of a link in the same order (`core/schedule_check.py`), nothing else is in its queue, and a piece of work waits only for receives:
 then a send that ends late holds up nobody, and a schedule that runs with buffered sends, which `check` proves, runs.
 `tests/pure/test_rendezvous.py` plays all schedules over such a transport.
+
+Each rank sets its device before it joins (`runtime/ranks.py`), and that is the device of every group. The default group is not
+bound to it by `device_id`: torch then splits each new group off the default one, which all ranks must take part in, also those
+that are not in the group (torch 2.13, `_new_process_group_helper`). Where a user's own loop has bound it, all ranks make all links.
 """
 
 from __future__ import annotations
@@ -71,9 +75,10 @@ def link_groups(plan: Plan, mesh: DeviceMesh) -> dict[Link, dist.ProcessGroup]:
 
     With NCCL only these two make it, all in the order of links: a cluster has as many as ranks. gloo finds its peers under the
     group's name, and names that two ranks agree on by themselves come again in a later run of the process: all ranks make all.
+    So they do where a default group that is bound to a device is split.
     """
     here, own = mesh.get_local_rank("pp"), dist.get_process_group_ranks(mesh.get_group("pp"))
-    alone = "nccl" in dist.get_backend(mesh.get_group("pp"))
+    alone = "nccl" in dist.get_backend(mesh.get_group("pp")) and not _is_bound_to_device()
     columns = [own] if alone else mesh.mesh.reshape(mesh["pp"].size(), -1).T.tolist()
     found: dict[Link, dist.ProcessGroup] = {}
     for link, column in product(links_of(plan), columns):
@@ -82,6 +87,10 @@ def link_groups(plan: Plan, mesh: DeviceMesh) -> dict[Link, dist.ProcessGroup]:
             group = _pair(column, link, alone)
             found |= {link: group} if is_mine else {}
     return found
+
+
+def _is_bound_to_device() -> bool:
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
 def links_of(plan: Plan) -> list[Link]:
