@@ -144,6 +144,18 @@ def choosing_blocks() -> tuple[nn.Module, Any]:
     return choosing(depth=1)
 
 
+class Twice(Choosing):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x) * self.scale
+        h = self.layers[0](h, x[:, 0].long())
+        return self.leave(self.layers[0](h, x[:, 0].long()))
+
+
+def choosing_twice() -> tuple[nn.Module, Any]:
+    """Each chosen expert is called two times."""
+    return Twice(1), choosing()[1]
+
+
 def own_loss() -> tuple[nn.Module, Any, Any]:
     """Regression with a loss of the user's own."""
 

@@ -96,15 +96,15 @@ def test_experts_that_only_some_samples_use(pool: Pools, zero: int, num_microbat
 
 @pytest.mark.parametrize("zero", ZERO_STAGES)
 def test_blocks_that_only_some_samples_use(pool: Pools, zero: int) -> None:
+    """A rank gathers the blocks that another one calls."""
+    check(pool(2).run(compare_on_rank, Case(f"{ASSETS}/models.py:choosing_blocks", zero), 3))
+
+
+def test_blocks_that_only_some_samples_use_several_times(pool: Pools) -> None:
     """Replicas hold all blocks; sharded ones would be gathered by some ranks only."""
-    case = Case(f"{ASSETS}/models.py:choosing_blocks", zero)
-    if zero == 0:
-        check(pool(2).run(compare_on_rank, case, 3))
-    else:
-        with pytest.raises(
-            RankError, match=r"block 'layers.0.experts.\d' is called for some batches and not for others"
-        ):
-            pool(2).run(compare_on_rank, case, 3)
+    check(pool(2).run(compare_on_rank, Case(f"{ASSETS}/models.py:choosing_twice", 0), 3))
+    with pytest.raises(RankError, match=r"block 'layers.0.experts.\d' is called for some batches and not for others"):
+        pool(2).run(compare_on_rank, Case(f"{ASSETS}/models.py:choosing_twice", 3), 3)
 
 
 def test_one_rank_is_one_process(pool: Pools) -> None:

@@ -3,7 +3,8 @@
 Tensors of a trace have no values, but those of the batch do: a model that counts its image tokens, or looks for padding, asks for
 what depends on them alone. Such a tensor is known by how it was made; its value is computed when it is asked for.
 
-    known      the batch's whole numbers and truth values, constants in the module's code, factories (arange, full)
+    known      the batch's whole numbers and truth values, constants in the module's code, factories (arange, full);
+               a single number that is drawn (whether a layer is dropped) is its mean
     made       by ops of known ones that draw nothing and write into nothing
     forgotten  whatever shares memory with a tensor that is written into
 
@@ -25,6 +26,9 @@ from meshwright.runtime._torch import FakeTensor, tree_flatten, tree_leaves, tre
 
 MOST_ELEMENTS = 1 << 24
 """Of a tensor whose value is computed."""
+
+MEANS = {"rand": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0}
+"""Of what an op draws."""
 
 Make = Callable[[], Any]
 
@@ -63,6 +67,9 @@ class Known:
             self._forget(op, arguments, options)
             return
         if not outputs or base_name(op).startswith(("empty", "new_empty")):
+            return
+        if base_name(op) in MEANS and outputs[0].numel() == 1:
+            self._remember(outputs[0], _once(partial(_filled, outputs[0], MEANS[base_name(op)])))
             return
         leaves, structure = tree_flatten((arguments, options))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -109,6 +116,10 @@ def _covered(tensor: Tensor) -> Hashable:
 
 def _first_for_all(tensor: Tensor) -> Tensor:
     return tensor[:1].detach().cpu().expand(tensor.shape).clone()
+
+
+def _filled(tensor: Tensor, value: float) -> Tensor:
+    return torch.full(tensor.shape, value, dtype=tensor.dtype)
 
 
 def _run(op: Any, makes: list[Make], structure: Any) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 from meshwright.models.faked.unchanged import unchanged
 from meshwright.models.fakes import no_log_of_fakes
 from meshwright.models.packed import nothing_packed
+from meshwright.models.python_draws import python_silent
 from meshwright.runtime._torch import FakeTensor
 
 
@@ -27,6 +28,7 @@ def quiet_surroundings(module: nn.Module) -> Iterator[None]:
             _no_idle_moves(),
             no_log_of_fakes(),
             nothing_packed(),
+            python_silent(set()),
             unchanged(module),
         ):
             stack.enter_context(part)

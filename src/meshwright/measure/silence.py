@@ -8,22 +8,22 @@ whole: it is the same on a rank's part, in a microbatch and in one process.
 
 A mode of torch functions sees the calls of forward; functions that draw inside themselves get a probability of 0. Modules that
 hand their probability to a kernel, as LSTMs do, are told 0 before they run (`silence_modules`). Python's and NumPy's own
-generators draw likewise while the mode lasts.
+generators draw likewise while the mode lasts (models/python_draws.py).
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from meshwright.models.python_draws import between, python_silent
 
 DROPOUTS = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
@@ -42,11 +42,7 @@ StandIn = Callable[..., Any]
 @contextmanager
 def silence(found: set[str] | None = None) -> Iterator[None]:
     """found: gets the names of the functions that would have drawn."""
-    with ExitStack() as stack:
-        for module, name, stand_in in _of_python(set() if found is None else found):
-            stack.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, stand_in)
-        stack.enter_context(_Silence(found))
+    with python_silent(set() if found is None else found), _Silence(found):
         yield
 
 
@@ -127,12 +123,6 @@ def _like(value: float) -> StandIn:
     return lambda tensor, **options: torch.full_like(tensor, value, **options)
 
 
-def _between(*bounds: Any) -> int:
-    """The middle of [0, high) or [low, high)."""
-    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
-    return int((low + high - 1) // 2)
-
-
 def _randint(*arguments: Any, **options: Any) -> Tensor:
     low, high = options.pop("low", None), options.pop("high", None)
     size = options.pop("size", None)
@@ -140,12 +130,12 @@ def _randint(*arguments: Any, **options: Any) -> Tensor:
     if size is None:
         size = given.pop()
     bounds = [bound for bound in (low, *given, high) if bound is not None]
-    return torch.full(tuple(size), _between(*bounds), **{"dtype": torch.int64, **options})
+    return torch.full(tuple(size), between(*bounds), **{"dtype": torch.int64, **options})
 
 
 def _randint_like(tensor: Tensor, *bounds: Any, **options: Any) -> Tensor:
     given = [*bounds, *(options.pop(name) for name in ("low", "high") if name in options)]
-    return torch.full_like(tensor, _between(*given), **options)
+    return torch.full_like(tensor, between(*given), **options)
 
 
 def _randperm(n: int, **options: Any) -> Tensor:
@@ -175,7 +165,7 @@ def _filled(mean: Callable[..., float]) -> StandIn:
 
 def _random_mean(*bounds: Any, **options: Any) -> int:
     given = [*bounds, *(options[name] for name in ("from", "to") if options.get(name) is not None)]
-    return _between(*given) if given else 0
+    return between(*given) if given else 0
 
 
 def _multinomial(weights: Tensor, num_samples: int, replacement: bool = False, **_: Any) -> Tensor:
@@ -226,69 +216,3 @@ STAND_INS: dict[Any, StandIn] = {
     Tensor.log_normal_: _filled(lambda mean=1.0, std=2.0, **_: math.exp(mean)),
     Tensor.random_: _filled(_random_mean),
 }
-
-
-# -------------------------------------------------------------------- Python's and NumPy's generators
-
-PYTHON: dict[str, StandIn] = {
-    "random": lambda: 0.5,
-    "uniform": lambda a, b: (a + b) / 2,
-    "gauss": lambda mu=0.0, sigma=1.0: mu,
-    "normalvariate": lambda mu=0.0, sigma=1.0: mu,
-    "randint": lambda a, b: (a + b) // 2,
-    "randrange": lambda start, stop=None, step=1: start if stop is not None else start // 2,
-    "choice": lambda items: items[0],
-    "sample": lambda items, k, **_: list(items)[:k],
-    "shuffle": lambda items: None,
-}
-
-
-def _sized(mean: Callable[..., float], num_bounds: int) -> StandIn:
-    """A function of numpy.random: what the draw depends on, then its size."""
-
-    def make(*arguments: Any, size: Any = None, **options: Any) -> Any:
-        bounds, given = arguments[:num_bounds], arguments[num_bounds:]
-        shape = size if size is not None else (given[0] if given else None)
-        value = mean(*bounds, **options)
-        return value if shape is None else numpy.full(shape, value)
-
-    return make
-
-
-def _by_dims(value: float) -> StandIn:
-    def make(*dims: int) -> Any:
-        return numpy.full(dims, value) if dims else value
-
-    return make
-
-
-def _choice(items: Any, size: Any = None, *_: Any, **__: Any) -> Any:
-    pool = numpy.arange(items) if isinstance(items, int) else numpy.asarray(items)
-    return pool[0] if size is None else numpy.resize(pool, size)
-
-
-NUMPY: dict[str, StandIn] = {
-    "rand": _by_dims(0.5),
-    "randn": _by_dims(0.0),
-    **dict.fromkeys(("random", "random_sample"), _sized(lambda: 0.5, 0)),
-    "standard_normal": _sized(lambda: 0.0, 0),
-    "uniform": _sized(lambda low=0.0, high=1.0: (low + high) / 2, 2),
-    "normal": _sized(lambda loc=0.0, scale=1.0: loc, 2),
-    "beta": _sized(lambda a, b: a / (a + b), 2),
-    "randint": _sized(lambda low, high=None, **_: _between(low, high) if high is not None else _between(low), 2),
-    "choice": _choice,
-}
-
-
-def _of_python(found: set[str]) -> Iterator[tuple[Any, str, StandIn]]:
-    for module, table in ((random, PYTHON), (numpy.random, NUMPY)):
-        for name, stand_in in table.items():
-            yield module, name, _noting(stand_in, f"{module.__name__}.{name}", found)
-
-
-def _noting(stand_in: StandIn, name: str, found: set[str]) -> StandIn:
-    def draw(*arguments: Any, **options: Any) -> Any:
-        found.add(name)
-        return stand_in(*arguments, **options)
-
-    return draw

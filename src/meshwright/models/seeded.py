@@ -27,13 +27,19 @@ def seeded_like_torch() -> Iterator[None]:
     """Python's and numpy's begin at the seed that torch's was given, and are afterwards as they were."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    seed = torch.initial_seed() % LARGEST
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed)
+    seed_like_torch()
     try:
         yield
     finally:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+
+
+def seed_like_torch() -> None:
+    """Python's and numpy's generators begin at the seed that torch's was given: ranks that hold parts of one model must draw alike
+    where a forward draws its way."""
+    seed, numpy = torch.initial_seed() % LARGEST, sys.modules.get("numpy")
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed)

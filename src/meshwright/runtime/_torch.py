@@ -114,6 +114,20 @@ def drop_gather_ahead(module: typing.Any) -> None:
             group.reshard()
 
 
+def pass_through(module: typing.Any, given: typing.Any) -> typing.Any:
+    """The same tensors, past a module under fully_shard that is not called: it is gathered, and given up, in forward and in
+    backward as if it were. Its own hooks would cast what it is given."""
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        (given,), _ = group.pre_forward(module, (given,), {})
+        given = group.post_forward(module, (), given)
+    leaves, form = tree_flatten(given)
+    leaves = [
+        leaf.clone() if getattr(leaf, "_base", None) is not None else leaf for leaf in leaves
+    ]  # hooks hang on no view
+    return state._register_pre_backward_hook(tree_unflatten(leaves, form))
+
+
 def alias_of(tensor: typing.Any) -> typing.Any:
     """The tensor without its graph, made inside a dispatch mode; in-place changes of the one count on the other."""
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):

@@ -37,6 +37,7 @@ from meshwright.runtime.deferred import materialise
 from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
 from meshwright.runtime.gather import send_from_first_rank
 from meshwright.runtime.gathered import Gathered
+from meshwright.runtime.passed_over import PassedOver
 from meshwright.runtime.pipeline.buckets import Buckets
 from meshwright.runtime.precision import sharded_policy
 from meshwright.runtime.usage import watch_usage
@@ -103,18 +104,26 @@ def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     make_alike(module, mesh)
     fully_shard(module, mesh=ranks, reshard_after_forward=False, mp_policy=policy, ignored_params=set(scalars(module)))
     vars(module)[SCALARS] = Buckets(scalars(module), mesh.get_group("dp"))
-    if plan.mesh.dp > 1:
-        _reduce_unused(module)
-    Gathered(module, gives_up=plan.zero == 3, usage=watch_usage(module, mesh.get_group("dp")))
+    usage, passed_over = watch_usage(module, mesh.get_group("dp")), None
+    if plan.mesh.dp > 1 and _reduces_unused(module):
+        passed_over = _passed_over(module, plan, mesh)
+    Gathered(module, gives_up=plan.zero == 3, usage=usage, passed_over=passed_over)
     return module
 
 
-def _reduce_unused(module: nn.Module) -> None:
+def _reduces_unused(module: nn.Module) -> bool:
     """Parameters that a rank's forward leaves out count as zeros: ranks that reduced different ones would not fit together. torch
     2.11 does not know how."""
     count_as_zeros = getattr(module, "set_reduce_scatter_unused_params", None)
     if count_as_zeros is not None:
         count_as_zeros(True)
+    return count_as_zeros is not None
+
+
+def _passed_over(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> PassedOver:
+    alone = set(filter(None, shard_groups(list_parameters(module), plan.blocks)))
+    blocks = {name: module.get_submodule(name) for name in plan.blocks if name in alone}
+    return PassedOver(blocks, mesh.get_group("dp"), has_experts=expert_spread_of(module) is not None)
 
 
 def scalars(module: nn.Module) -> list[nn.Parameter]:

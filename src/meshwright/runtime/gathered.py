@@ -3,6 +3,7 @@
     writes a parameter (a teacher that follows its student)     written back to the shard, before it is forgotten
     leaves a tensor on an attribute or in a list (`aux_loss`)   its backward gathers the parameters again, if it comes first
     adds to a list or dict it is called with                    `fully_shard` calls it with copies: what was added is carried back
+    calls some blocks, and others on other ranks                see runtime/passed_over.py
 
 A parameter counts as written where its version or its memory is another, where it is frozen (no other way leads to a new value),
 and in the first forward where its bits are.
@@ -26,6 +27,7 @@ from meshwright.models.follow import carry_back
 from meshwright.models.snapshot import Snapshot
 from meshwright.runtime._torch import DisableTorchFunction, drop_gather_ahead, tree_leaves
 from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.passed_over import PassedOver
 from meshwright.runtime.read_outside import ReadOutside
 from meshwright.runtime.replicas import checksum
 from meshwright.runtime.usage import Usage
@@ -62,9 +64,11 @@ class Mark(NamedTuple):
 class Gathered:
     """Of a module whose state is sharded, and the modules in it that are gathered by themselves."""
 
-    def __init__(self, root: nn.Module, gives_up: bool, usage: Usage | None = None) -> None:
+    def __init__(
+        self, root: nn.Module, gives_up: bool, usage: Usage | None = None, passed_over: PassedOver | None = None
+    ) -> None:
         """gives_up: whether inner modules forget gathered parameters after their forward (ZeRO 3). usage: is shown them."""
-        self.root, self.gives_up, self.usage = root, gives_up, usage
+        self.root, self.gives_up, self.usage, self.passed_over = root, gives_up, usage, passed_over
         self.names = {
             (part, leaf): f"{path}.{leaf}" for path, part in root.named_modules() for leaf in part._parameters
         }
@@ -85,9 +89,12 @@ class Gathered:
 
     def _watch(self, part: nn.Module) -> None:
         called: list[Any] = []
-        part.register_forward_pre_hook(
-            lambda _, arguments, options: called.append((arguments, options)), prepend=True, with_kwargs=True
-        )
+
+        def before(_: nn.Module, arguments: Any, options: Any) -> Any:
+            called.append((arguments, options))
+            return None if self.passed_over is None else self.passed_over.before(part, (arguments, options))
+
+        part.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         part.forward = self._around(part, part.forward, called)
 
     def _around(self, part: nn.Module, forward: Callable[..., Any], called: list[Any]) -> Callable[..., Any]:
@@ -96,6 +103,8 @@ class Gathered:
             given = called.pop() if called else None
             if part is self.root:
                 self._drop_ahead()
+                if self.passed_over is not None:
+                    self.passed_over.begin()
             looks = self.gives_up and part is not self.root and self.leaving.get(part, True) and torch.is_grad_enabled()
             before = Snapshot(part.modules(), arguments=(arguments, options)) if looks else None
             with DisableTorchFunction():  # of a parameter that tp cuts, what this rank holds is marked and written back
@@ -106,6 +115,8 @@ class Gathered:
             watches = part is self.root and self.is_first
             with ReadOutside(self._names_of_shards()) if watches else nullcontext():
                 result = forward(*arguments, **options)
+            if part is self.root and self.passed_over is not None:
+                result = self.passed_over.end(result)
             with DisableTorchFunction():
                 if part is self.root or self.gives_up:
                     self._write_back(part)

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.core.graph import identity
 from meshwright.models.parameters import list_parameters
+from meshwright.models.seeded import seed_like_torch
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
@@ -44,6 +45,7 @@ def run(job: Job, rank: Rank, recorder: Recorder | None, console: Console) -> Ou
             console.print(imported.describe(matched), highlight=False)
     replica = program.mesh.get_local_rank("dp")
     torch.manual_seed(job.settings.seed + replica)  # replicas draw their own dropout
+    seed_like_torch()
     part = Slice(replica, job.plan.mesh.dp)
     train, validation = open_streams(job.settings.data, source, job.plan.global_batch, part, job.settings.seed)
     train = within_positions(train, table)
