@@ -199,13 +199,15 @@ def patient(condition: Callable[[], bool], hosts: Hosts) -> None:
 def test_ranks_end_with_their_launcher(
     start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path
 ) -> None:
+    """Also one that is stopped: it sees no signal but SIGKILL."""
     run = start("train", settings(**{**RUN, "steps": 5000}))
     past_a_checkpoint(tmp_path / "run", run)
     ranks = ranks_of(run.process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.communicate()
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{process}").exists() for process in ranks.values()):
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(map(alive, ranks.values())):
         assert time.monotonic() < deadline, "a rank outlived its launcher"
         time.sleep(0.1)
 

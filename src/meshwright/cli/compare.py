@@ -218,9 +218,11 @@ def _train_peer(settings: Settings, peer: str) -> None:
 
     from meshwright.cli.train_folder import lay_out
     from meshwright.runtime.launch import launch
+    from meshwright.train.lock import RunLock
 
-    folder, decision = lay_out(settings, resume=False, console=Console(quiet=True))
-    launch("meshwright.cli.peer_rank:peer_rank", {"folder": str(folder), "peer": peer}, decision.plan.world)
+    with RunLock(settings.folder) as lock:
+        folder, decision = lay_out(settings, resume=False, console=Console(quiet=True), lock=lock)
+        launch("meshwright.cli.peer_rank:peer_rank", {"folder": str(folder), "peer": peer}, decision.plan.world)
 
 
 def _show(runs: list[Run], failed: dict[str, str], epoch_steps: int | None, console: Console) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
     from meshwright.core.plan import Plan
     from meshwright.train.folder import RunFolder
+    from meshwright.train.lock import RunLock
     from meshwright.train.settings import Settings
 
 
@@ -21,15 +22,15 @@ MOST_CHECKED = 300_000_000
 """Parameters of a model that is run in float64 in the command's own process: some GiB, and seconds."""
 
 
-def lay_out(settings: Settings, resume: bool, console: Console) -> tuple[Path, Decision]:
-    """Decide the plan of a run on local ranks, and write its folder."""
+def lay_out(settings: Settings, resume: bool, console: Console, lock: RunLock) -> tuple[Path, Decision]:
+    """Decide the plan of a run on local ranks, and write its folder. lock: of the folder, held."""
     from meshwright.cli.decision import world_of_run
     from meshwright.cli.wiring import find_cluster
 
     _check(settings, resume)
     world = world_of_run(settings)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
-    return lay_out_on(cluster, settings, world, resume, console)
+    return lay_out_on(cluster, settings, world, resume, console, lock)
 
 
 def _check(settings: Settings, resume: bool) -> None:
@@ -51,7 +52,7 @@ def _check(settings: Settings, resume: bool) -> None:
 
 
 def lay_out_on(
-    cluster: Cluster, settings: Settings, world: int | None, resume: bool, console: Console
+    cluster: Cluster, settings: Settings, world: int | None, resume: bool, console: Console, lock: RunLock
 ) -> tuple[Path, Decision]:
     """The same on a cluster that is known. world: the number of ranks, where it is given."""
     from meshwright.cli.decision import decide, precision_of_run, with_host_link
@@ -68,7 +69,7 @@ def lay_out_on(
         _check_loss(settings.model, decision.plan, graphs[0].num_parameters, console)
     _check_plan(settings, decision.plan, console)
     folder = RunFolder(settings.folder)
-    _open(folder, settings, decision, resume, console)
+    _open(folder, settings, decision, resume, console, lock)
     write_plan(folder, settings, decision)
     cluster.save(folder.cluster)
     return folder.path, decision
@@ -123,14 +124,18 @@ def _show(decision: Decision, cluster: Cluster, console: Console) -> None:
         console.print(f"plan: {describe(decision.plan)}", highlight=False)
 
 
-def _open(folder: RunFolder, settings: Settings, decision: Decision, resume: bool, console: Console) -> None:
+def _open(
+    folder: RunFolder, settings: Settings, decision: Decision, resume: bool, console: Console, lock: RunLock
+) -> None:
     """The folder of before, if its checkpoints are of the same model, or a fresh one."""
     from meshwright.train.checkpoint import check_same_model
+    from meshwright.train.run_id import read_id
 
     if resume:
         folder.reopen()
-        check_same_model(folder.checkpoints, decision.plan.graph, lambda: _shapes(settings.model))
-    elif moved := folder.start_fresh():
+        shapes, run = lambda: _shapes(settings.model), read_id(folder.path)
+        check_same_model(folder.checkpoints, decision.plan.graph, shapes, run)
+    elif moved := folder.start_fresh(lock):
         console.print(f"{folder.path} held an earlier run: it is now {moved}", highlight=False)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
     from meshwright.cli.decision import Decision
     from meshwright.core.cluster import Cluster
+    from meshwright.train.lock import RunLock
     from meshwright.train.settings import Settings
 
 
@@ -26,6 +25,7 @@ def join_launched(settings: Settings, resume: bool, console: Console, as_json: b
     from meshwright.runtime.rank import leave
     from meshwright.runtime.ranks import first_rank_decides, joined
     from meshwright.train.folder import RunFolder
+    from meshwright.train.lock import RunLock
 
     world = _world(settings)
     folder = RunFolder(settings.folder)
@@ -35,18 +35,27 @@ def join_launched(settings: Settings, resume: bool, console: Console, as_json: b
             leave(0)
         cluster = measure_cluster(rank) if settings.cluster == "local" and not goes_on else None
 
-        def plan_it() -> tuple[Path, Decision]:
-            if goes_on:
-                return folder.path, decision_again(settings, world, folder)
-            return _plan(settings, world, resume, cluster, console)
+        lock = RunLock(settings.folder, is_same_job=goes_on)
 
-        path, decision = first_rank_decides(plan_it, rank)
+        def plan_it() -> tuple[Decision, dict[str, Any]]:
+            lock.take()
+            try:
+                if goes_on:
+                    decision = decision_again(settings, world, folder)
+                else:
+                    decision = _plan(settings, world, resume, cluster, console, lock)
+            except Exception:
+                lock.release()
+                raise
+            return decision, make_payload(folder.path, console, as_json, resume=resume, verify=verify and not goes_on)
+
+        decision, payload = first_rank_decides(plan_it, rank)
         note_launchers(folder, rank)
-        payload = make_payload(path, console, as_json, resume=resume, verify=verify and not goes_on)
         with placed():
             summary = run_rank(payload, rank)
         if rank.is_first:
             show_summary(settings, decision, msgspec.to_builtins(summary), console, as_json)
+            lock.release()
         wait_for_all()  # no rank leaves before the first has printed: the launcher would end it
     leave(0)
 
@@ -66,8 +75,8 @@ def _world(settings: Settings) -> int:
 
 
 def _plan(
-    settings: Settings, world: int, resume: bool, measured: Cluster | None, console: Console
-) -> tuple[Path, Decision]:
+    settings: Settings, world: int, resume: bool, measured: Cluster | None, console: Console, lock: RunLock
+) -> Decision:
     """On the first rank: the plan, and the run folder."""
     from meshwright.cli.train_folder import lay_out_on
     from meshwright.cli.wiring import find_cluster
@@ -77,4 +86,4 @@ def _plan(
     if not resume:
         check_weights(settings, resolve(settings.model))
     cluster = measured or find_cluster(console, settings.cluster, settings.hosts)
-    return lay_out_on(cluster, settings, world, resume, console)
+    return lay_out_on(cluster, settings, world, resume, console, lock)[1]

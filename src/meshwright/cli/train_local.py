@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meshwright.cli.decision import Decision
+    from meshwright.train.lock import RunLock
     from meshwright.train.settings import Settings
 
 
@@ -15,20 +16,30 @@ def run_ranks(
     settings: Settings, resume: bool, console: Console, as_json: bool, quiet: bool = False, verify: bool = False
 ) -> tuple[dict[str, Any] | None, Decision]:
     """Plan here, then start the ranks and wait for them. No summary where a resumed run had nothing left to do."""
+    from meshwright.cli.train_summary import show_again
+    from meshwright.train.lock import RunLock
+
+    if resume and (done := show_again(settings, console, as_json)):
+        return None, done
+    with RunLock(settings.folder) as lock:
+        return _run(settings, resume, console, as_json, quiet, verify, lock)
+
+
+def _run(
+    settings: Settings, resume: bool, console: Console, as_json: bool, quiet: bool, verify: bool, lock: RunLock
+) -> tuple[dict[str, Any], Decision]:
+    """With the folder held."""
     from meshwright.cli.out_of_memory import with_ways_out
     from meshwright.cli.restarting import Restarting
     from meshwright.cli.train_folder import lay_out
     from meshwright.cli.train_rank import make_payload
-    from meshwright.cli.train_summary import show_again
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import OutOfMemoryError
     from meshwright.runtime.launch import Interrupted
     from meshwright.runtime.restarts import Attempt, launch_with_restarts
     from meshwright.train.folder import RunFolder
 
-    if resume and (done := show_again(settings, console, as_json)):
-        return None, done
-    folder, decision = lay_out(settings, resume, console)
+    folder, decision = lay_out(settings, resume, console, lock)
     payload = make_payload(folder, console, as_json, resume=resume, verify=verify, quiet=quiet)
     restarting = Restarting(settings, decision, console)
     first = Attempt(payload, decision.plan.world)

@@ -17,8 +17,10 @@ def make_payload(
     folder: Path, console: Console, as_json: bool, *, resume: bool, verify: bool, quiet: bool = False
 ) -> dict[str, Any]:
     """What a rank is told; all else is in the run folder."""
+    from meshwright.train.run_id import read_id
+
     return {
-        "folder": str(folder), "resume": resume, "verify": verify, "as_json": as_json, "quiet": quiet,
+        "folder": str(folder), "run": read_id(folder), "resume": resume, "verify": verify, "as_json": as_json, "quiet": quiet,
         "terminal": console.is_terminal,
     }  # fmt: skip
 
@@ -43,10 +45,13 @@ def run_rank(payload: dict[str, Any], rank: Rank) -> dict[str, Any]:
     from meshwright.train.folder import RunFolder
     from meshwright.train.job import Job
     from meshwright.train.run import run
+    from meshwright.train.run_id import check_still_ours
     from meshwright.train.settings import Settings
 
-    folder = RunFolder(payload["folder"])
-    job = Job(Settings.load(folder.settings), Plan.load(folder.plan), folder, payload["resume"], payload["verify"])
+    folder, run_id = RunFolder(payload["folder"]), payload["run"]
+    check_still_ours(folder.path, run_id)
+    settings, plan = Settings.load(folder.settings), Plan.load(folder.plan)
+    job = Job(settings, plan, folder, payload["resume"], payload["verify"], run_id)
     console = Console(
         file=sys.stderr if payload["as_json"] else sys.stdout,
         force_terminal=payload["terminal"] or None,

@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import IO, Any
 
+from meshwright.runtime.rank import LAUNCHER
 from meshwright.runtime.rendezvous import listening_store
 
 
@@ -72,7 +73,12 @@ class HostRanks:
         payload_file.write_text(json.dumps(payload))
         command = ["-m", "meshwright.runtime.rank", function, str(payload_file), str(result_file)]
         for rank, variables in environments.items():
-            environment = {**os.environ, **variables, "TORCHELASTIC_ERROR_FILE": str(self._report(rank))}
+            environment = {
+                **os.environ,
+                **variables,
+                "TORCHELASTIC_ERROR_FILE": str(self._report(rank)),
+                LAUNCHER: str(os.getpid()),
+            }
             process = subprocess.Popen(
                 [sys.executable, *command], env=environment, text=True, errors="replace",
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from meshwright.runtime.host_ranks import EndedRank
+from meshwright.runtime.rank import LAUNCHER
 from meshwright.runtime.rendezvous import LOOPBACK, listening_store, local_only
 from meshwright.runtime.template import LOG_LEVEL, RANK_LOG_LEVEL, STOPPING, template_at_hand
 
@@ -130,7 +131,7 @@ def rank_environment(rank: int, num_ranks: int, port: int, run_id: str) -> dict[
         "RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0, "ROLE_NAME": "default",
         "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "ROLE_WORLD_SIZE": num_ranks, "GROUP_WORLD_SIZE": 1,
         "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": run_id, LAUNCHER: os.getpid(),
     }  # fmt: skip
     wished = {LOG_LEVEL: RANK_LOG_LEVEL, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     return {**wished, **os.environ, **local_only(), **{name: str(value) for name, value in numbers.items()}}

@@ -22,6 +22,8 @@ from meshwright.runtime.affinity import pin
 
 SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux."""
+LAUNCHER = "MESHWRIGHT_LAUNCHER"
+"""The process of the launcher, where a rank is its child."""
 BROKEN = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "connection refused")
 """What gloo says in plain RuntimeErrors when a peer, or the way to it, is gone."""
 
@@ -60,9 +62,14 @@ def leave(code: int) -> NoReturn:
 
 
 def end_with_launcher() -> None:
-    """A launcher that is killed takes its ranks with it: they are told to stop, in good order. Linux only."""
+    """A launcher that is killed takes its ranks with it, at once. Linux only.
+
+    What outlived it would write into a folder that nobody holds any more; and one that is stopped sees no other signal.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # it was killed before this was said
+            leave(1)
 
 
 def _resolve(name: str):  # type: ignore[no-untyped-def]

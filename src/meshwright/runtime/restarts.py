@@ -11,15 +11,14 @@ Who starts ranks decides nothing: how the next start differs from the last is a 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import RunError
 from meshwright.core.fault import Fault
 from meshwright.runtime.launch import launch
+from meshwright.runtime.process import process_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,5 @@ def launch_with_restarts(
 
 def launcher() -> str:
     """The process that started this rank, by a name that no other process ever has."""
-    parent = os.getppid()
-    status = Path(f"/proc/{parent}/stat")
-    started = status.read_text().rpartition(")")[2].split()[19] if status.exists() else ""
-    return f"{socket.gethostname()}:{parent}:{started}"
+    found = process_of(os.getppid())
+    return f"{found.host}:{found.number}:{found.started}"

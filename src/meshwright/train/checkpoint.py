@@ -29,6 +29,7 @@ from meshwright.train.contents import Contents, read_contents
 from meshwright.train.kept import all_of, latest, set_aside
 from meshwright.train.manifest import DamagedError, check_files, read_manifest
 from meshwright.train.position import Progress, check_format, read_progress
+from meshwright.train.run_id import check_same_run
 from meshwright.train.saved import SavedState
 from meshwright.train.saver import Saver
 from meshwright.train.writing import words
@@ -48,14 +49,20 @@ def save(program: Program, progress: Progress, folder: Path, rank: Rank, keep: i
 
 
 def restore(
-    program: Program, graph: str, folder: Path, rank: Rank, say: Callable[[str], None] = lambda text: None
+    program: Program,
+    graph: str,
+    folder: Path,
+    rank: Rank,
+    say: Callable[[str], None] = lambda text: None,
+    run: str = "",
 ) -> Progress:
     """Load the newest checkpoint that is whole, laid out as the plan that runs now says. Every rank calls it.
 
-    say: told when a newer one is damaged, and which is taken in its place.
+    say: told when a newer one is damaged, and which is taken in its place. run: whose checkpoint it must be.
     """
     chosen = newest_whole(folder, rank, say)
     progress, contents = _together(lambda: (read_progress(chosen), read_contents(chosen)))
+    check_same_run(chosen, progress.run, run)
     state = SavedState(program, rank)
     state.expect(contents)
     saved = state.saved()
@@ -75,8 +82,8 @@ def restore(
     return progress
 
 
-def check_same_model(folder: Path, graph: str, shapes: Callable[[], Shapes]) -> Progress:
-    """Where the newest checkpoint stands that can be read; one of another model is refused, before ranks start.
+def check_same_model(folder: Path, graph: str, shapes: Callable[[], Shapes], run: str = "") -> Progress:
+    """Where the newest checkpoint stands that can be read; one of another model or run is refused, before ranks start.
 
     shapes: of the model's tensors; asked for where the models differ.
     """
@@ -86,6 +93,7 @@ def check_same_model(folder: Path, graph: str, shapes: Callable[[], Shapes]) -> 
             read_manifest(path)
         except (InputError, DamagedError):
             continue  # the ranks look closer, and say what they find
+        check_same_run(path, progress.run, run)
         if graph and progress.graph != graph:
             raise CheckpointError(difference(path, progress, graph, read_contents(path), shapes()))
         return progress

@@ -4,14 +4,19 @@ Beside them, for the report: cluster.json, forecast.json (the predicted step, mo
 searched) and traces/ (of every rank; trace.json is that of the rank with the highest peak).
 live/ holds what each rank last said about itself, launch/ the settings and job files of `meshwright launch`. Where something went
 wrong: faults.jsonl, hang.txt (stacks of all ranks). launchers.txt names the processes that started the ranks: what they start
-again belongs to the same run.
+again belongs to the same run. run.json has the id of the run (`run_id.py`); run.lock names the process that writes into the
+folder, as long as it does (`lock.py`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CheckpointError, InputError
+from meshwright.train import lock, run_id
+from meshwright.train.kept import latest
+from meshwright.train.lock import RunLock
+from meshwright.train.position import read_progress
 
 
 class RunFolder:
@@ -33,27 +38,39 @@ class RunFolder:
         self.faults = self.path / "faults.jsonl"
         self.hang = self.path / "hang.txt"
         self.launchers = self.path / "launchers.txt"
+        self.run_id = self.path / run_id.FILE
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
 
     def trace_of(self, rank: int) -> Path:
         return self.traces / f"rank-{rank:05d}.json"
 
-    def start_fresh(self) -> Path | None:
-        """Make the folder. A run that is already there is moved aside, never overwritten; returns where to."""
+    def start_fresh(self, held: RunLock | None = None) -> Path | None:
+        """Make the folder of a new run. One that is already there is moved aside, never overwritten; returns where to.
+
+        held: the lock of the folder, where this process has it.
+        """
         moved = None
+        if held is None:
+            lock.check_free(self.path)
         self.check_free()
         if self.settings.exists():
             moved = move_aside(self.path)
+            self.path.mkdir()
+            if held is not None:
+                held.follow(moved)
             if (moved / self.launch.name).exists():  # this run may be a job that was started from there
-                self.path.mkdir()
                 (moved / self.launch.name).rename(self.launch)
         self._make()
+        run_id.write_id(self.path, run_id.new_id())
         return moved
 
     def check_free(self) -> None:
         """A folder of something else is refused. One that holds only the files of a launch is as good as empty."""
-        held = self.path.exists() and any(one != self.launch for one in self.path.iterdir())
+        own = (self.launch.name, lock.FILE)
+        held = self.path.exists() and any(
+            one.name not in own and not one.name.startswith(f".{lock.FILE}") for one in self.path.iterdir()
+        )
         if held and not self.settings.exists():
             raise InputError(f"{self.path} exists and is not a run folder: choose another with --out")
 
@@ -62,6 +79,15 @@ class RunFolder:
         if not self.settings.exists():
             raise InputError(f"{self.path} holds no run to resume: start it without --resume")
         self._make()
+        if not run_id.read_id(self.path):  # a run of an earlier version, or one that takes over what it finds
+            run_id.write_id(self.path, self._id_in_checkpoints() or run_id.new_id())
+
+    def _id_in_checkpoints(self) -> str:
+        newest = latest(self.checkpoints)
+        try:
+            return read_progress(newest).run if newest is not None else ""
+        except (InputError, CheckpointError):
+            return ""  # the ranks look closer, and say what they find
 
     def _make(self) -> None:
         try:

@@ -22,6 +22,8 @@ class Job:
     resume: bool = False
     verify: bool = False
     """Whether a resumed run first replays a step and compares."""
+    run: str = ""
+    """Its id."""
 
     def learning_rate(self, step: int) -> float:
         return learning_rate(step, self.settings.steps, self.settings.learning_rate)

@@ -173,7 +173,8 @@ class Loop:
             raise RunError(
                 "there is no checkpoint to roll back to: set checkpoint.every, or stop in place of rolling back"
             )
-        progress = checkpoint.restore(self.program, self.start.graph, self.job.folder.checkpoints, self.rank)
+        checkpoints = self.job.folder.checkpoints
+        progress = checkpoint.restore(self.program, self.start.graph, checkpoints, self.rank, run=self.job.run)
         self.guard.note_rollback(progress.step, "the loss is not good")
         self.program.first_step = progress.step - self.program.num_steps
         self.journal.go_back(progress.step)
@@ -226,4 +227,5 @@ class Loop:
             num_ranks=self.rank.num_ranks,
             num_steps=self.settings.steps,
             learning_rate=self.job.learning_rate(next_step),
+            run=self.job.run,
         )

@@ -29,6 +29,8 @@ class Progress(Value, kw_only=True):
     """Of the step that comes next, by that schedule."""
     next_loss: float | None = None
     """Of the batch that comes next, without dropout and before its update: measured where a run ends, for `--verify`."""
+    run: str = ""
+    """Id of the run that wrote it (`run_id.py`)."""
 
 
 def read_progress(folder: Path) -> Progress:

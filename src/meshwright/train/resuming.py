@@ -22,7 +22,7 @@ def resume(job: Job, rank: Rank, program: Program, graph: str, train: Stream, co
             console.print(text, highlight=False, soft_wrap=True)
 
     def restore() -> Progress:
-        progress = checkpoint.restore(program, graph, job.folder.checkpoints, rank, say)
+        progress = checkpoint.restore(program, graph, job.folder.checkpoints, rank, say, job.run)
         train.seek(progress.cursor)
         return progress
 

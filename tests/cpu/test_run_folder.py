@@ -1,0 +1,59 @@
+"""A run folder belongs to one run at a time, whoever else comes by, and to no other run's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from cases import ASSETS
+from command import Cli, Started, losses, wait_for
+
+RUN = {"model": f"{ASSETS}/faulty.py:told", "checkpoint": {"every": 5}}
+
+
+def num_lines(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def test_a_second_run_is_refused_and_the_first_goes_on(
+    start: Callable[..., Started], cli: Cli, settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    file, folder = settings(**RUN, steps=5000), tmp_path / "run"
+    run = start("train", file)
+    wait_for(lambda: num_lines(folder) >= 6 and (folder / "checkpoints/step-00000005").exists(), run)
+    for arguments in (("train", file), ("train", file, "--resume"), ("train", "--resume", folder)):
+        second = cli(*arguments)
+        assert second.code == 2, second.err
+        assert f"error: {folder} is in use: process {run.process.pid} on host" in second.err.replace("\n", " ")
+    run.process.send_signal(signal.SIGINT)
+    ended = run.end()
+    assert ended.code == 130, ended.err
+    done = [step for step, _ in losses(folder)]
+    assert done == list(range(len(done)))
+    assert (folder / f"checkpoints/step-{len(done):08d}").exists()
+    assert not (tmp_path / "run.1").exists()
+    assert not (folder / "run.lock").exists()
+    assert cli("train", file, "--steps", 2).code == 0
+    assert (tmp_path / "run.1/trace.json").exists()
+
+
+def test_checkpoints_of_another_run_are_refused(cli: Cli, settings: Callable[..., Path], tmp_path: Path) -> None:
+    """As after somebody has put two runs into one folder."""
+    file, folder = settings(), tmp_path / "run"
+    for steps, out in ((4, folder), (2, tmp_path / "other")):
+        assert cli("train", file, "--steps", steps, "--out", out).code == 0
+    shutil.copytree(folder / "checkpoints/step-00000004", tmp_path / "other/checkpoints/step-00000004")
+    first, other = (json.loads((one / "run.json").read_text())["id"] for one in (folder, tmp_path / "other"))
+    ended = cli("train", file, "--steps", 6, "--out", tmp_path / "other", "--resume")
+    assert ended.code == 2, ended.err
+    assert f"step-00000004 is of another run ({first}, not {other})" in ended.err.replace("\n", " ")
+    progress = json.loads((tmp_path / "other/checkpoints/step-00000002/progress.json").read_text())
+    assert progress["run"] == other
+    (tmp_path / "other/run.json").unlink()
+    ended = cli("train", file, "--steps", 6, "--out", tmp_path / "other", "--resume")
+    assert ended.code == 0, ended.err
+    assert json.loads((tmp_path / "other/run.json").read_text())["id"] == first, "it goes on as the run it now is"
