@@ -52,6 +52,11 @@ def good() -> Samples:
     return Samples(1.0)
 
 
+def pair() -> tuple[Samples, Samples]:
+    """For training and for validation."""
+    return Samples(1.0), Samples(1.0)
+
+
 class Linear(nn.Module):
     """Without a norm, so that a large input makes a large loss."""
 

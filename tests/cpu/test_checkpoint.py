@@ -255,7 +255,7 @@ def test_a_full_disk_is_noticed_before_writing(pool: Pools, tmp_path: Path) -> N
     with pytest.raises(RankError) as caught:
         pool(2).run(save_on_full_disk, tmp_path)
     for said in caught.value.errors.values():
-        assert said.startswith("CheckpointError: checkpoint of step 1 could not be written to")
+        assert said.startswith("UnwrittenError: checkpoint of step 1 could not be written to")
         assert "the disk is full: " in said
         assert said.endswith("there is no earlier checkpoint")
     assert list(tmp_path.iterdir()) == []
@@ -273,7 +273,7 @@ def test_a_folder_that_cannot_be_made(pool: Pools, tmp_path: Path) -> None:
         pool(2).run(save_where_nothing_can_be_made, tmp_path)
     assert len(caught.value.errors) == 2
     for said in caught.value.errors.values():
-        assert said.startswith("CheckpointError: checkpoint of step 1 could not be written to")
+        assert said.startswith("UnwrittenError: checkpoint of step 1 could not be written to")
         assert "NotADirectoryError" in said
 
 

@@ -20,7 +20,7 @@ from meshwright.train import staging, writing
 from meshwright.train.checkpoint import restore
 from meshwright.train.kept import latest
 from meshwright.train.saver import Saver
-from meshwright.train.saving import Saving
+from meshwright.train.saving import Home, Saving
 from meshwright.train.settings import CheckpointSettings
 
 Pools = Callable[[int], RankPool]
@@ -149,8 +149,8 @@ def test_every_rank_learns_of_a_failure(
 def fail_on_the_way(folder: Path, asynchronous: bool) -> tuple[list[str], str]:
     program = start(case_of("odd"))
     warnings: list[str] = []
-    settings = CheckpointSettings(asynchronous=asynchronous)
-    saving = Saving(program, folder, this_rank(), settings, {}, warnings.append)
+    settings = CheckpointSettings(asynchronous=asynchronous, wait_seconds=0)
+    saving = Saving(program, Home(folder), this_rank(), settings, {}, warnings.append)
     with mock.patch.object(writing, "write_tensors", no_space):
         saving.on_the_way(progress_of(program, 1))
         num_before = len(warnings)

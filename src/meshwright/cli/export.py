@@ -46,10 +46,11 @@ def export(
     from meshwright.runtime.launch import launch
     from meshwright.train.checkpoint import latest
     from meshwright.train.folder import RunFolder
+    from meshwright.train.places import places_of
 
     check_choice("--dtype", dtype, DTYPES)
     folder = RunFolder(run)
-    if not folder.settings.exists() or latest(folder.checkpoints) is None:
+    if not folder.settings.exists() or latest(places_of(folder)) is None:
         raise InputError(f"{folder.path} holds no checkpoint to export: give the folder of a run that has saved one")
     payload = {"run": run, "folder": output, "dtype": dtype, "shard_bytes": parse_bytes(shard)}
     with ready_ranks((*OF_TRAINING, "meshwright.cli.export_rank", "transformers.modeling_utils")):

@@ -62,11 +62,12 @@ def _restore(module: nn.Module, folder: RunFolder, rank: Rank) -> int:
     from meshwright.models.parameters import list_parameters
     from meshwright.runtime.apply import apply
     from meshwright.train.checkpoint import restore
+    from meshwright.train.places import places_of
 
     graph = identity(list_parameters(module))
     optimizer = partial(torch.optim.SGD, lr=0.0)  # it keeps nothing: what the run's own kept is not read
     program = apply(module, in_one_process(Plan.load(folder.plan)), optimizer=optimizer, device=rank.device)
-    return restore(program, graph, folder.checkpoints, rank).step
+    return restore(program, graph, places_of(folder), rank).step
 
 
 def in_one_process(plan: Plan) -> Plan:

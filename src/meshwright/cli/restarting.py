@@ -75,8 +75,9 @@ def resumable_step(folder: RunFolder) -> int:
     """Of the newest whole checkpoint; 0 where there is none."""
     from meshwright.train.checkpoint import latest
     from meshwright.train.kept import step_of
+    from meshwright.train.places import places_of
 
-    newest = latest(folder.checkpoints)
+    newest = latest(places_of(folder))
     return step_of(newest) if newest is not None else 0
 
 

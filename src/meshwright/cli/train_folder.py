@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from meshwright.cli.decision import Decision
     from meshwright.core.cluster import Cluster
+    from meshwright.core.codec import Value
     from meshwright.core.plan import Plan
     from meshwright.train.folder import RunFolder
     from meshwright.train.lock import RunLock
@@ -57,8 +58,10 @@ def lay_out_on(
     """The same on a cluster that is known. world: the number of ranks, where it is given."""
     from meshwright.cli.decision import decide, precision_of_run, with_host_link
     from meshwright.cli.graphs import both_castings
+    from meshwright.cli.train_room import check_room, checkpoint_bytes
     from meshwright.cli.train_settings import with_plan_of_before
     from meshwright.train.folder import RunFolder
+    from meshwright.train.optimizers import recipe_of
 
     cluster = with_host_link(cluster, settings)
     wish = with_plan_of_before(settings, world or cluster.num_devices) if resume else settings
@@ -69,9 +72,10 @@ def lay_out_on(
         _check_loss(settings.model, decision.plan, graphs[0].num_parameters, console)
     _check_plan(settings, decision.plan, console)
     folder = RunFolder(settings.folder)
+    check_room(settings, checkpoint_bytes(graphs[0], decision.plan, recipe_of(settings)), console)
     _open(folder, settings, decision, resume, console, lock)
     write_plan(folder, settings, decision)
-    cluster.save(folder.cluster)
+    _save(cluster, folder.cluster)
     return folder.path, decision
 
 
@@ -129,25 +133,41 @@ def _open(
 ) -> None:
     """The folder of before, if its checkpoints are of the same model, or a fresh one."""
     from meshwright.train.checkpoint import check_same_model
+    from meshwright.train.places import places_of
     from meshwright.train.run_id import read_id
 
     if resume:
         folder.reopen()
         shapes, run = lambda: _shapes(settings.model), read_id(folder.path)
-        check_same_model(folder.checkpoints, decision.plan.graph, shapes, run)
+        check_same_model(places_of(folder), decision.plan.graph, shapes, run)
     elif moved := folder.start_fresh(lock):
         console.print(f"{folder.path} held an earlier run: it is now {moved}", highlight=False)
 
 
 def write_plan(folder: RunFolder, settings: Settings, decision: Decision) -> None:
     """What ranks read at their start."""
-    settings.save(folder.settings)
-    decision.plan.save(folder.plan)
-    decision.estimate.save(folder.estimate)
+    _save(settings, folder.settings)
+    _save(decision.plan, folder.plan)
+    _save(decision.estimate, folder.estimate)
     if decision.forecast is not None:
-        decision.forecast.save(folder.forecast)
+        _save(decision.forecast, folder.forecast)
     if decision.result is not None:
-        decision.result.save(folder.search)
+        _save(decision.result, folder.search)
+
+
+def _save(value: Value, path: Path) -> None:
+    """A file that says the same already is left alone: a resumed run needs no room for it."""
+    from meshwright.core.cache import content_of
+    from meshwright.core.errors import InputError
+
+    if content_of(path) == (value.to_toml() if path.suffix == ".toml" else value.to_json()):
+        return
+    try:
+        value.save(path)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written: {error.strerror}: make room or check its rights, or choose another folder with --out"
+        ) from error
 
 
 def _shapes(model: str) -> dict[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.cli.options import PlanFlags
+    from meshwright.train.folder import RunFolder
     from meshwright.train.settings import FaultSettings, Settings
 
 
@@ -127,11 +128,27 @@ def as_before(settings: Settings) -> Settings:
     from meshwright.core.request import PlanRequest
     from meshwright.train.checkpoint import latest
     from meshwright.train.folder import RunFolder
+    from meshwright.train.places import places_of
 
     folder = RunFolder(settings.folder)
-    if not folder.settings.exists() or latest(folder.checkpoints) is None:
+    if not folder.settings.exists() or latest(places_of(folder)) is None:
         raise InputError(f"{folder.path} holds no checkpoint to resume from: start it without --resume")
+    settings = _where_before(settings, folder)
     if settings.plan_file is not None or settings.plan.global_batch is not None or not folder.plan.exists():
         return settings
     before = PlanRequest(global_batch=Plan.load(folder.plan).global_batch)
     return msgspec.structs.replace(settings, plan=settings.plan.updated(before))
+
+
+def _where_before(settings: Settings, folder: RunFolder) -> Settings:
+    """Checkpoints may lie in the second place that the run had: it keeps it, unless it is given another."""
+    import msgspec
+
+    from meshwright.train.settings import Settings
+
+    elsewhere = Settings.load(folder.settings).checkpoint.elsewhere
+    if settings.checkpoint.elsewhere is not None or elsewhere is None:
+        return settings
+    return msgspec.structs.replace(
+        settings, checkpoint=msgspec.structs.replace(settings.checkpoint, elsewhere=elsewhere)
+    )

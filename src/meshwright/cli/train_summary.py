@@ -26,9 +26,10 @@ def show_summary(
     from meshwright.train.metrics import dropped_tokens
 
     folder = RunFolder(settings.folder)
-    trace = Trace.load(folder.trace)
+    trace = Trace.load(folder.trace) if folder.trace.exists() else None
     dropped, routed = dropped_tokens(folder.metrics)
-    console.print(comparison_table(decision.estimate, trace))
+    if trace is not None:
+        console.print(comparison_table(decision.estimate, trace))
     for line in _lines(folder, summary, dropped, routed):
         console.print(line, highlight=False)
     if as_json:
@@ -45,15 +46,15 @@ def _lines(folder: RunFolder, summary: dict[str, Any], dropped: int, routed: int
 
 
 def _figures(
-    folder: RunFolder, decision: Decision, trace: Trace, summary: dict[str, Any], dropped: int, routed: int
+    folder: RunFolder, decision: Decision, trace: Trace | None, summary: dict[str, Any], dropped: int, routed: int
 ) -> dict[str, Any]:
     return {
         "loss": summary["loss"],
-        "step_seconds": trace.step_seconds,
-        "tokens_per_second": trace.tokens_per_second,
+        "step_seconds": trace.step_seconds if trace else None,
+        "tokens_per_second": trace.tokens_per_second if trace else None,
         "predicted_step_seconds": decision.estimate.step_seconds,
         "predicted_peak_bytes": decision.estimate.peak_bytes,
-        "measured_peak_bytes": trace.peak_bytes,
+        "measured_peak_bytes": trace.peak_bytes if trace else None,
         "dropped_tokens": dropped,
         "dropped_share": dropped / routed if routed else 0.0,
         "validation_loss": summary["validation_loss"],
@@ -74,9 +75,10 @@ def show_again(settings: Settings, console: Console, as_json: bool) -> Decision 
     from meshwright.train.folder import RunFolder
     from meshwright.train.kept import step_of
     from meshwright.train.metrics import last_values
+    from meshwright.train.places import places_of
 
     folder = RunFolder(settings.folder)
-    newest = latest(folder.checkpoints)
+    newest = latest(places_of(folder))
     if newest is None or not folder.trace.exists() or step_of(newest) < settings.steps:
         return None
     console.print(f"{folder.path} has all its {settings.steps} steps already: give more with --steps", highlight=False)

@@ -26,7 +26,7 @@ from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
 from meshwright.train.checkpoint_files import ALL, FileReader, PartsPlanner, flatten, with_values
 from meshwright.train.contents import Contents, read_contents
-from meshwright.train.kept import all_of, latest, set_aside
+from meshwright.train.kept import Where, all_of, latest, set_aside
 from meshwright.train.manifest import DamagedError, check_files, read_manifest
 from meshwright.train.position import Progress, check_format, read_progress
 from meshwright.train.run_id import check_same_run
@@ -51,7 +51,7 @@ def save(program: Program, progress: Progress, folder: Path, rank: Rank, keep: i
 def restore(
     program: Program,
     graph: str,
-    folder: Path,
+    folder: Where,
     rank: Rank,
     say: Callable[[str], None] = lambda text: None,
     run: str = "",
@@ -82,7 +82,7 @@ def restore(
     return progress
 
 
-def check_same_model(folder: Path, graph: str, shapes: Callable[[], Shapes], run: str = "") -> Progress:
+def check_same_model(folder: Where, graph: str, shapes: Callable[[], Shapes], run: str = "") -> Progress:
     """Where the newest checkpoint stands that can be read; one of another model or run is refused, before ranks start.
 
     shapes: of the model's tensors; asked for where the models differ.
@@ -97,7 +97,7 @@ def check_same_model(folder: Path, graph: str, shapes: Callable[[], Shapes], run
         if graph and progress.graph != graph:
             raise CheckpointError(difference(path, progress, graph, read_contents(path), shapes()))
         return progress
-    raise CheckpointError(f"no checkpoint in {folder} is whole: start without --resume")
+    raise CheckpointError(f"no checkpoint in {_home(folder)} is whole: start without --resume")
 
 
 def difference(path: Path, progress: Progress, graph: str, contents: Contents, shapes: Shapes) -> str:
@@ -117,7 +117,7 @@ def difference(path: Path, progress: Progress, graph: str, contents: Contents, s
     return f"{head}: names and shapes are the same, but other parameters are tied or frozen"
 
 
-def newest_whole(folder: Path, rank: Rank, say: Callable[[str], None]) -> Path:
+def newest_whole(folder: Where, rank: Rank, say: Callable[[str], None]) -> Path:
     """Each rank checks its share of the files; a damaged checkpoint is set aside, and the one before it is tried."""
     found = all_ranks(_all(folder))[0]  # others may see the folder of a moment ago
     damages: list[str] = []
@@ -129,7 +129,7 @@ def newest_whole(folder: Path, rank: Rank, say: Callable[[str], None]) -> Path:
         damages.append(damage)
         if rank.is_first:
             _put_away(path, damage, found, say)
-    raise CheckpointError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}; start without --resume")
+    raise CheckpointError(f"no checkpoint in {_home(folder)} is whole: {'; '.join(damages)}; start without --resume")
 
 
 def _damage(path: Path, rank: Rank) -> str:
@@ -185,8 +185,12 @@ def _check_has(path: Path, contents: Contents, own: Shapes) -> None:
             )
 
 
-def _all(folder: Path) -> list[Path]:
+def _all(folder: Where) -> list[Path]:
     found = all_of(folder)
     if not found:
-        raise InputError(f"{folder} holds no checkpoint to resume from: start without --resume")
+        raise InputError(f"{_home(folder)} holds no checkpoint to resume from: start without --resume")
     return found
+
+
+def _home(folder: Where) -> Path:
+    return folder if isinstance(folder, Path) else folder[0]

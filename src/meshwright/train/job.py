@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.core.errors import CheckpointError
 from meshwright.core.plan import Plan
 from meshwright.core.trace import Trace
 from meshwright.train.folder import RunFolder
 from meshwright.train.optimizers import learning_rate
+from meshwright.train.run_id import check_still_ours, new_id, write_id
 from meshwright.train.settings import Settings
 
 
@@ -24,6 +26,17 @@ class Job:
     """Whether a resumed run first replays a step and compares."""
     run: str = ""
     """Its id."""
+
+    def keep_home(self) -> None:
+        """Before something is written into the run folder: one that was removed is made anew, one of another run is not touched."""
+        try:
+            check_still_ours(self.folder.path, self.run)
+        except CheckpointError as error:
+            raise OSError(str(error)) from error
+        if not self.folder.settings.exists():
+            self.settings.save(self.folder.settings)
+            self.plan.save(self.folder.plan)
+            write_id(self.folder.path, self.run or new_id())
 
     def learning_rate(self, step: int) -> float:
         return learning_rate(step, self.settings.steps, self.settings.learning_rate)

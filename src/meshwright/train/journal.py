@@ -54,8 +54,8 @@ class Journal:
             self._metrics = self._open_metrics(step)
 
     def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._metrics is not None and not self._metrics.close():
+            self.say(f"warning: {self.job.folder.metrics} lacks the last steps: the disk did not take them")
 
     def _open_metrics(self, first_step: int) -> Metrics:
         job = self.job

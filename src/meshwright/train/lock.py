@@ -76,6 +76,9 @@ class RunLock:
     def take(self) -> None:
         """Refused where another process holds the folder; its run is not touched."""
         self._made = not self.folder.exists()
+        holder = _read(self.path)
+        if holder is not None and not self._is_ours(holder) and seen(holder.process) == "runs":
+            raise InputError(_in_use(self.folder, holder))  # also where the disk has no room for a lock of our own
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._place()
@@ -135,9 +138,13 @@ class RunLock:
         return self.is_same_job or (holder is not None and holder.job != "" and holder.job == self.holder.job)
 
     def _touch(self) -> None:
+        """A folder that was removed and made anew, by the run that lives there, is held again."""
         while not self._ended.wait(BEAT_SECONDS):
-            with suppress(OSError):
-                os.utime(self.path)
+            with suppress(OSError, InputError):
+                if self.path.exists():
+                    os.utime(self.path)
+                elif self.folder.exists():
+                    self._place()
 
 
 def check_free(folder: Path) -> None:

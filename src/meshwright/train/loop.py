@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from meshwright.core.errors import RunError
+from meshwright.core.trace import Trace
 from meshwright.runtime.gather import all_ranks, is_so_anywhere
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
@@ -27,8 +28,9 @@ from meshwright.train.job import Job, Outcome
 from meshwright.train.journal import Journal
 from meshwright.train.metrics import last_loss
 from meshwright.train.optimizers import set_learning_rate
+from meshwright.train.places import elsewhere_of, places_of
 from meshwright.train.position import Progress
-from meshwright.train.saving import Saving
+from meshwright.train.saving import Home, Saving
 from meshwright.train.stopping import StopWish
 from meshwright.train.stream import Stream
 from meshwright.train.traces import save_traces, worst_trace
@@ -72,9 +74,8 @@ class Loop:
         self.unread: tuple[int, StepOutput] | None = None
         """The last step, while nobody has asked for its loss."""
         attached = {"plan.json": job.plan.to_json(), "settings.toml": self.settings.to_toml()}
-        self.saving = Saving(
-            program, job.folder.checkpoints, rank, self.settings.checkpoint, attached, warn=self.journal.say
-        )
+        home = Home(job.folder.checkpoints, elsewhere_of(self.settings, job.folder, job.run), job.keep_home)
+        self.saving = Saving(program, home, rank, self.settings.checkpoint, attached, say=self.journal.say)
 
     def run(self) -> Outcome:
         try:
@@ -88,9 +89,16 @@ class Loop:
             self.journal.close()
         trace = worst_trace(traces)
         if self.rank.is_first:
-            save_traces(traces, self.job.folder)
-            trace.save(self.job.folder.trace)
+            self._save_traces(traces, trace)
         return Outcome(trace, self.loss, self.validation_loss, next_step, stopped, saved)
+
+    def _save_traces(self, traces: list[Trace], worst: Trace) -> None:
+        """A disk that is full loses them, not the run: its last checkpoint is written by now."""
+        try:
+            save_traces(traces, self.job.folder)
+            worst.save(self.job.folder.trace)
+        except OSError as error:
+            self.journal.say(f"warning: the trace could not be written to {self.job.folder.path}: {error}")
 
     def _steps(self) -> tuple[int, str | None]:
         """Train to the last step, or until the ranks agree to stop; returns the next step and why it stopped."""
@@ -99,6 +107,7 @@ class Loop:
             output = self._train(step)
             going = self._settle(step, output)
             if going is _Going.STOP:
+                self._validate_if_due(step)
                 return step + 1, self.stop_wish.reason
             if going is _Going.BACK:
                 output.wait()
@@ -169,11 +178,11 @@ class Loop:
         """To the last checkpoint, but on with the data that comes next; returns the step to go on with."""
         self.unread = None
         self.saving.settle()
-        if checkpoint.latest(self.job.folder.checkpoints) is None:
+        checkpoints = places_of(self.job.folder)
+        if checkpoint.latest(checkpoints) is None:
             raise RunError(
                 "there is no checkpoint to roll back to: set checkpoint.every, or stop in place of rolling back"
             )
-        checkpoints = self.job.folder.checkpoints
         progress = checkpoint.restore(self.program, self.start.graph, checkpoints, self.rank, run=self.job.run)
         self.guard.note_rollback(progress.step, "the loss is not good")
         self.program.first_step = progress.step - self.program.num_steps
@@ -192,8 +201,7 @@ class Loop:
         compares = self.settings.faults.check_replicas_every
         if compares and (saves or done % compares == 0):
             self._check_replicas(step)
-        if self._validation_every and done % self._validation_every == 0:
-            self._validate(step)
+        self._validate_if_due(step)
         if saves:
             self.saving.on_the_way(self._progress(done))
 
@@ -201,6 +209,11 @@ class Loop:
         """Before every checkpoint too: none is written of parameters that are not those of all ranks."""
         if self.replicas is not None:
             self.replicas.check(step)
+
+    def _validate_if_due(self, step: int) -> None:
+        """Also where the run stops here: a resumed one begins behind it."""
+        if self._validation_every and (step + 1) % self._validation_every == 0:
+            self._validate(step)
 
     def _validate(self, step: int) -> None:
         validation = self.start.validation
@@ -216,7 +229,7 @@ class Loop:
         progress = self._progress(next_step)
         self.program.sync_buffers()
         expected = next_loss(self.program, self.start.train.next())
-        return self.saving.last(replace(progress, next_loss=expected))
+        return self.saving.last(replace(progress, next_loss=expected), lambda: self.stop_wish.num_signals)
 
     def _progress(self, next_step: int) -> Progress:
         return Progress(

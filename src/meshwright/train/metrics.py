@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from meshwright.core.codec import write_whole
 from meshwright.train.boards import Board
 from meshwright.train.folder import RunFolder
+from meshwright.train.lines import LineFile
 
 if TYPE_CHECKING:
     from meshwright.runtime.watch import Sample
@@ -22,15 +25,12 @@ class Metrics:
 
     def __init__(self, folder: RunFolder, first_step: int, boards: Sequence[Board] = ()) -> None:
         _cut(folder.metrics, first_step)
-        self.file = folder.metrics.open("a", encoding="utf-8")
+        self.lines = LineFile(folder.metrics)
         self.boards = boards
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """A disk that is full loses lines, not the run."""
         known = {name: value for name, value in values.items() if value is not None}
-        with suppress(OSError):
-            self.file.write(json.dumps({"step": step, **known}) + "\n")
-            self.file.flush()
+        self.lines.write(json.dumps({"step": step, **known}))
         self._show(step, known)
 
     def show_sample(self, step: int, sample: Sample) -> None:
@@ -49,10 +49,12 @@ class Metrics:
             with suppress(OSError):
                 board.show(step, values)
 
-    def close(self) -> None:
-        self.file.close()
+    def close(self) -> bool:
+        """Returns whether every line is written: a disk that is full to the end loses some, not the run."""
         for board in self.boards:
-            board.close()
+            with suppress(OSError):
+                board.close()
+        return self.lines.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -82,9 +84,15 @@ def dropped_tokens(path: Path) -> tuple[int, int]:
 
 
 def _cut(path: Path, first_step: int) -> None:
-    if path.exists():
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) < first_step]
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    """Drop the lines of that step and later ones. They are the last: to shorten a file needs no room on the disk."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and _step(line.decode(errors="replace")) < first_step]
+    if kept == lines[: len(kept)]:
+        os.truncate(path, sum(map(len, kept)))
+    else:
+        write_whole(path, b"".join(kept).decode(errors="replace"))
 
 
 def _step(line: str) -> float:

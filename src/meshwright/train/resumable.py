@@ -6,11 +6,12 @@ import sys
 
 from meshwright.train.checkpoint import latest
 from meshwright.train.folder import RunFolder
+from meshwright.train.places import places_of
 
 
 def main() -> None:
     (path,) = sys.argv[1:]
-    sys.exit(latest(RunFolder(path).checkpoints) is None)
+    sys.exit(latest(places_of(RunFolder(path))) is None)
 
 
 if __name__ == "__main__":

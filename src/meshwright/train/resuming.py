@@ -9,6 +9,7 @@ from meshwright.runtime.ranks import Rank, first_rank_decides
 from meshwright.train import checkpoint
 from meshwright.train.job import Job
 from meshwright.train.optimizers import set_learning_rate
+from meshwright.train.places import places_of
 from meshwright.train.position import Progress
 from meshwright.train.stream import Stream
 from meshwright.train.verify import recorded_after, replay
@@ -22,7 +23,7 @@ def resume(job: Job, rank: Rank, program: Program, graph: str, train: Stream, co
             console.print(text, highlight=False, soft_wrap=True)
 
     def restore() -> Progress:
-        progress = checkpoint.restore(program, graph, job.folder.checkpoints, rank, say, job.run)
+        progress = checkpoint.restore(program, graph, places_of(job.folder), rank, say, job.run)
         train.seek(progress.cursor)
         return progress
 

@@ -32,7 +32,7 @@ from meshwright.train.kept import clear_drafts, draft_of, latest, name_of, publi
 from meshwright.train.position import Progress
 from meshwright.train.saved import SavedState
 from meshwright.train.staging import Staging
-from meshwright.train.writing import Writing, words
+from meshwright.train.writing import Writing, is_of_disk, words
 
 SEEN_SECONDS = 120.0
 """For the first rank to see what others have written: file systems of a network take their time."""
@@ -52,6 +52,10 @@ class Known:
     tensors: dict[str, SavedTensor]
 
 
+class UnwrittenError(CheckpointError):
+    """The disk did not take a checkpoint: it may take it later, or another disk may."""
+
+
 class Saver:
     def __init__(
         self,
@@ -61,8 +65,10 @@ class Saver:
         keep: int,
         asynchronous: bool = True,
         attached: Mapping[str, str] | None = None,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """attached: name → text of files that go along."""
+        """attached: name → text of files that go along. prepare: on the first rank, before room is made for a checkpoint."""
+        self.prepare = prepare
         self.program, self.folder, self.rank, self.keep = program, folder, rank, keep
         self.attached = dict(attached or {})
         self.staging = Staging(rank.device) if asynchronous else None
@@ -144,11 +150,13 @@ class Saver:
 
     def _make_room(self, draft: Path, needed: int) -> None:
         self._needed = needed
+        self.prepare()
         clear_drafts(self.folder)
         draft.mkdir(parents=True)
         free = shutil.disk_usage(draft).free
         if needed + FARE_BYTES > free:
-            raise OSError(f"the disk is full: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
+            whole = format_bytes(needed + FARE_BYTES)
+            raise OSError(f"the disk is full: {whole} are needed, {format_bytes(free)} are free")
 
     def _publish(self, draft: Path) -> None:
         publish(draft, self.keep)
@@ -158,7 +166,8 @@ class Saver:
             clear_drafts(self.folder)
         previous = latest(self.folder)
         kept = f"the previous checkpoint, {previous.name}, is whole" if previous else "there is no earlier checkpoint"
-        return CheckpointError(f"checkpoint of step {step} could not be written to {self.folder}: {problem}; {kept}")
+        kind = UnwrittenError if is_of_disk(problem) else CheckpointError
+        return kind(f"checkpoint of step {step} could not be written to {self.folder}: {problem}; {kept}")
 
 
 def _form(state: Flat) -> Form:

@@ -1,33 +1,56 @@
-"""When a run's checkpoints are written, and what becomes of the run when one cannot be."""
+"""When a run's checkpoints are written, where, and what becomes of the run when one cannot be.
+
+on the way       at home; where the disk does not take it, elsewhere, if the settings name a place; else at the next checkpoint
+the last one     the same, and again and again, for a run that has ended is not thrown away for a full disk
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import CheckpointError
+from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
 from meshwright.train.position import Progress
-from meshwright.train.saver import Saver
+from meshwright.train.saver import Saver, UnwrittenError
 from meshwright.train.settings import CheckpointSettings
 
 GRACE_SECONDS = 5.0
 """After an error, for a checkpoint that is under way: other ranks may never write their part."""
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 15.0
+"""Between two attempts at the last checkpoint: at first, and after many."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where checkpoints belong, and where they go when it does not take them."""
+
+    folder: Path
+    elsewhere: Path | None = None
+    prepare: Callable[[], None] = lambda: None
+    """Called on the first rank before something is written into `folder`: it may have been moved, removed or taken."""
 
 
 class Saving:
     def __init__(
         self,
         program: Program,
-        folder: Path,
+        home: Home,
         rank: Rank,
         settings: CheckpointSettings,
         attached: Mapping[str, str],
-        warn: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
-        self.settings, self.warn = settings, warn
-        self.saver = Saver(program, folder, rank, settings.keep, settings.asynchronous, attached)
+        self.settings, self.say, self.home = settings, say, home
+        self.saver = Saver(program, home.folder, rank, settings.keep, settings.asynchronous, attached, home.prepare)
+        self.other: Saver | None = None
+        """Waits for its disk: a second copy of the state in host memory may not fit."""
+        if home.elsewhere is not None:
+            self.other = Saver(program, home.elsewhere, rank, settings.keep, asynchronous=False, attached=attached)
 
     def on_the_way(self, progress: Progress) -> None:
         """It may fail and the run goes on: what is in memory is worth more."""
@@ -35,14 +58,27 @@ class Saving:
         try:
             self.saver.begin(progress)
         except CheckpointError as error:
-            self._warn(error)
+            self._on_the_way_elsewhere(progress, error)
         if not self.settings.asynchronous:
             self.settle()
 
-    def last(self, progress: Progress) -> Path:
-        """This one must not fail."""
+    def last(self, progress: Progress, num_signals: Callable[[], int] = lambda: 0) -> Path:
+        """Tried until it is written, the time to wait is up, or a person does not want to wait. num_signals: that told this rank
+        to stop, so far."""
         self.settle()
-        return self.saver.save(progress)
+        deadline, pause, signals, said = time.monotonic() + self.settings.wait_seconds, PAUSE_SECONDS, num_signals(), ""
+        while True:
+            try:
+                return self._anywhere(progress)
+            except UnwrittenError as error:
+                gives_up = time.monotonic() >= deadline or num_signals() > signals
+                if any(all_ranks(gives_up)):
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    self.say(self._waiting(said))
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def close(self) -> None:
         """Also after an error, when other ranks may be gone."""
@@ -55,5 +91,38 @@ class Saving:
         except CheckpointError as error:
             self._warn(error)
 
+    def _anywhere(self, progress: Progress) -> Path:
+        try:
+            return self.saver.save(progress)
+        except UnwrittenError as error:
+            if self.other is None:
+                raise
+            return self._elsewhere(self.other, progress, error)
+
+    def _on_the_way_elsewhere(self, progress: Progress, error: CheckpointError) -> None:
+        if self.other is None or not isinstance(error, UnwrittenError):
+            self._warn(error)
+            return
+        try:
+            self._elsewhere(self.other, progress, error)
+        except CheckpointError as both:
+            self._warn(both)
+
+    def _elsewhere(self, other: Saver, progress: Progress, error: UnwrittenError) -> Path:
+        try:
+            path = other.save(progress)
+        except UnwrittenError as again:
+            raise UnwrittenError(f"{error}; nor elsewhere: {again}") from again
+        self.say(f"warning: {error}. It is in {path} instead; --resume finds it there.")
+        return path
+
     def _warn(self, error: CheckpointError) -> None:
-        self.warn(f"warning: {error}. Training goes on; the next checkpoint will be tried again.")
+        self.say(f"warning: {error}. Training goes on; the next checkpoint will be tried again.")
+
+    def _waiting(self, said: str) -> str:
+        more = "" if self.other is not None else ", or give the next run a second place (checkpoint.elsewhere)"
+        return (
+            "the run has ended, and waits for a disk that takes its last checkpoint, up to "
+            f"{self.settings.wait_seconds / 3600:.3g} h: {said}. "
+            f"Make room there, or put the folder back or right{more}; Ctrl-C gives the last steps up."
+        )

@@ -52,6 +52,10 @@ class CheckpointSettings(Value, kw_only=True):
     """How many; older ones are removed when a newer one is whole."""
     asynchronous: bool = True
     """Steps go on while a copy of the state in host memory is written; else they wait for the disk."""
+    elsewhere: str | None = None
+    """A folder, best on another disk, for a checkpoint that the run folder does not take. `--resume` looks there too."""
+    wait_seconds: Annotated[float, Meta(ge=0)] = 86400.0
+    """How long a run that has ended waits for a disk that does not take its last checkpoint; 0: not at all."""
 
 
 class FaultSettings(Value, kw_only=True):

@@ -13,22 +13,22 @@ class StopWish:
     """max_seconds: how long the run may take from now on; None for as long as it takes."""
 
     def __init__(self, max_seconds: float | None) -> None:
-        self._interrupted = False
+        self.num_signals = 0
         self._ends_at = None if max_seconds is None else time.monotonic() + max_seconds
 
     def is_there(self) -> bool:
-        return self._interrupted or (self._ends_at is not None and time.monotonic() > self._ends_at)
+        return self.num_signals > 0 or (self._ends_at is not None and time.monotonic() > self._ends_at)
 
     @property
     def reason(self) -> str:
-        return "interrupted" if self._interrupted else "its time is up (max_seconds)"
+        return "interrupted" if self.num_signals else "its time is up (max_seconds)"
 
     @contextmanager
     def heed_signals(self) -> Iterator[None]:
         """Ctrl-C and SIGTERM end the run within two steps, once all ranks know, with a checkpoint."""
 
         def interrupt(*_: Any) -> None:
-            self._interrupted = True
+            self.num_signals += 1
 
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -141,6 +142,14 @@ def words(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def is_of_disk(problem: str) -> bool:
+    """Whether what `words` has said is the system's refusal, which may pass, and not an error of the program."""
+    return re.search(rf"(^|: )({'|'.join(_REFUSALS)}): ", problem) is not None
+
+
+_REFUSALS = ("OSError", *(kind.__name__ for kind in OSError.__subclasses__() if kind.__module__ == "builtins"))
 
 
 def _note_name(rank: int) -> str:
