@@ -400,3 +400,17 @@ def with_a_past() -> Any:
 def nested() -> Any:
     module, (ids, labels) = text(Prior())
     return module, {"inputs": {"ids": ids}, "labels": labels}
+
+
+class Counting(Prior):
+    """Raises where a part holds no parameters, as other stages' blocks do not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if not list(block.parameters()):
+                raise LookupError(f"block {number} is empty")
+        return super().forward(x)
+
+
+def counting() -> Any:
+    return text(Counting())

@@ -19,6 +19,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {"zero": 1}),
     "zero2": (2, {"zero": 2, "recompute": "full"}),
     "zero3": (2, {"zero": 3}),
+    "zero1 offload": (2, {"zero": 1, "offload": "optimizer"}),
+    "tp2 offload": (2, {"tp": 2, "offload": "optimizer"}),
     "recompute": (2, {"recompute": "full"}),
     "pp2": (2, {"pp": 2, "microbatch": 2}),
     "pp2 interleaved": (2, {"pp": 2, "microbatch": 2, "virtual": 2, "schedule": "interleaved"}),
@@ -79,7 +81,7 @@ def test_parameters_that_a_forward_writes(pool: Pools, plan: str) -> None:
         assert result.ok, result.first_difference
 
 
-@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "pp2 x zero3"])
+@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "zero1 offload", "tp2 offload", "pp2 x zero3"])
 def test_parameters_without_a_dim(pool: Pools, plan: str) -> None:
     for result in pool(PLANS[plan][0]).run(compare_on_rank, "gated", plan_of("gated", plan)):
         assert result.ok, result.first_difference

@@ -69,6 +69,10 @@ class RefusedError(RunError):
     """A rank refused its model or plan: the message says what, where and what to do, as before ranks start."""
 
 
+class FailsUnderPlanError(RunError):
+    """The model runs in one process, and raises an error of its own under a plan that nothing refused: a fault, not a refusal."""
+
+
 class HangError(RunError):
     """Some rank hangs. The message, the same on all ranks, says which, where, and what the others wait in."""
 

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.codec import Value
-from meshwright.core.errors import MeshwrightError, ModelError, PlanError
+from meshwright.core.errors import MeshwrightError, ModelError
 from meshwright.core.plan import Plan
-from meshwright.core.result import describe
 from meshwright.measure.called import check_called
 from meshwright.measure.carried import carries_state, from_one_state
 from meshwright.measure.exact import exact, widened_batch, widened_loss
+from meshwright.measure.failing import explained
 from meshwright.measure.mean_gradient import refuse_own_gradient
 from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly, takes_masked
 from meshwright.measure.rounding import GROWTH, MOST, enlarged, move_parameters
@@ -49,7 +49,7 @@ from meshwright.runtime.gather import all_ranks, is_so_anywhere, put_together
 from meshwright.runtime.mesh import axis_groups
 from meshwright.runtime.places import places_of
 from meshwright.runtime.program import Program
-from meshwright.runtime.rank import is_broken_link, lines_of
+from meshwright.runtime.rank import lines_of
 from meshwright.runtime.ranks import Rank, joined
 from meshwright.runtime.watchdog import TIMEOUT_SECONDS
 
@@ -115,9 +115,9 @@ def _compare(
     batches = source.example(num_steps * plan.global_batch)
     check_called(lambda: _build(source), batches, source.objective, plan)
     reference, silenced = _reference(source, slice_batch(batches, 0, plan.microbatch))
-    with _explained(plan), building(plan):
+    with explained(plan), building(plan):
         module = _build(source)
-    with _explained(plan):
+    with explained(plan, module):
         program = apply(module, plan, optimizer=_optimizer, objective=source.objective, device=rank.device)
     if tamper is not None:
         tamper(program)
@@ -136,7 +136,7 @@ def _compare(
                 _step(twin, batch, source, plan)
                 tally.enlarge(_gradients(reference.module), _gradients(twin.module))
                 _update(twin)
-        with _explained(plan), _surroundings(plan.precision == "fp64", None):
+        with explained(plan, program.module), _surroundings(plan.precision == "fp64", None):
             found = program.step(batch).loss
         tally.loss(step, found, expected)
         tally.gradients(step, gradients, _gradients(reference.module))
@@ -173,22 +173,6 @@ def _in_one_process() -> Iterator[None]:
     except Exception as error:
         raise OneProcessFailsError(
             f"one process cannot run the model in float64 on this device: {type(error).__name__}: {error} ({lines_of(error)})"
-        ) from error
-
-
-@contextmanager
-def _explained(plan: Plan) -> Iterator[None]:
-    """What the model raises under the plan, and in one process does not, is a refusal: with its line, and ours."""
-    try:
-        yield
-    except MeshwrightError:
-        raise
-    except Exception as error:
-        if is_broken_link(error):
-            raise
-        raise PlanError(
-            f"the model runs in one process, but under {describe(plan)} it raises {type(error).__name__}: {error} "
-            f"({lines_of(error)}): leave out one of the plan's degrees, or change that line"
         ) from error
 
 

@@ -80,7 +80,8 @@ class Gathered:
         self.marks: dict[Place, Mark] = {}
         self.written: dict[str, int] = {}
         """In the first forward: the bits of what was written."""
-        self.is_first = True
+        self.is_first, self.is_inside = True, False
+        """Whether this is the first forward of the root, and whether it is running."""
         self.leaving: dict[nn.Module, bool] = {}
         """Whether a module leaves tensors behind; learned in its first forward."""
         for part in root.modules():
@@ -113,8 +114,13 @@ class Gathered:
                     if self.usage is not None and parameter.requires_grad:
                         self.usage.watch(self.shards[place], parameter)
             watches = part is self.root and self.is_first
+            self.is_inside = self.is_inside or watches
             with ReadOutside(self._names_of_shards()) if watches else nullcontext():
                 result = forward(*arguments, **options)
+            if watches:
+                self.is_inside = False
+            if self.is_first and part is not self.root:
+                self._refuse_second_derivatives(part, result)
             if part is self.root and self.passed_over is not None:
                 result = self.passed_over.end(result)
             with DisableTorchFunction():
@@ -127,6 +133,22 @@ class Gathered:
             return result
 
         return run
+
+    def _refuse_second_derivatives(self, part: nn.Module, result: Any) -> None:
+        """A backward of which a gradient will be taken (`create_graph=True`), inside the forward: it lets go of parameters that the
+        gradient of it asks for."""
+        name = next(name for name, one in self.root.named_modules() if one is part)
+
+        def see(_: Tensor) -> None:
+            if self.is_inside and torch.is_grad_enabled():
+                raise ModelError(
+                    f"the forward takes a gradient through block '{name}' with create_graph=True, and ZeRO forgets the block's "
+                    "gathered parameters before the gradient of that is computed: use ZeRO 0"
+                )
+
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(see)
 
     def _names_of_shards(self) -> dict[int, str]:
         return {id(shard): self.names[place].lstrip(".") for place, shard in self.shards.items()}

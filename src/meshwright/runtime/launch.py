@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from meshwright.core.codec import decode
-from meshwright.core.errors import HangError, InputError, OutOfMemoryError, RefusedError, RunError
+from meshwright.core.errors import FailsUnderPlanError, HangError, InputError, OutOfMemoryError, RefusedError, RunError
 from meshwright.core.fault import Fault
 from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
@@ -114,11 +114,11 @@ def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
         words = f"{_list(sorted(lost))} of {num_ranks} lost the connection to another rank: {report['message']}"
         return _error(msgspec.structs.replace(fault, ranks=tuple(sorted(lost))), words)
     words = f"rank {rank} of {num_ranks} failed: {report['message']}"
-    return (
-        RefusedError(words, msgspec.structs.replace(fault, words=words))
-        if report.get("refused")
-        else _error(fault, words)
-    )
+    if report.get("refused"):
+        return RefusedError(words, msgspec.structs.replace(fault, words=words))
+    if report.get("fails_under_plan"):
+        return FailsUnderPlanError(words, msgspec.structs.replace(fault, words=words))
+    return _error(fault, words)
 
 
 def _misled(reports: dict[int, dict[str, Any]], faults: dict[int, Fault]) -> list[int]:

@@ -16,7 +16,14 @@ from typing import NoReturn
 
 import msgspec
 
-from meshwright.core.errors import CorruptionError, HangError, MeshwrightError, OutOfMemoryError, RunError
+from meshwright.core.errors import (
+    CorruptionError,
+    FailsUnderPlanError,
+    HangError,
+    MeshwrightError,
+    OutOfMemoryError,
+    RunError,
+)
 from meshwright.core.fault import Fault, FaultKind
 from meshwright.runtime.affinity import pin
 
@@ -86,6 +93,7 @@ def report(error: BaseException) -> None:
     details = {"message": message, "seconds": now, "timestamp": str(int(now)), "hang": isinstance(error, HangError)}
     details["out_of_memory"] = isinstance(error, OutOfMemoryError)
     details["refused"] = isinstance(error, MeshwrightError) and not isinstance(error, RunError)
+    details["fails_under_plan"] = isinstance(error, FailsUnderPlanError)
     details["fault"] = msgspec.to_builtins(fault_of(error, message))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -112,7 +120,7 @@ def fault_of(error: BaseException, message: str) -> Fault:
 def _kind(error: BaseException) -> FaultKind:
     if isinstance(error, CorruptionError):
         return "corrupt"
-    if isinstance(error, MeshwrightError):
+    if isinstance(error, MeshwrightError) and not isinstance(error, FailsUnderPlanError):
         return "refused"
     return "lost" if is_broken_link(error) else "raised"
 

@@ -16,7 +16,7 @@ import msgspec
 
 from meshwright.capture.capture import capture_source
 from meshwright.core.codec import Value
-from meshwright.core.errors import HangError, MeshwrightError, PlanError, RefusedError, RunError
+from meshwright.core.errors import FailsUnderPlanError, HangError, MeshwrightError, PlanError, RefusedError, RunError
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
@@ -104,7 +104,7 @@ def _compare(small: Plan, payload: dict[str, Any], num_ranks: int) -> None:
     told = {**payload, "plan": msgspec.to_builtins(small), "steps": STEPS, "timeout": TIMEOUT_SECONDS}
     try:
         result = launch("meshwright.measure.checking.ranks:check_rank", told, num_ranks)
-    except RefusedError as error:
+    except (RefusedError, FailsUnderPlanError) as error:
         raise PlanError(f"{error}\nSo said the check of a small copy under {describe(small)}") from None
     except HangError as error:
         raise PlanError(f"a small copy of the model hangs under {describe(small)}: {error}") from None
