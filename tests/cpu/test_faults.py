@@ -18,7 +18,7 @@ from cases import ASSETS
 from command import PATIENCE_SECONDS, Cli, Started, losses, wait_for
 from hosts import INTERFACE, Hosts, call, two_hosts
 from hosts import why_not as hosts_missing
-from injection import alive, drafts, inject, ranks_of, shared_memory, why_not
+from injection import alive, children, drafts, inject, ranks_of, shared_memory, why_not
 
 from meshwright.core.fault import Fault
 from meshwright.core.plan import Plan
@@ -94,6 +94,31 @@ def test_every_kind_of_fault(
         assert "Rank 0 (host" in report
         assert "Rank 1 (it did not answer)" in report
         assert "train/loop.py" in report.partition("Rank 1")[2], "the stack of the rank that was stopped is missing"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_plain_processes_take_over_where_the_template_is_lost(
+    start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path, number: int
+) -> None:
+    """Killed together with a rank; or stopped, so that it does not answer."""
+    file = settings(**RUN)
+    changes = (
+        "import meshwright.runtime.template as t",
+        "t.ANSWER_SECONDS = 0.5",
+        "from meshwright.cli import main",
+        "main()",
+    )
+    run = start("train", file, "--restarts", 2, launcher=("-c", "; ".join(changes)))
+    past_a_checkpoint(tmp_path / "run", run)
+    ranks = ranks_of(run.process.pid)
+    (template,) = set(children(run.process.pid)) - set(ranks.values())
+    os.kill(template, number)
+    put_upon("kill", run)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert "restart 1 of 2: 2 ranks go on from step" in ended.out
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(STEPS))
+    assert not alive(template)
 
 
 def test_fewer_ranks_go_on(start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The ranks of this machine as processes: started, looked at until all have ended or one has failed, stopped.
 
     a template is at hand      ranks are forked from it                                     -> runtime/template.py
-    else                       each is a new Python process that loads torch for itself
+    else, or it was lost       each is a new Python process that loads torch for itself
 
 One that fails has the others stopped. A signal that would end this process stops all ranks in good order first; a second one
 ends them at once.
@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from meshwright.core.errors import RunError
 from meshwright.runtime.host_ranks import EndedRank
 from meshwright.runtime.rank import LAUNCHER
 from meshwright.runtime.rendezvous import LOOPBACK, listening_store, local_only
@@ -62,16 +63,28 @@ class LocalRanks:
                 self._kill()
 
     def _start(self, port: int) -> None:
-        template, run_id = template_at_hand(), uuid.uuid4().hex
+        run_id = uuid.uuid4().hex
         for rank in range(self.num_ranks):
             environment = rank_environment(rank, self.num_ranks, port, run_id)
             environment["TORCHELASTIC_ERROR_FILE"] = str(self._report(rank))
-            if template is not None:
-                process = template.start(f"{RANK}:main", self.arguments, environment, f"mw-rank-{rank}")
-            else:
-                command = [sys.executable, "-m", RANK, *self.arguments]
-                process = os.posix_spawn(sys.executable, command, environment, setsid=True)
-            self._running[rank] = process
+            self._running[rank] = self._forked(rank, environment) or self._spawned(environment)
+
+    def _forked(self, rank: int, environment: dict[str, str]) -> int | None:
+        """None where there is nothing to fork from, or not any more: somebody may have killed it."""
+        template = template_at_hand()
+        if template is not None:
+            with suppress(RunError):
+                return template.start(f"{RANK}:main", self.arguments, environment, f"mw-rank-{rank}")
+        return None
+
+    def _spawned(self, environment: dict[str, str]) -> int:
+        command = [sys.executable, "-m", RANK, *self.arguments]
+        try:
+            return os.posix_spawn(sys.executable, command, environment, setsid=True)
+        except OSError as error:
+            raise RunError(
+                f"no rank could be started: {error.strerror}; make memory or processes free (ulimit -u)"
+            ) from error
 
     def _look(self) -> None:
         """Note who has ended, or wait a little for it."""

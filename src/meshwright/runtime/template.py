@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from meshwright.core.errors import RunError
+from meshwright.runtime.process import children
 
 SET_CHILD_SUBREAPER, SET_NAME = 36, 15
 """PR_SET_CHILD_SUBREAPER and PR_SET_NAME of Linux."""
@@ -37,6 +38,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Where there is a GPU. Its driver does not survive a fork, and many an import asks it something."""
 WAIT_SECONDS = 0.001
+ANSWER_SECONDS = 120.0
+"""For a template to fork: it takes milliseconds, but a machine may be busy."""
 LOG_LEVEL, RANK_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL", "ERROR"
 """Of what torch's own libraries print: a recorded step would have them warn of every tensor that is older than the step."""
 
@@ -66,25 +69,38 @@ class Template:
     def __init__(self, channel: Connection, process: int | None = None) -> None:
         """channel: to a descendant of this process that runs `serve`. process: its id, where it is a child."""
         self._channel, self._process = channel, process
+        self._is_gone = False
 
     def start(self, entry: str, arguments: Iterable[str], environment: Mapping[str, str], name: str = "") -> int:
-        """A new child of this process; returns its id."""
+        """A new child of this process; returns its id. An error where there is none, and then none is left half born."""
         birth = Birth(entry, tuple(arguments), dict(environment), os.getcwd(), os.getpid(), name)
+        before = children()
         with _taking_in_orphans():
-            try:
-                self._channel.send(birth)
-                child: int = self._channel.recv()
-            except (EOFError, BrokenPipeError, ConnectionResetError):
-                child = 0
+            child = 0 if self._is_gone else self._ask(birth)
+            if not child:
+                _end(children() - before)
         if not child:
             raise RunError(
                 "no rank could be forked: the process they are forked from was killed, or memory is short; start the command again"
             )
         return child
 
+    def _ask(self, birth: Birth) -> int:
+        """0 where nothing came of it. A template that does not answer is of no more use."""
+        try:
+            self._channel.send(birth)
+            if self._channel.poll(ANSWER_SECONDS):
+                return int(self._channel.recv())
+        except (EOFError, OSError):
+            pass
+        self._is_gone = True
+        return 0
+
     def close(self) -> None:
         self._channel.close()
         if self._process is not None:
+            if self._is_gone:
+                os.kill(self._process, signal.SIGKILL)  # it may be stopped
             os.waitpid(self._process, 0)
 
 
@@ -219,6 +235,14 @@ def _become(birth: Birth, handlers: Handlers) -> None:
         sys.modules["numpy"].random.seed()  # Python's own generator does so itself after a fork
     if birth.name:
         ctypes.CDLL(None).prctl(SET_NAME, birth.name.encode())
+
+
+def _end(processes: Iterable[int]) -> None:
+    """Those that a template had begun when it was lost: nobody knows of them."""
+    for process in processes:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
 
 
 @contextmanager
