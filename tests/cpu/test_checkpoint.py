@@ -24,6 +24,7 @@ from meshwright.runtime.apply import apply
 from meshwright.runtime.program import Program
 from meshwright.train import checkpoint
 from meshwright.train.checkpoint import Progress, latest, restore, save
+from meshwright.train.kept import clear_left, remove
 
 Pools = Callable[[int], RankPool]
 
@@ -321,6 +322,23 @@ def test_one_that_gives_way_counts_until_its_successor_is_there(tmp_path: Path) 
     tmp_path.joinpath("step-00000003").mkdir()
     tmp_path.joinpath("step-00000003/manifest.json").write_text("{}")
     assert latest(tmp_path) == tmp_path / "step-00000003"
+
+
+def test_what_a_crash_left_goes_and_all_else_stays(tmp_path: Path) -> None:
+    """To be removed is to lose the name first; earlier versions lost the manifest first."""
+    whole = ["step-00000004", "step-00000006", ".step-00000006.old", "step-00000009.damaged", ".step-00000005.old"]
+    left = [".step-00000007.draft", ".step-00000002.gone", "step-00000003", "step-00000008"]
+    for name in (*whole, *left):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00000.safetensors").write_text("")
+    for name in whole:
+        (tmp_path / name / "manifest.json").write_text("{}")
+    clear_left(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-00000004", "step-00000006", "step-00000009.damaged", ".step-00000005.old", "step-00000008",
+    }  # fmt: skip
+    remove(tmp_path / "step-00000004")
+    assert not list(tmp_path.glob("*4*"))
 
 
 def test_the_newest_is_the_highest_step_whatever_the_clock_said(tmp_path: Path) -> None:

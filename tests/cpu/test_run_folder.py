@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from cases import ASSETS
 from command import Cli, Started, losses, wait_for
+from injection import alive
+
+from meshwright.runtime.process import Process
 
 RUN = {"model": f"{ASSETS}/faulty.py:told", "checkpoint": {"every": 5}}
 
@@ -57,3 +62,33 @@ def test_checkpoints_of_another_run_are_refused(cli: Cli, settings: Callable[...
     ended = cli("train", file, "--steps", 6, "--out", tmp_path / "other", "--resume")
     assert ended.code == 0, ended.err
     assert json.loads((tmp_path / "other/run.json").read_text())["id"] == first, "it goes on as the run it now is"
+
+
+def test_what_a_killed_launcher_left_goes_at_the_next_start(
+    start: Callable[..., Started], cli: Cli, settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run = start("train", settings(**RUN, steps=5000))
+    wait_for(lambda: (folder / "checkpoints/step-00000005").exists(), run)
+    ranks = run.ranks()
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.communicate()
+    while any(map(alive, ranks.values())):
+        os.sched_yield()
+    assert owned_by(run.process.pid)
+    for left in (".step-00000001.draft", ".step-00000002.gone", "step-00000003"):
+        (folder / "checkpoints" / left).mkdir()
+    (folder / "live/.rank-00000.json.1.draft").write_text("")
+    (folder / ".plan.json.1.draft").write_text("")
+    done = int(max(path.name for path in (folder / "checkpoints").glob("step-*")).removeprefix("step-"))
+    resumed = cli("train", "--resume", folder, "--steps", done + 2)
+    assert resumed.code == 0, resumed.err
+    assert not owned_by(run.process.pid)
+    assert not [path for path in folder.rglob(".*") if path.is_file()]
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+
+
+def owned_by(process: int) -> list[Path]:
+    """Temporary folders of a process."""
+    owners = Path(tempfile.gettempdir()).glob("meshwright-*/owner.json")
+    return [file.parent for file in owners if Process.load(file).number == process]

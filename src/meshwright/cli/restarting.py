@@ -34,12 +34,18 @@ class Restarting:
         self.num_restarts = 0
 
     def next_attempt(self, fault: Fault, attempt: Attempt) -> Attempt:
+        from functools import partial
+
         from meshwright.runtime.restarts import Attempt
+        from meshwright.train.company import mend
         from meshwright.train.folder import RunFolder
+        from meshwright.train.kept import clear_left
 
         folder = RunFolder(attempt.payload["folder"])
         self.num_restarts = attempt.number + 1
+        mend(folder, partial(self.console.print, highlight=False, markup=False))
         num_ranks = self._num_ranks(fault, attempt, folder)
+        clear_left(folder.checkpoints)
         step = resumable_step(folder)
         self._say(fault, num_ranks, step)
         note(folder, fault, self.num_restarts, num_ranks, step)

@@ -66,7 +66,7 @@ def train(
     from meshwright.cli.ready import OF_TRAINING, ready_ranks
     from meshwright.cli.train_launched import join_launched
     from meshwright.cli.train_local import run_ranks
-    from meshwright.cli.train_settings import as_before, check_verify, read_settings
+    from meshwright.cli.train_settings import as_before, check_verify, put_right, read_settings
     from meshwright.cli.train_summary import show_summary
     from meshwright.runtime.rank import started_by_launcher
 
@@ -85,10 +85,12 @@ def train(
         "backend": backend,
     }
     check_verify(resume, verify)
+    console = make_console(as_json)
+    if resume and not started_by_launcher():
+        put_right(file, out, console)
     settings = read_settings(file, flags, given, resume)
     if resume:
         settings = as_before(settings)
-    console = make_console(as_json)
     if started_by_launcher():
         join_launched(settings, resume, console, as_json, verify)
     else:

@@ -133,10 +133,12 @@ def _open(
 ) -> None:
     """The folder of before, if its checkpoints are of the same model, or a fresh one."""
     from meshwright.train.checkpoint import check_same_model
+    from meshwright.train.company import mend
     from meshwright.train.places import places_of
     from meshwright.train.run_id import read_id
 
     if resume:
+        mend(folder, partial(console.print, highlight=False, markup=False))
         folder.reopen()
         shapes, run = lambda: _shapes(settings.model), read_id(folder.path)
         check_same_model(places_of(folder), decision.plan.graph, shapes, run)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from meshwright.cli.options import PlanFlags
     from meshwright.train.folder import RunFolder
     from meshwright.train.settings import FaultSettings, Settings
@@ -61,6 +63,20 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any], resume: bo
             f"{file} names a whole plan, {settings.plan_file}: leave the plan flags out, or edit that plan"
         )
     return msgspec.structs.replace(settings, plan=settings.plan.updated(flags.request), **changes)
+
+
+def put_right(file: str, out: str | None, console: Console) -> None:
+    """Damaged files beside whole checkpoints, before a run is resumed. Nothing is touched where nothing is damaged."""
+    from functools import partial
+
+    from meshwright.train.company import damages, mend
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.lock import RunLock
+
+    folder = RunFolder(out or (load_settings(file).folder if file.endswith(".toml") else file))
+    if damages(folder):
+        with RunLock(folder.path):
+            mend(folder, partial(console.print, highlight=False, markup=False))
 
 
 def load_settings(file: str) -> Settings:

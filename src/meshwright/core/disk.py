@@ -56,6 +56,15 @@ def rename(source: Path, target: Path) -> None:
     flush_folder(target.parent)
 
 
+def free_name(path: Path) -> Path:
+    """The path itself, or with the first number behind it that is free."""
+    number, found = 0, path
+    while found.exists() or found.is_symlink():
+        number += 1
+        found = path.with_name(f"{path.name}.{number}")
+    return found
+
+
 def flush_folder(folder: Path) -> None:
     """The names of its files are on the disk."""
     handle = os.open(folder, os.O_RDONLY)

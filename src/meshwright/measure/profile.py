@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from meshwright.runtime.temporary import temporary_folder
 
 MICRO = 1e-6
 LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -141,8 +141,8 @@ def _no_standard_error() -> Iterator[None]:
 
 
 def read(profiler: profile, device: torch.device) -> Profile:
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        path = Path(folder, "trace.json")
+    with temporary_folder() as folder:
+        path = folder / "trace.json"
         profiler.export_chrome_trace(str(path))
         return parse(path.read_bytes(), device.type)
 

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
 from meshwright.runtime.local_ranks import LocalRanks
 from meshwright.runtime.stopped import StoppedRanks
+from meshwright.runtime.temporary import temporary_folder
 
 RANKS_PER_CORE = 16
 """More ranks than this on one core are taken for a slip of the hand."""
@@ -54,10 +54,10 @@ def launch(function: str, payload: dict[str, Any], num_ranks: int, timeout_secon
     timeout_seconds: a rank that is stopped for longer is ended; 0: it is waited for.
     """
     check_num_ranks(num_ranks)
-    with StoppedRanks(timeout_seconds), tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        payload_file, result_file = Path(folder, "payload.json"), Path(folder, "result.json")
+    with StoppedRanks(timeout_seconds), temporary_folder() as folder:
+        payload_file, result_file = folder / "payload.json", folder / "result.json"
         payload_file.write_text(json.dumps(payload))
-        interrupted = _run_ranks([function, str(payload_file), str(result_file)], num_ranks, Path(folder))
+        interrupted = _run_ranks([function, str(payload_file), str(result_file)], num_ranks, folder)
         result = json.loads(result_file.read_text()) if result_file.exists() else None
     if interrupted:
         raise Interrupted(result)

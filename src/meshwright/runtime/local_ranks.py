@@ -25,6 +25,7 @@ from meshwright.runtime.host_ranks import EndedRank
 from meshwright.runtime.rank import LAUNCHER
 from meshwright.runtime.rendezvous import LOOPBACK, listening_store, local_only
 from meshwright.runtime.template import LOG_LEVEL, RANK_LOG_LEVEL, STOPPING, template_at_hand
+from meshwright.runtime.temporary import PARENT
 
 LOOK_SECONDS = 0.05
 SHUTDOWN_SECONDS = 600
@@ -67,6 +68,7 @@ class LocalRanks:
         for rank in range(self.num_ranks):
             environment = rank_environment(rank, self.num_ranks, port, run_id)
             environment["TORCHELASTIC_ERROR_FILE"] = str(self._report(rank))
+            environment[PARENT] = str(self.reports)
             self._running[rank] = self._forked(rank, environment) or self._spawned(environment)
 
     def _forked(self, rank: int, environment: dict[str, str]) -> int | None:

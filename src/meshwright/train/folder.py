@@ -14,7 +14,7 @@ from pathlib import Path
 
 from meshwright.core.errors import CheckpointError, InputError
 from meshwright.train import lock, run_id
-from meshwright.train.kept import latest
+from meshwright.train.kept import clear_left, latest
 from meshwright.train.lock import RunLock
 from meshwright.train.position import read_progress
 
@@ -79,8 +79,16 @@ class RunFolder:
         if not self.settings.exists():
             raise InputError(f"{self.path} holds no run to resume: start it without --resume")
         self._make()
+        self._clear_left()
         if not run_id.read_id(self.path):  # a run of an earlier version, or one that takes over what it finds
             run_id.write_id(self.path, self._id_in_checkpoints() or run_id.new_id())
+
+    def _clear_left(self) -> None:
+        """What earlier starts of this run, killed in the middle of something, have left behind. Its lock is held by now."""
+        clear_left(self.checkpoints)
+        for folder in (self.path, self.live, self.traces):
+            for path in folder.glob(".*.draft"):
+                path.unlink(missing_ok=True)
 
     def _id_in_checkpoints(self) -> str:
         newest = latest(self.checkpoints)

@@ -16,7 +16,7 @@ import re
 import shutil
 from pathlib import Path
 
-from meshwright.core.disk import rename
+from meshwright.core.disk import free_name, rename
 from meshwright.train import manifest
 from meshwright.train.position import format_of
 
@@ -101,10 +101,7 @@ def clear_left(folder: Path) -> None:
 
 def set_aside(path: Path) -> Path:
     """A damaged one, under a name that nothing reads."""
-    number, target = 0, path.with_name(f"{name_of(step_of(path))}.damaged")
-    while target.exists():
-        number += 1
-        target = target.with_name(f"{name_of(step_of(path))}.damaged.{number}")
+    target = free_name(path.with_name(f"{name_of(step_of(path))}.damaged"))
     rename(path, target)
     return target
 

@@ -88,16 +88,16 @@ def _cut(path: Path, first_step: int) -> None:
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _step(line.decode(errors="replace")) < first_step]
+    kept = [line for line in lines if line.endswith(b"\n") and _step(line) < first_step]
     if kept == lines[: len(kept)]:
         os.truncate(path, sum(map(len, kept)))
     else:
         write_whole(path, b"".join(kept).decode(errors="replace"))
 
 
-def _step(line: str) -> float:
+def _step(line: str | bytes) -> float:
     """The step of a line; a line that was cut off by a crash belongs to no step that is kept."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return float("inf")

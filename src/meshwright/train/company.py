@@ -1,0 +1,148 @@
+"""The files that lie beside a run's checkpoints: one that is damaged does not keep whole checkpoints from being resumed.
+
+    settings.toml, plan.json        those of the newest checkpoint take their place
+    metrics.jsonl                   its good lines are kept
+    all others                      are written anew, or done without
+
+What is damaged is named and moved aside, never removed. A last line that a crash cut off is no damage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.codec import Value, write_whole
+from meshwright.core.disk import free_name
+from meshwright.core.errors import InputError
+from meshwright.core.estimate import Estimate
+from meshwright.core.forecast import Forecast
+from meshwright.core.plan import Plan
+from meshwright.core.result import SearchResult
+from meshwright.core.trace import Trace
+from meshwright.train.folder import RunFolder
+from meshwright.train.kept import all_of
+from meshwright.train.run_id import RunId
+from meshwright.train.settings import Settings
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Damage:
+    path: Path
+    words: str
+
+
+def mend(folder: RunFolder, say: Say) -> None:
+    """To be called by who holds the folder, before a run goes on there. say: told what was found, and what was done."""
+    for damage in damages(folder):
+        try:
+            instead = _mend(folder, damage)
+        except OSError as error:
+            raise InputError(
+                f"{damage.path} is damaged ({damage.words}), and cannot be put right: {error.strerror}"
+            ) from error
+        say(f"warning: {damage.path} is damaged: {damage.words}; {instead}")
+
+
+def damages(folder: RunFolder) -> list[Damage]:
+    """In a folder with checkpoints; others are not looked at."""
+    return [*_wrong_values(folder), *_wrong_kinds(folder), *_wrong_lines(folder)] if all_of(folder.checkpoints) else []
+
+
+def good_lines(text: bytes) -> tuple[list[bytes], str]:
+    """Of metrics, each with its end; and what is wrong with the first that is not good, empty where all are."""
+    lines = text.splitlines(keepends=True)
+    good = [line for line in lines if _is_good(line)]
+    whole = lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+    first = next((number for number, line in enumerate(whole, 1) if not _is_good(line)), None)
+    return good, "" if first is None else f"line {first} is not what a step leaves"
+
+
+def _is_good(line: bytes) -> bool:
+    try:
+        entry = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return False
+    if not line.endswith(b"\n") or not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+        return False
+    return all(isinstance(value, int | float) for value in entry.values())
+
+
+def _wrong_values(folder: RunFolder) -> Iterator[Damage]:
+    """Files of one value each."""
+    kinds: dict[Path, type[Value]] = {
+        folder.settings: Settings, folder.plan: Plan, folder.estimate: Estimate, folder.cluster: Cluster,
+        folder.forecast: Forecast, folder.search: SearchResult, folder.trace: Trace, folder.run_id: RunId,
+    }  # fmt: skip
+    for path, kind in kinds.items():
+        if not path.exists():
+            if path in (folder.settings, folder.plan):
+                yield Damage(path, "it is gone")
+            continue
+        try:
+            kind.load(path)
+        except InputError as error:
+            yield Damage(path, str(error).removeprefix(f"{path}: "))
+
+
+def _wrong_kinds(folder: RunFolder) -> Iterator[Damage]:
+    """A file in place of a folder, a folder in place of a file, and bytes that are no text."""
+    for path in (folder.live, folder.traces, folder.tensorboard, folder.launch):
+        if path.exists() and not path.is_dir():
+            yield Damage(path, "it is no folder")
+    for path in (folder.faults, folder.hang, folder.launchers):
+        if path.exists() and (words := _unreadable(path)):
+            yield Damage(path, words)
+
+
+def _unreadable(path: Path) -> str:
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return str(error)
+    return ""
+
+
+def _wrong_lines(folder: RunFolder) -> Iterator[Damage]:
+    if not folder.metrics.exists():
+        return
+    try:
+        _, words = good_lines(folder.metrics.read_bytes())
+    except OSError as error:
+        words = f"it cannot be read: {error.strerror}"
+    if words:
+        yield Damage(folder.metrics, words)
+
+
+def _mend(folder: RunFolder, damage: Damage) -> str:
+    """What was done, in words."""
+    path = damage.path
+    kept = good_lines(path.read_bytes())[0] if path == folder.metrics and path.is_file() else []
+    moved = f"it is now {_aside(path).name}, and " if path.exists() else ""
+    if path == folder.metrics:
+        write_whole(path, b"".join(kept).decode())
+        return f"{moved}its {len(kept)} good lines are kept"
+    if path in (folder.settings, folder.plan):
+        return f"{moved}that of {_restored(folder, path)} takes its place"
+    return f"{moved}the run goes on without it"
+
+
+def _aside(path: Path) -> Path:
+    return path.rename(free_name(path.with_name(f"{path.name}.damaged")))
+
+
+def _restored(folder: RunFolder, path: Path) -> str:
+    """From the newest checkpoint that has it; its name."""
+    kind: type[Value] = Settings if path == folder.settings else Plan
+    for checkpoint in reversed(all_of(folder.checkpoints)):
+        try:
+            kind.load(checkpoint / path.name).save(path)
+        except InputError:
+            continue
+        return checkpoint.name
+    raise InputError(f"{path} is damaged, and no checkpoint has a copy of it: start the run without --resume")
