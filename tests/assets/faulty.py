@@ -93,3 +93,16 @@ def told() -> tuple[nn.Module, Any]:
     if "RANK" in os.environ:
         signal.signal(signal.SIGUSR1, _fail)
     return Told(), example(64)
+
+
+class DiesInASave(Told):
+    """Rank 1 is killed when its state is asked for: the others plan the checkpoint with it."""
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        if os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().state_dict(*arguments, **options)
+
+
+def dies_in_a_save() -> tuple[nn.Module, Any]:
+    return DiesInASave(), example(64)

@@ -103,6 +103,19 @@ def test_little_shared_memory_and_few_files_are_seen(tmp_path: Path, monkeypatch
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1024))
     found = machine.check_descriptors()
     assert (found.status, found.fix) == ("warning", "ulimit -n 1024")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, resource.RLIM_INFINITY))
+    assert machine.check_descriptors().fix == "ulimit -n 65536"
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
+    fix = machine.check_descriptors().fix
+    assert "ulimit -n" not in fix, "it cannot be raised from here"
+    assert "LimitNOFILE" in fix
+
+
+def test_a_cache_that_cannot_be_written_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = machine.check_cache(tmp_path / "file/meshwright")
+    assert (found.status, "Not a directory" in found.found, "XDG_CACHE_HOME" in found.fix) == ("warning", True, True)
+    assert machine.check_cache(tmp_path / "new").status == "ok"
 
 
 def test_a_clock_that_is_set_while_it_is_looked_at_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from injection import alive, children, drafts, inject, ranks_of, shared_memory, 
 from meshwright.core.fault import Fault
 from meshwright.core.plan import Plan
 from meshwright.runtime.hang_report import differences
+from meshwright.runtime.rank import without_chatter
 from meshwright.runtime.standing import Call, Standing
 from meshwright.train.checkpoint import latest
 
@@ -119,6 +120,45 @@ def test_plain_processes_take_over_where_the_template_is_lost(
     assert "restart 1 of 2: 2 ranks go on from step" in ended.out
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(STEPS))
     assert not alive(template)
+
+
+BETWEEN = """
+import os, signal
+import meshwright.cli.restarting as restarting
+from meshwright.cli import main
+
+noted = restarting.note
+def note(*arguments):
+    noted(*arguments)
+    os.kill(os.getpid(), signal.SIGTERM)
+restarting.note = note
+main()
+"""
+"""SIGTERM comes when the ranks of one attempt have ended, and those of the next are not there yet."""
+
+
+def test_a_signal_between_two_attempts(
+    start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = start("train", settings(**RUN), "--restarts", 2, launcher=("-c", BETWEEN))
+    past_a_checkpoint(tmp_path / "run", run)
+    put_upon("kill", run)
+    ended = run.end()
+    assert ended.code == 130, ended.err
+    assert "Traceback" not in ended.err
+    assert not (tmp_path / "run/run.lock").exists()
+
+
+def test_a_rank_that_is_killed_while_a_checkpoint_is_planned(
+    start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The fault is the rank's, not the checkpoint's: no word about a checkpoint that was not written, nor what gloo says."""
+    run = start("train", settings(**{**RUN, "model": f"{ASSETS}/faulty.py:dies_in_a_save"}))
+    ended = run.end()
+    assert ended.code == 1
+    assert "error: rank 1 of 2 was killed from outside (SIGKILL" in ended.err
+    assert "warning" not in ended.out
+    assert "gloo" not in ended.out + ended.err
 
 
 def test_fewer_ranks_go_on(start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path) -> None:
@@ -262,6 +302,16 @@ def test_the_collective_that_differs() -> None:
     assert sizes[2] == "  rank 1: all_reduce over dp, 8 B"
     uneven = call(1, "all_to_all", "all_to_all over ep, 4 B"), call(1, "all_to_all", "all_to_all over ep, 8 B")
     assert differences({0: standing(uneven[0]), 1: standing(uneven[1])}) == []
+
+
+def test_what_gloo_adds_to_its_errors_is_left_out() -> None:
+    words = (
+        "[/a/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:13491: Connection reset by peer. This is "
+        "typically caused by a remote worker hanging or bugs in the application. Check the logs of the remote worker before "
+        "reporting an error. GLHF! 🏖️"
+    )
+    assert without_chatter(words) == "Read error [127.0.0.1]:13491: Connection reset by peer."
+    assert without_chatter("all is well [/a/b] here") == "all is well [/a/b] here"
 
 
 @pytest.mark.parametrize(("kind", "may_pass"), [("killed", True), ("lost", True), ("raised", True), ("refused", False)])

@@ -61,19 +61,20 @@ def note_launchers(folder: RunFolder, rank: Rank) -> None:
 def placed() -> Iterator[None]:
     """An error that no launcher of ours will put into words gets its place: rank, host, step and last collective."""
     from meshwright.core.errors import MeshwrightError, RunError
-    from meshwright.runtime.rank import fault_of
+    from meshwright.runtime.rank import fault_of, without_chatter
 
     try:
         yield
     except MeshwrightError:
         raise
     except Exception as error:
-        fault = fault_of(error, str(error))
+        said = without_chatter(str(error))
+        fault = fault_of(error, said)
         whose = f"rank {fault.ranks[0]} of {fault.num_ranks}"
         if fault.kind != "lost":
             error.add_note(f"{whose}: {fault.place}")
             raise
-        words = f"{whose} lost the connection to another rank: {error}\n  {fault.place}"
+        words = f"{whose} lost the connection to another rank: {said}\n  {fault.place}"
         raise RunError(words, fault) from None
 
 

@@ -17,11 +17,12 @@ def run_ranks(
 ) -> tuple[dict[str, Any] | None, Decision]:
     """Plan here, then start the ranks and wait for them. No summary where a resumed run had nothing left to do."""
     from meshwright.cli.train_summary import show_again
+    from meshwright.runtime.launch import stoppable
     from meshwright.train.lock import RunLock
 
     if resume and (done := show_again(settings, console, as_json)):
         return None, done
-    with RunLock(settings.folder) as lock:
+    with stoppable(), RunLock(settings.folder) as lock:
         return _run(settings, resume, console, as_json, quiet, verify, lock)
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ def probe(
         launch("meshwright.measure.probe:probe_rank", {"device": device, "backend": backend}, num_ranks)
     )
     cluster = msgspec.structs.replace(cluster, others_share=round(others.share(), 2))
-    cluster.save(path)
+    with suppress(OSError):  # a cache that cannot be written is not worth failing for
+        cluster.save(path)
     return cluster
 
 
@@ -83,7 +85,8 @@ def read_cache(path: Path) -> Cluster | None:
     try:
         return Cluster.load(path)
     except InputError:
-        path.unlink()  # written by another version: measure again
+        with suppress(OSError):
+            path.unlink()  # written by another version: measure again
         return None
 
 

@@ -11,7 +11,11 @@ import logging
 import os
 import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -23,6 +27,7 @@ from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
 from meshwright.runtime.local_ranks import LocalRanks
 from meshwright.runtime.stopped import StoppedRanks
+from meshwright.runtime.template import STOPPING
 from meshwright.runtime.temporary import temporary_folder
 
 RANKS_PER_CORE = 16
@@ -46,6 +51,28 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, result: Any) -> None:
         super().__init__("interrupted")
         self.result = result
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """A signal that would end this process while it has no ranks, before the first or between two attempts, is an Interrupted.
+
+    While there are ranks, they are ended in good order (`local_ranks.py`).
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(None)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in STOPPING} if is_main else {}
+    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in heeded:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
 
 
 def launch(function: str, payload: dict[str, Any], num_ranks: int, timeout_seconds: float = 0.0) -> Any:

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -88,7 +89,7 @@ def report(error: BaseException) -> None:
     """Leave the error where the launcher looks for it. Our own errors speak for themselves; others need their lines."""
     message = str(error)
     if not isinstance(error, MeshwrightError):
-        message = f"{type(error).__name__}: {message}\n{_lines(error)}"
+        message = f"{type(error).__name__}: {without_chatter(message)}\n{_lines(error)}"
     now = time.time()
     details = {"message": message, "seconds": now, "timestamp": str(int(now)), "hang": isinstance(error, HangError)}
     details["out_of_memory"] = isinstance(error, OutOfMemoryError)
@@ -123,6 +124,13 @@ def _kind(error: BaseException) -> FaultKind:
     if isinstance(error, MeshwrightError) and not isinstance(error, FailsUnderPlanError):
         return "refused"
     return "lost" if is_broken_link(error) else "raised"
+
+
+def without_chatter(message: str) -> str:
+    """gloo's messages without the place in its source, and without its guesses and good wishes."""
+    return re.sub(
+        r"\[/\S*/gloo/\S+:\d+\] ", "", re.sub(r" This is typically caused by.*?GLHF!( ?\W+$)?", "", message, flags=re.S)
+    )
 
 
 def is_broken_link(error: BaseException) -> bool:

@@ -25,6 +25,7 @@ from meshwright.core.errors import CheckpointError
 from meshwright.core.units import format_bytes
 from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.program import Program
+from meshwright.runtime.rank import is_broken_link
 from meshwright.runtime.ranks import Rank
 from meshwright.train.checkpoint_files import ALL, FileWriter, Flat, ValuesPlanner, flatten
 from meshwright.train.contents import SavedTensor
@@ -32,7 +33,7 @@ from meshwright.train.kept import clear_drafts, draft_of, latest, name_of, publi
 from meshwright.train.position import Progress
 from meshwright.train.saved import SavedState
 from meshwright.train.staging import Staging
-from meshwright.train.writing import Writing, is_of_disk, words
+from meshwright.train.writing import Writing, innermost, is_of_disk, words
 
 SEEN_SECONDS = 120.0
 """For the first rank to see what others have written: file systems of a network take their time."""
@@ -95,6 +96,10 @@ class Saver:
             if known is None:
                 self._plan(writer, state)
         except (Exception, dcp.CheckpointException) as error:
+            if (cause := innermost(error)) is not error and is_broken_link(cause):
+                raise cause from None  # a rank is gone: not a matter of this checkpoint
+            if is_broken_link(error):
+                raise
             raise self._failed(progress.step, words(error)) from error
         if known is not None:
             problem = _attempt(lambda: writer.take_again(known.plan, state))

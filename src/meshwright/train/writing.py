@@ -136,12 +136,18 @@ class Writing:
 
 def words(error: BaseException) -> str:
     """The innermost cause, with the rank it happened on: torch wraps what the disk said in several layers."""
+    cause = innermost(error)
+    whose = (
+        f"rank {next(iter(error.failures))}: " if isinstance(error, dcp.CheckpointException) and error.failures else ""
+    )
+    return whose + (str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}")
+
+
+def innermost(error: BaseException) -> BaseException:
     if isinstance(error, dcp.CheckpointException) and error.failures:
-        number, failure = next(iter(error.failures.items()))
-        return f"rank {number}: {words(failure[0] if isinstance(failure, tuple) else failure)}"
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        failure = next(iter(error.failures.values()))
+        return innermost(failure[0] if isinstance(failure, tuple) else failure)
+    return error if error.__cause__ is None else innermost(error.__cause__)
 
 
 def is_of_disk(problem: str) -> bool:
@@ -149,7 +155,14 @@ def is_of_disk(problem: str) -> bool:
     return re.search(rf"(^|: )({'|'.join(_REFUSALS)}): ", problem) is not None
 
 
-_REFUSALS = ("OSError", *(kind.__name__ for kind in OSError.__subclasses__() if kind.__module__ == "builtins"))
+_REFUSALS = (
+    "OSError",
+    *(
+        kind.__name__
+        for kind in OSError.__subclasses__()
+        if kind.__module__ == "builtins" and kind is not ConnectionError
+    ),
+)
 
 
 def _note_name(rank: int) -> str:

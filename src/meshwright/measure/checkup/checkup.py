@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from meshwright.core.cache import cache_folder
 from meshwright.measure.checkup import machine, software
 from meshwright.measure.checkup.finding import Finding, made
 
@@ -20,6 +21,7 @@ def check_machine(folder: Path) -> list[Finding]:
         "shared memory": machine.check_shared_memory,
         "open files": machine.check_descriptors,
         "disk": lambda: machine.check_disk(folder),
+        "cache": lambda: machine.check_cache(cache_folder()),
         "clock": machine.check_clock,
         "ports": machine.check_ports,
         "host name": machine.check_name,

@@ -22,7 +22,7 @@ from meshwright.runtime.rendezvous import LOOPBACK, address_of, listening_store
 
 COPY_BYTES = 1 << 28
 LEAST_SHARED_BYTES = 256 * MIB
-FEW_DESCRIPTORS = 4096
+FEW_DESCRIPTORS, MANY_DESCRIPTORS = 4096, 65536
 LEAST_FREE_BYTES, LITTLE_FREE_BYTES = GIB, 10 * GIB
 WRITE_BYTES = 32 * MIB
 SLOW_WRITE_BYTES_PER_SECOND = 30e6
@@ -100,9 +100,28 @@ def check_shared_memory(place: Path = Path("/dev/shm")) -> Finding:
 
 def check_descriptors() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < FEW_DESCRIPTORS:
-        return warning("open files", f"at most {soft} for a process", f"ulimit -n {min(max(hard, soft), 65536)}")
-    return ok("open files", f"at most {soft} for a process")
+    found = f"at most {soft} for a process"
+    if soft == resource.RLIM_INFINITY or soft >= FEW_DESCRIPTORS:
+        return ok("open files", found)
+    if hard == resource.RLIM_INFINITY or hard > soft:
+        most = MANY_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MANY_DESCRIPTORS)
+        return warning("open files", found, f"ulimit -n {most}")
+    fix = f"have the limit raised, this user may not: nofile {MANY_DESCRIPTORS} in /etc/security/limits.conf, LimitNOFILE= of a"
+    return warning("open files", found, f"{fix} service, or docker run --ulimit nofile={MANY_DESCRIPTORS}")
+
+
+def check_cache(folder: Path) -> Finding:
+    """Where measured machines, captured models and compiled kernels are kept from one command to the next."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".meshwright-") as file:
+            file.write(b"x")
+    except OSError as error:
+        fix = (
+            "set XDG_CACHE_HOME to a folder that can be written; without one, every command measures and compiles anew"
+        )
+        return warning("cache", f"{folder} cannot be written: {error.strerror}", fix)
+    return ok("cache", f"{folder} can be written")
 
 
 def check_disk(folder: Path) -> Finding:
