@@ -108,5 +108,8 @@ def test_stages_lie_in_a_loop_or_a_v(schedule: str, virtual: int, coordinates: l
 
 def test_one_stage_needs_nothing_repeated() -> None:
     assert even_stages(graph_of("stem", "head"), 1, 1, "1f1b") == (Stage(coordinate=0, blocks=("stem", "head")),)
-    with pytest.raises(PlanError, match=r"has 0 repeated blocks: set pp · virtual to 1 or less, or give the stages"):
+    with pytest.raises(
+        PlanError,
+        match=r"has 0 repeated blocks \(modules of a list; .* is none\): set pp · virtual to 1 or less, or give the stages",
+    ):
         even_stages(graph_of("stem", "head"), 2, 1, "1f1b")

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from meshwright.capture.known import Known
-from meshwright.capture.location import line_now
 from meshwright.capture.opkinds import GROUPED, base_name, grouped_product
 from meshwright.capture.place import Place
 from meshwright.capture.recording import Recording
@@ -29,6 +28,7 @@ from meshwright.capture.routing import ALL, Routing
 from meshwright.capture.storages import Storages
 from meshwright.core.graph import EVEN_SPREAD, Guess
 from meshwright.models.follow import tensors_in
+from meshwright.models.location import line_now
 from meshwright.runtime._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from meshwright.capture.groups import CannotSkip, Group
 from meshwright.capture.guesses import Guesser
-from meshwright.capture.location import line_of
 from meshwright.capture.place import Place
 from meshwright.capture.recording import ExitEntry, Recording
 from meshwright.capture.regions import mark_regions
@@ -29,6 +28,7 @@ from meshwright.capture.storages import Storages, stored_bytes
 from meshwright.capture.surroundings import quiet_surroundings
 from meshwright.capture.watch import Watcher
 from meshwright.core.errors import CaptureError, MeshwrightError
+from meshwright.models.location import line_of
 from meshwright.models.objective import Batch, Objective, call, num_samples, tensors_of
 from meshwright.models.own_recompute import own_recompute_left_out
 from meshwright.runtime._torch import (

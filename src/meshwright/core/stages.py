@@ -24,9 +24,14 @@ def even_stages(graph: Graph, pp: int, virtual: int, schedule: ScheduleKind) -> 
     num_repeated = len(graph.repeated_blocks)
     num_stages = pp * virtual
     if num_stages > 1 and num_repeated < num_stages:
+        few = (
+            ""
+            if num_repeated
+            else " (modules of a list; one layer that is called again and again, as ALBERT's, is none)"
+        )
         raise PlanError(
             f"pp={pp} with virtual={virtual} needs {num_stages} stages, but '{graph.model}' has {num_repeated} repeated "
-            f"blocks: set pp · virtual to {max(num_repeated, 1)} or less, or give the stages in a plan file"
+            f"blocks{few}: set pp · virtual to {max(num_repeated, 1)} or less, or give the stages in a plan file"
         )
     return cut_stages(graph, even_counts(num_repeated, num_stages), pp, schedule)
 

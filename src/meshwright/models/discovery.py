@@ -24,9 +24,11 @@ from meshwright.models.follow import (
     tensors_in,
 )
 from meshwright.models.function_around import refuse_inside_function
+from meshwright.models.location import line_now
 from meshwright.models.objective import Batch, Objective
 from meshwright.models.snapshot import Snapshot
 from meshwright.models.steps import Answer, Passed, Steps
+from meshwright.models.written_buffers import WrittenBuffers
 from meshwright.runtime._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -59,6 +61,7 @@ class Discovery(Follower):
         self.first_versions: dict[int, int] = {}
         for parameter in sketch.module.parameters():
             vars(parameter).pop(NUMBER, None)
+        self.buffers, self.met_before = WrittenBuffers(sketch.module), set[int]()
         self.written = {_memory(parameter): name for name, parameter in sketch.module.named_parameters()}
 
     def steps(self) -> Steps:
@@ -71,6 +74,8 @@ class Discovery(Follower):
             leaves = tree_leaves((arguments, options or {}))
             self._check_writes(function, arguments)
             self._meet_parameters(leaves)
+            self.met_before = set(self.buffers.touched)
+            self.buffers.meet(leaves)
             if any(map(self._is_stray, leaves)):
                 last = next((name for name in reversed(self.names) if name in self.sketch.blocks), OUTSIDE)
                 raise self._stray(_name(function), f"after block '{last}' it")
@@ -89,6 +94,8 @@ class Discovery(Follower):
                 "the model cannot be cut: outside its blocks it writes a value that a block made into a tensor that came of the "
                 "batch; make a new tensor of both instead, with torch.where or torch.cat"
             )
+        if is_in_place(function):
+            self.buffers.check_write(arguments[0], _name(function), self.met_before)
         numbers = self._note(OUTSIDE, getattr(function, "__name__", str(function)), leaves, made, None)
         for number, tensor in zip(numbers, made, strict=True):
             before = number_of(tensor)
@@ -259,8 +266,8 @@ class Discovery(Follower):
         numbers = [number for leaf in tree_leaves((arguments, options)) if (number := number_of(leaf)) is not None]
         return PlanError(
             f"the model cannot be cut: outside its blocks it reads a value of what block '{self._maker(numbers[0])}' made "
-            f"({getattr(function, '__name__', function)}), and stages that do not have it could not follow; "
-            "move that into a block"
+            f"({getattr(function, '__name__', function)}, {line_now()}), and stages that do not have it could not follow; move "
+            "that into a block, or set pp to 1"
         )
 
     def _maker(self, number: int) -> str:

@@ -23,6 +23,7 @@ from meshwright.models.faked.attributes import plain_tensors
 from meshwright.models.faked.copies import copy_module
 from meshwright.models.faked.unchanged import unchanged
 from meshwright.models.fakes import no_log_of_fakes
+from meshwright.models.location import line_of
 from meshwright.models.objective import Batch, Objective, call
 from meshwright.models.snapshot import Snapshot
 from meshwright.models.steps import Answer, Steps
@@ -87,7 +88,7 @@ class Sketch:
         except Exception as error:  # the model's own code
             raise PlanError(
                 "the model cannot be cut: a stage follows the blocks of other stages on tensors without values, and between them "
-                f"its code fails: {type(error).__name__}: {' '.join(str(error).split())}; set pp to 1"
+                f"its code fails: {type(error).__name__}: {' '.join(str(error).split())} ({line_of(error)}); set pp to 1"
             ) from error
 
     def block_of(self, parameter: str) -> str:

@@ -24,6 +24,7 @@ from meshwright.core.result import describe
 from meshwright.measure.checking.kept import Kept
 from meshwright.measure.checking.reduced import needs_check, reduced
 from meshwright.measure.checking.small_plan import SAMPLES_PER_RANK, small_plan
+from meshwright.measure.cutting import CannotCutError
 from meshwright.models.shortened import BLOCKS, shortened
 from meshwright.models.source import ModelSource
 from meshwright.runtime.launch import launch
@@ -96,6 +97,8 @@ def _made_small(source: ModelSource, request: PlanRequest, num_ranks: int, graph
     """What a small copy cannot have, such as many stages of its few blocks, says nothing about the model itself."""
     try:
         return small_plan(source, request, num_ranks, graph)
+    except CannotCutError:
+        raise
     except PlanError as error:
         raise NotCheckedError(f"no such plan could be made for a small copy: {error}") from None
 

@@ -10,6 +10,7 @@ from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest, plain_mesh, plain_plan, share_of_batch
 from meshwright.cost.division import check_divides
+from meshwright.measure.cutting import check_stages
 from meshwright.measure.mean_loss import cuts_batch, find_in_source
 from meshwright.models.faked.build import build_followable
 from meshwright.models.source import ModelSource
@@ -33,6 +34,7 @@ def small_plan(source: ModelSource, request: PlanRequest, num_ranks: int, graph:
         raise found.refusal(plan)
     check_runs(plan)
     check_divides(graph, plan)
+    check_stages(source, plan)
     return tried(msgspec.structs.replace(plan, model=source.name), source)
 
 

@@ -125,7 +125,8 @@ class StageRun(Follower):
         if event.name != name:
             raise ModelError(
                 f"the forward calls '{name}' where it called '{event.name}' when it was cut into stages: it goes another way with "
-                "this batch, and the stages would not agree; let it take one way for all batches of a shape"
+                "this batch, and the stages would not agree; let it take one way for all batches of a shape (a layer that is "
+                "dropped at random: set its probability to 0), or set pp to 1"
             )
         self.place += 1
         return event
