@@ -7,6 +7,7 @@
     positions that are true    as many as routing expects; all of them for any other mask, and then it is known which
     distinct values            as many as there are values
     repeats given as a tensor  one each
+    lengths of CTC's targets   as long as there is room for
 
 What depends on the batch's whole numbers alone is no guess: it is computed (capture/known.py). Each other answer is remembered with
 the question, the module and the line that asked.
@@ -163,6 +164,19 @@ def _bincount(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: di
     return torch.empty(bins, dtype=torch.int64, device=arguments[0].device)
 
 
+def _ctc_loss(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(loss of each sample, what backward reads of each sample, time and place in its target with blanks around)"""
+    log_probs, targets = arguments[:2]
+    time, samples = log_probs.shape[:2] if log_probs.dim() == 3 else (log_probs.shape[0], 1)
+    longest = targets.shape[1] if targets.dim() == 2 else -(-targets.shape[0] // samples)
+    guesser.note("how long the targets of a CTC loss are", str(longest))
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, time, 2 * longest + 1)
+
+
+def _ctc_loss_backward(guesser: Guesser, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    return torch.empty_like(arguments[1])
+
+
 _ANSWERS: dict[str, Answer] = {
     "_local_scalar_dense": _item,
     "equal": _equal,
@@ -175,4 +189,6 @@ _ANSWERS: dict[str, Answer] = {
     "unique_consecutive": _unique,
     "repeat_interleave": _repeat,
     "bincount": _bincount,
+    "_ctc_loss": _ctc_loss,
+    "_ctc_loss_backward": _ctc_loss_backward,
 }

@@ -123,6 +123,12 @@ def _run(step: _Step, tensors: dict[str, Tensor], batch: Batch) -> None:
         step.storages.close()
 
 
+def _instead(said: str) -> str:
+    if "pack_padded_sequence" in said:
+        return "give the LSTM or GRU the padded tensor itself, and read its output at each sample's length"
+    return "compute that value outside the forward"
+
+
 def _explained(error: Exception, place: Place) -> CaptureError:
     line = line_of(error)
     where = f"module '{place.stopped_at or 'root'}'" + (f" ({line})" if line else "")
@@ -130,7 +136,7 @@ def _explained(error: Exception, place: Place) -> CaptureError:
     if unknown or any(word in str(error) for word in _READING):
         return CaptureError(
             f"{where} reads a tensor's value ({error}), which fake tensors do not have, in a way that cannot be guessed: "
-            "compute that value outside the forward, or write the plan by hand"
+            f"{_instead(str(error))}, or write the plan by hand"
         )
     return CaptureError(
         f"{where} failed in {place.phase} on fake tensors: {type(error).__name__}: {error}. "

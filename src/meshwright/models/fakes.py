@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.distributions import Distribution
 
-from meshwright.runtime._torch import FakeTensor
+from meshwright.runtime._torch import FakeTensor, checks_distributions
 
 
 @contextmanager
@@ -18,7 +19,7 @@ def no_log_of_fakes() -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_off, log.disabled = log.disabled, True
     try:
-        with _numbers_in_words():
+        with _numbers_in_words(), unchecked_distributions():
             yield
     finally:
         log.disabled = was_off
@@ -40,3 +41,15 @@ def _numbers_in_words() -> Iterator[None]:
         yield
     finally:
         Tensor.__format__ = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """`Categorical(logits=…)` looks whether its arguments are numbers: of tensors without values none is. A stage follows
+    others' blocks on such, and its own code must go the same way."""
+    checked = checks_distributions()
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)

@@ -114,6 +114,11 @@ def drop_gather_ahead(module: typing.Any) -> None:
             group.reshard()
 
 
+def checks_distributions() -> bool:
+    """Whether torch.distributions look at the values they are given: what the public setter sets, it does not tell."""
+    return torch.distributions.Distribution._validate_args
+
+
 def pass_through(module: typing.Any, given: typing.Any) -> typing.Any:
     """The same tensors, past a module under fully_shard that is not called: it is gathered, and given up, in forward and in
     backward as if it were. Its own hooks would cast what it is given."""
