@@ -279,3 +279,20 @@ def test_what_was_written_into_is_guessed() -> None:
         return linear(x) * int(count)
 
     assert len(capture(Reads(fill)).guesses) == 1
+
+
+class Asserting(nn.Module):
+    """Looks for NaN before it goes on, as quantised models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        assert x.isnan().sum() == 0, "NaN"
+        return x
+
+
+def test_no_element_is_nan() -> None:
+    assert not meshwright.capture(Asserting(), (torch.randn(2, 4), torch.zeros(2).long())).guesses

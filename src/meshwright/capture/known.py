@@ -4,7 +4,7 @@ Tensors of a trace have no values, but those of the batch do: a model that count
 what depends on them alone. Such a tensor is known by how it was made; its value is computed when it is asked for.
 
     known      the batch's whole numbers and truth values, constants in the module's code, factories (arange, full);
-               a single number that is drawn (whether a layer is dropped) is its mean
+               a single number that is drawn (whether a layer is dropped) is its mean; no element is NaN
     made       by ops of known ones that draw nothing and write into nothing
     forgotten  whatever shares memory with a tensor that is written into
 
@@ -71,6 +71,9 @@ class Known:
         if base_name(op) in MEANS and outputs[0].numel() == 1:
             self._remember(outputs[0], _once(partial(_filled, outputs[0], MEANS[base_name(op)])))
             return
+        if _asks_for_nan(op, arguments):
+            self._remember(outputs[0], _once(partial(_filled, outputs[0], 0.0)))
+            return
         leaves, structure = tree_flatten((arguments, options))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         draws = torch.Tag.nondeterministic_seeded in op.tags
@@ -116,6 +119,12 @@ def _covered(tensor: Tensor) -> Hashable:
 
 def _first_for_all(tensor: Tensor) -> Tensor:
     return tensor[:1].detach().cpu().expand(tensor.shape).clone()
+
+
+def _asks_for_nan(op: Any, arguments: tuple[Any, ...]) -> bool:
+    """`x.isnan()` is x ≠ x to torch."""
+    is_other = base_name(op) == "ne" and len(arguments) == 2 and arguments[0] is arguments[1]
+    return is_other or base_name(op) in ("isnan", "isinf")
 
 
 def _filled(tensor: Tensor, value: float) -> Tensor:
