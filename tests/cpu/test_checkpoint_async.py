@@ -175,7 +175,7 @@ def test_on_the_way_a_failure_is_a_warning_and_at_the_end_an_error(
             "warning: checkpoint of step 1",
             "warning: checkpoint of step 2",
         ]
-        assert all(text.endswith("Training goes on; the next checkpoint will be tried again.") for text in warnings)
+        assert all(text.endswith("Training goes on, and it will be tried again.") for text in warnings)
         assert error.startswith("checkpoint of step 3 could not be written")
 
 

@@ -158,6 +158,22 @@ def test_the_second_place_of_the_settings(
     assert (folder / f"checkpoints/step-{STEPS + 5:08d}").exists()
 
 
+def test_a_checkpoint_that_failed_is_tried_again_soon(
+    start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    """After 1, 2, 4 … further steps, not only when the next one is due."""
+    folder = tmp_path / "run"
+    run = start("train", settings(**{**RUN, "steps": 5000, "checkpoint": {"every": 100}}))
+    wait_for(lambda: num_lines(folder) >= 2, run)
+    away = put_in_the_way(folder)
+    for step in (100, 101, 103):
+        wait_for(lambda step=step: f"checkpoint of step {step} could not be written" in said(run), run)
+    put_back(folder, away)
+    wait_for(lambda: any((folder / "checkpoints").glob("step-*")), run)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end().code == 130
+
+
 def test_a_folder_that_is_removed_is_made_anew(
     start: Callable[..., Started], cli: Cli, settings: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -76,11 +76,14 @@ def show_again(settings: Settings, console: Console, as_json: bool) -> Decision 
     from meshwright.train.kept import step_of
     from meshwright.train.metrics import last_values
     from meshwright.train.places import places_of
+    from meshwright.train.position import read_progress
+    from meshwright.train.run_id import check_same_run, read_id
 
     folder = RunFolder(settings.folder)
     newest = latest(places_of(folder))
     if newest is None or not folder.trace.exists() or step_of(newest) < settings.steps:
         return None
+    check_same_run(newest, read_progress(newest).run, read_id(folder.path))
     console.print(f"{folder.path} has all its {settings.steps} steps already: give more with --steps", highlight=False)
     values = last_values(folder.metrics)
     summary = {

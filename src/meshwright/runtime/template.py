@@ -31,8 +31,8 @@ from typing import Any, NoReturn
 from meshwright.core.errors import RunError
 from meshwright.runtime.process import children
 
-SET_CHILD_SUBREAPER, SET_NAME = 36, 15
-"""PR_SET_CHILD_SUBREAPER and PR_SET_NAME of Linux."""
+SET_CHILD_SUBREAPER, SET_NAME, SET_DEATH_SIGNAL = 36, 15, 1
+"""PR_SET_CHILD_SUBREAPER, PR_SET_NAME and PR_SET_PDEATHSIG of Linux."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Meant for launcher and ranks, but often sent to all processes of a job; the template ends with its launcher."""
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -160,6 +160,7 @@ def _fork_template() -> Template:
     process = os.fork()
     if process == 0:
         ours.close()
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)  # it may be stopped when the launcher ends
         serve(theirs)
     theirs.close()
     return Template(ours, process)

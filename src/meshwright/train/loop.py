@@ -134,7 +134,8 @@ class Loop:
         """Whether a validation or a checkpoint follows this step."""
         done = step + 1
         spans = (self._validation_every, self.settings.checkpoint.every)
-        return done == self.settings.steps or any(every and done % every == 0 for every in spans)
+        is_due = any(every and done % every == 0 for every in spans)
+        return is_due or done == self.settings.steps or self.saving.is_due(done)
 
     @property
     def _validation_every(self) -> int:
@@ -197,7 +198,8 @@ class Loop:
         """What happens every so many steps, after step number `step`."""
         done = step + 1
         every = self.settings.checkpoint.every
-        saves = bool(every and done % every == 0 and done < self.settings.steps)
+        is_due = bool(every and done % every == 0) or self.saving.is_due(done)
+        saves = is_due and done < self.settings.steps
         compares = self.settings.faults.check_replicas_every
         if compares and (saves or done % compares == 0):
             self._check_replicas(step)

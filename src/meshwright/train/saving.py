@@ -1,7 +1,10 @@
 """When a run's checkpoints are written, where, and what becomes of the run when one cannot be.
 
-on the way       at home; where the disk does not take it, elsewhere, if the settings name a place; else at the next checkpoint
-the last one     the same, and again and again, for a run that has ended is not thrown away for a full disk
+    on the way       at home; where the disk does not take it, elsewhere, if the settings name a place; else again after 1, 2, 4 …
+                     further steps
+    the last one     the same, and again and again: a run that has ended is not thrown away for a full disk
+
+One checkpoint is under way at a time.
 """
 
 from __future__ import annotations
@@ -47,6 +50,9 @@ class Saving:
     ) -> None:
         self.settings, self.say, self.home = settings, say, home
         self.saver = Saver(program, home.folder, rank, settings.keep, settings.asynchronous, attached, home.prepare)
+        self._again: int | None = None
+        """The step before which a checkpoint that failed is tried again."""
+        self._gap = 1
         self.other: Saver | None = None
         """Waits for its disk: a second copy of the state in host memory may not fit."""
         if home.elsewhere is not None:
@@ -57,10 +63,16 @@ class Saving:
         self.settle()
         try:
             self.saver.begin(progress)
+            self._again, self._gap = None, 1
         except CheckpointError as error:
+            self._again, self._gap = progress.step + self._gap, 2 * self._gap
             self._on_the_way_elsewhere(progress, error)
         if not self.settings.asynchronous:
             self.settle()
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint that failed is to be tried again before that step; the same on all ranks."""
+        return self._again is not None and step >= self._again
 
     def last(self, progress: Progress, num_signals: Callable[[], int] = lambda: 0) -> Path:
         """Tried until it is written, the time to wait is up, or a person does not want to wait. num_signals: that told this rank
@@ -105,6 +117,7 @@ class Saving:
             return
         try:
             self._elsewhere(self.other, progress, error)
+            self._again = None
         except CheckpointError as both:
             self._warn(both)
 
@@ -117,7 +130,7 @@ class Saving:
         return path
 
     def _warn(self, error: CheckpointError) -> None:
-        self.say(f"warning: {error}. Training goes on; the next checkpoint will be tried again.")
+        self.say(f"warning: {error}. Training goes on, and it will be tried again.")
 
     def _waiting(self, said: str) -> str:
         more = "" if self.other is not None else ", or give the next run a second place (checkpoint.elsewhere)"
