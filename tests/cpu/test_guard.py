@@ -152,12 +152,12 @@ def test_patience_ends() -> None:
 
 def flip_a_bit(program: Program, name: str) -> None:
     """The lowest bit of one element: nobody sees it in a loss."""
-    tensor = local(dict(program.module.named_parameters())[name]).detach()
+    tensor = local(program.replicated()[name]).detach()
     kind = {4: torch.int32, 8: torch.int64}[tensor.element_size()]
     tensor.view(kind).flatten()[tensor.numel() // 2] ^= 1
 
 
-def flipped(case: Case, odd_rank: int, spread: dict[str, int]) -> tuple[str, tuple[int, ...]]:
+def flipped(case: Case, odd_rank: int, spread: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     """Two checks that find nothing, a flipped bit on one rank, and what the third check says."""
     rank = this_rank()
     source = source_of(case.model)
@@ -168,17 +168,17 @@ def flipped(case: Case, odd_rank: int, spread: dict[str, int]) -> tuple[str, tup
         request = PlanRequest(global_batch=8, precision="fp64", **spread)  # type: ignore[arg-type]
         from cases import MODELS
 
-        plan = with_legal_sharding(plain_plan(request, graph_of(case.model), 4, "tests"), MODELS[case.model])
+        plan = with_legal_sharding(plain_plan(request, graph_of(case.model), rank.num_ranks, "tests"), MODELS[case.model])
     torch.manual_seed(rank.number)
     optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731
     program = apply(source.build(), plan, optimizer=optimizer, objective=source.objective, device=rank.device)
-    replicas = Replicas(program.module, program.mesh)
+    replicas = Replicas(program)
     assert source.example is not None
     replicas.check(0)
     for _ in range(3):
         program.step(source.example(plan.global_batch))
     replicas.check(3)
-    name = next(name for names in replicas.shared.values() for name, _ in names) if replicas.shared else ""
+    name = next(name for names in replicas.shared.values() for name in names) if replicas.shared else ""
     if rank.number == odd_rank and name:
         flip_a_bit(program, name)
     try:
@@ -208,6 +208,21 @@ def test_replicas_beside_other_axes(pool: Pools, spread: dict[str, int]) -> None
     for said, ranks in pool(4).run(flipped, Case("gpt", samples=2), 3, spread):
         assert 3 in ranks
         assert len(ranks) == 2
+        assert "differ from each other" in said
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        {"offload": "optimizer", "zero": 0},
+        {"offload": "parameters", "zero": 3, "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_replicas_on_the_host(pool: Pools, spread: dict[str, Any]) -> None:
+    """Masters, and of streamed blocks what no rank has alone: three checks, the last of which finds the bit."""
+    for said, ranks in pool(2).run(flipped, Case("gpt", samples=4), 1, spread):
+        assert ranks == (0, 1)
         assert "differ from each other" in said
 
 

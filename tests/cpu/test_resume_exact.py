@@ -35,6 +35,9 @@ PLANS = {
     "tp2": (2, {"tp": 2}),
     "dp2 bf16": (2, {"precision": "bf16"}),
     "dp2 fp16": (2, {"precision": "fp16"}),
+    "dp2 zero3 streamed": (2, {"zero": 3, "offload": "parameters", "recompute": "full"}),
+    "dp2 zero2 offload": (2, {"zero": 2, "offload": "optimizer"}),
+    "dp2 offload": (2, {"offload": "optimizer"}),
 }
 
 

@@ -33,6 +33,7 @@ from meshwright.runtime.history import History
 from meshwright.runtime.mesh import local_device
 from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.offload.optimizer import HostOptimizer
+from meshwright.runtime.offload.saved import masters_of
 from meshwright.runtime.out_of_memory import memory_explained
 from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, to_device
@@ -176,6 +177,15 @@ class Program:
             self.split.sync_buffers(self.module)
         for buffer in self.module.buffers():
             dist.broadcast(buffer, group=self._dp, group_src=0)
+
+    def replicated(self) -> dict[str, Tensor]:
+        """By name: parameters as they are stored, where other ranks may hold the same; once all updates so far are done."""
+        held: dict[str, Tensor] = dict(self.module.named_parameters())
+        if self.host is None:
+            return held
+        self.host.updater.settle()
+        masters = masters_of(self.host)
+        return {name: masters.get(id(parameter), parameter) for name, parameter in held.items()}
 
     def forget_steps(self) -> None:
         """Those so far were a trial: no trace counts them."""

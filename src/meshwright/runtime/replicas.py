@@ -8,13 +8,16 @@ parameters. The rank that differs from the majority is the odd one; without a ma
     hybrid ZeRO: shards           along the replicas of a shard
     experts over ep               along the ranks that hold the same experts
     ZeRO over all of dp           nothing is held twice, nothing is compared
+    state on the host             the masters there, once their updates are done, each as its parameter
+    streamed blocks               rows that dp cuts are held once; whole parameters and what stays on the device along dp
 """
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,30 +31,35 @@ from meshwright.runtime.clip import local
 from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
 from meshwright.runtime.gather import all_ranks, is_so_anywhere
 
+if TYPE_CHECKING:  # which reads checksums too
+    from meshwright.runtime.program import Program
+
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replicas:
-    """The parameters of a spread module that other ranks hold too, with these ranks."""
+    """The parameters of a program that other ranks hold too, with these ranks."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.shared: dict[dist.ProcessGroup, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter, group in _shared(module, mesh):
-            self.shared.setdefault(group, []).append((name, parameter))
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.shared: dict[dist.ProcessGroup, list[str]] = {}
+        for name, group in _shared(program.module, program.replicated(), program.mesh):
+            self.shared.setdefault(group, []).append(name)
 
     def check(self, step: int) -> None:
         """Every rank calls it. Raises the same error on all ranks where some rank's parameters are not those of the others."""
-        found = next(filter(None, map(self._odd, self.shared)), None)
+        held = self.program.replicated()
+        found = next(filter(None, (self._odd(group, held) for group in self.shared)), None)
         if not is_so_anywhere(found is not None):
             return
         answers = all_ranks((found, socket.gethostname()))
         ranks, name, num_more = next(answer for answer, _ in answers if answer is not None)
         raise _error(ranks, name, num_more, step, answers[ranks[0]][1], len(answers))
 
-    def _odd(self, group: dist.ProcessGroup) -> tuple[tuple[int, ...], str, int] | None:
+    def _odd(self, group: dist.ProcessGroup, held: Mapping[str, Tensor]) -> tuple[tuple[int, ...], str, int] | None:
         """The odd ranks, the first parameter in which they differ, and in how many others."""
-        named = self.shared[group]
-        own = torch.stack([checksum(local(parameter)) for _, parameter in named])
+        names = self.shared[group]
+        own = torch.stack([checksum(local(held[name])).to(self.program.device) for name in names])
         sums = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(sums, own, group=group)
         table = torch.stack(sums)
@@ -60,7 +68,7 @@ class Replicas:
             return None
         members = dist.get_process_group_ranks(group)
         odd = _minority(table[:, differing[0]].tolist())
-        return tuple(members[place] for place in odd), named[differing[0]][0], len(differing) - 1
+        return tuple(members[place] for place in odd), names[differing[0]], len(differing) - 1
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -78,9 +86,11 @@ def _minority(sums: list[int]) -> list[int]:
     return [place for place, found in enumerate(sums) if found != usual]
 
 
-def _shared(module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, nn.Parameter, dist.ProcessGroup]]:
+def _shared(
+    module: nn.Module, held: Mapping[str, Tensor], mesh: DeviceMesh
+) -> Iterator[tuple[str, dist.ProcessGroup]]:
     experts, spread = expert_parameters_of(module), expert_spread_of(module)
-    for name, parameter in module.named_parameters():
+    for name, parameter in held.items():
         if isinstance(parameter, DTensor):
             ranks = parameter.device_mesh
             group = ranks.get_group(0) if ranks.ndim > 1 else None
@@ -89,7 +99,7 @@ def _shared(module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, nn.Param
         else:
             group = mesh.get_group("dp")
         if group is not None and group.size() > 1 and parameter.numel():
-            yield name, parameter, group
+            yield name, group
 
 
 def _error(ranks: tuple[int, ...], name: str, num_more: int, step: int, host: str, num_ranks: int) -> CorruptionError:

@@ -66,8 +66,7 @@ class Loop:
         self.journal = Journal(job, rank, program, start.step, console)
         self.guard = Guard(self.settings.faults)
         program.gate = make_gate(self.guard, job.plan, program)
-        compared = self.settings.faults.check_replicas_every and program.host is None
-        self.replicas = Replicas(program.module, program.mesh) if compared else None
+        self.replicas = Replicas(program) if self.settings.faults.check_replicas_every else None
         self.stop_wish = StopWish(self.settings.max_seconds)
         self.loss = last_loss(job.folder) if start.step else float("nan")
         self.validation_loss: float | None = None

@@ -82,6 +82,12 @@ class StreamedProgram(Program):
         for memory in self.streams.memory:
             memory.close()
 
+    def replicated(self) -> dict[str, Tensor]:
+        """Without the rows that only this rank has; a step ends when all blocks are updated."""
+        homes = self.streams.streaming.homes.values()
+        cut = {name for home in homes for member in home.members if member.parts > 1 for name in member.names}
+        return {name: parameter for name, parameter in super().replicated().items() if name not in cut}
+
     def take_over_loaded(self) -> None:
         self.streams.updates.place.take_over()
         self._is_torn = False  # the parameters are of one step again
