@@ -93,8 +93,9 @@ def host_bytes_on_rank(folder: Path | None) -> int:
         for item in program.optimizer.state[master].values()
         if item.shape == master.shape and folder is None
     )
+    held = program.holdings().host
     program.close()
-    return program.holdings().host + staged + moments
+    return held + staged + moments
 
 
 def test_the_host_holds_working_copies_and_a_few_blocks(pool: Pools, tmp_path: Path) -> None:

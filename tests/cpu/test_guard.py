@@ -168,7 +168,9 @@ def flipped(case: Case, odd_rank: int, spread: dict[str, Any]) -> tuple[str, tup
         request = PlanRequest(global_batch=8, precision="fp64", **spread)  # type: ignore[arg-type]
         from cases import MODELS
 
-        plan = with_legal_sharding(plain_plan(request, graph_of(case.model), rank.num_ranks, "tests"), MODELS[case.model])
+        plan = with_legal_sharding(
+            plain_plan(request, graph_of(case.model), rank.num_ranks, "tests"), MODELS[case.model]
+        )
     torch.manual_seed(rank.number)
     optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731
     program = apply(source.build(), plan, optimizer=optimizer, objective=source.objective, device=rank.device)

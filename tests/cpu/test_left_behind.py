@@ -26,6 +26,10 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 interleaved": (2, {"pp": 2, "microbatch": 2, "virtual": 2, "schedule": "interleaved"}),
     "pp2 x zero3": (4, {"pp": 2, "dp": 2, "zero": 3, "microbatch": 2}),
     "pp2 x tp2": (4, {"pp": 2, "tp": 2, "microbatch": 2}),
+    "streamed": (1, {"offload": "parameters", "recompute": "full"}),
+    "streamed x dp2": (2, {"offload": "parameters", "recompute": "full", "zero": 3}),
+    "offload": (1, {"offload": "optimizer"}),
+    "offload x zero3": (2, {"offload": "optimizer", "zero": 3}),
     "pp2 x dp2": (4, {"pp": 2, "dp": 2, "microbatch": 2, "recompute": "full"}),
 }
 """Ranks and what is asked for."""
@@ -41,7 +45,10 @@ def compare_on_rank(model: str, plan: Plan) -> ParityResult:
     return compare(source_of(f"{ASSETS}/left_behind.py:{model}"), plan, 3, this_rank())
 
 
-@pytest.mark.parametrize("plan", ["dp2", "zero3", "recompute", "pp2", "pp2 interleaved", "pp2 x dp2"])
+@pytest.mark.parametrize(
+    "plan",
+    ["dp2", "zero3", "recompute", "pp2", "pp2 interleaved", "pp2 x dp2", "streamed", "streamed x dp2", "offload"],
+)
 @pytest.mark.parametrize("model", ["counting", "averaging", "spectral"])
 def test_buffers_and_counters(pool: Pools, model: str, plan: str) -> None:
     for result in pool(PLANS[plan][0]).run(compare_on_rank, model, plan_of(model, plan)):
@@ -75,13 +82,36 @@ def test_what_stages_cannot_hand_on_is_refused(pool: Pools, model: str, words: t
         assert all(word in error for word in words)
 
 
+@pytest.mark.parametrize("plan", ["streamed", "streamed x dp2"])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        *((model, ("'blocks.0'", "does not return")) for model in (*ATTRIBUTES, "hiding", "hooked", "boxed")),
+        ("penalised", ("'blocks.0.norm.weight'", "outside of its block")),
+        ("teaching", ("outside of its block", "on the host")),
+        ("outside", ("outside of its block", "on the host")),
+    ],
+)
+def test_what_streamed_blocks_cannot_hand_on_is_refused(
+    pool: Pools, model: str, words: tuple[str, ...], plan: str
+) -> None:
+    with pytest.raises(RankError) as raised:
+        pool(PLANS[plan][0]).run(compare_on_rank, model, plan_of(model, plan))
+    for error in raised.value.errors.values():
+        assert error.startswith("ModelError")
+        assert all(word in error for word in words)
+
+
 @pytest.mark.parametrize("plan", ["dp2", "zero1", "zero2", "zero3"])
 def test_parameters_that_a_forward_writes(pool: Pools, plan: str) -> None:
     for result in pool(2).run(compare_on_rank, "teaching", plan_of("teaching", plan)):
         assert result.ok, result.first_difference
 
 
-@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "zero1 offload", "tp2 offload", "pp2 x zero3"])
+@pytest.mark.parametrize(
+    "plan",
+    ["zero1", "zero2", "zero3", "zero1 offload", "tp2 offload", "pp2 x zero3", "streamed x dp2", "offload x zero3"],
+)
 def test_parameters_without_a_dim(pool: Pools, plan: str) -> None:
     for result in pool(PLANS[plan][0]).run(compare_on_rank, "gated", plan_of("gated", plan)):
         assert result.ok, result.first_difference
@@ -95,7 +125,7 @@ def test_parameters_that_ranks_write_otherwise_are_refused(pool: Pools, plan: st
     assert all("ModelError" in error and "first.shift" in error for error in raised.value.errors.values())
 
 
-@pytest.mark.parametrize("plan", ["pp2", "pp2 x zero3"])
+@pytest.mark.parametrize("plan", ["pp2", "pp2 x zero3", "streamed", "streamed x dp2"])
 def test_parts_that_blocks_of_several_stages_share(pool: Pools, plan: str) -> None:
     for result in pool(PLANS[plan][0]).run(compare_on_rank, "sharing", plan_of("sharing", plan)):
         assert result.ok, result.first_difference

@@ -96,9 +96,9 @@ def holdings_on_rank(layers: int) -> tuple[Holdings, int, int]:
     program = program_of(deep(layers), plan)
     program.step(batch_of(deep(layers), 4))
     fetched = program.streams.streaming.window.num_fetched
-    link = program.streams.streaming.link
+    link, found = program.streams.streaming.link, program.holdings()
     program.close()
-    return program.holdings(), fetched, link.bytes_out
+    return found, fetched, link.bytes_out
 
 
 def test_device_memory_does_not_grow_with_depth(pool: Pools) -> None:

@@ -16,7 +16,10 @@ from torch._C import _distributed_c10d
 # Groups of a mesh take no time limit when they are made; these two find all groups of the process and set it afterwards.
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-__all__ = ["_distributed_c10d", "_set_pg_timeout", "_world"]
+# What torch remembers of operations on DTensors holds their meshes, and takes equal ones for the same: forgotten with the groups.
+from torch.distributed.tensor import _redistribute, debug
+
+__all__ = ["_distributed_c10d", "_redistribute", "_set_pg_timeout", "_world", "debug"]
 
 
 def known_collectives() -> list[dict[str, Any]]:
@@ -36,6 +39,18 @@ def set_group_timeouts(timeout: timedelta, done: set[str]) -> None:
         if name not in done:
             done.add(name)
             _set_pg_timeout(timeout, group)
+
+
+def forget_meshes() -> None:
+    """No DTensor of a later mesh is given one of these whose groups are gone."""
+    caches = (  # not all of them are in every torch
+        getattr(debug, "_clear_sharding_prop_cache", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        getattr(_redistribute._gen_transform_infos, "cache_clear", None),
+    )
+    for clear in caches:
+        if clear is not None:
+            clear()
 
 
 def rendezvous_with(name: str, make_store: Callable[[str, int], Any]) -> Any:

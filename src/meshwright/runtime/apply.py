@@ -18,7 +18,7 @@ from meshwright.models.experts import find_experts
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.models.old_norms import without_computed_weights
 from meshwright.runtime.batch_norm import sync_batch_norms
-from meshwright.runtime.communicators import data_mesh
+from meshwright.runtime.communicators import data_mesh, noted
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import agree_on_values, inner, spread
 from meshwright.runtime.deferred import materialise
@@ -65,10 +65,39 @@ def apply(
     host_link: bytes a second that a CPU's stand-in for the link between device and host moves each way; without it, all it can.
     """
     watch = Watch(recorder)
-    if plan.offload.what == "parameters":
-        check_runs(plan)
-        check_hooks(module, plan)
-        return stream(module, plan, optimizer, objective, max_norm, watch, device or join().device, host_link)
+    with noted() as groups:
+        if plan.offload.what == "parameters":
+            check_runs(plan)
+            check_hooks(module, plan)
+            _check_not_traced(find_nan)
+            program: Program = stream(
+                module, plan, optimizer, objective, max_norm, watch, device or join().device, host_link
+            )
+        else:
+            program = _program(module, plan, optimizer, objective, max_norm, watch, device, find_nan, host_link)
+    program.groups = groups
+    return program
+
+
+def _check_not_traced(find_nan: bool) -> None:
+    if find_nan:
+        raise PlanError(
+            "find_nan looks at the gradients of every block, and those of streamed parameters have left for the host: leave it "
+            "out, or look for the origin with a plan that keeps parameters on the device (offload none or optimizer)"
+        )
+
+
+def _program(
+    module: nn.Module,
+    plan: Plan,
+    optimizer: Optimizer | OptimizerFactory,
+    objective: Objective,
+    max_norm: float | None,
+    watch: Watch,
+    device: torch.device | None,
+    find_nan: bool,
+    host_link: float | None,
+) -> Program:
     spread = _spread(module, plan, optimizer, device, watch, objective)
     host = _offload(spread, plan, host_link, max_norm)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)

@@ -1,4 +1,5 @@
-"""Every communicator of a run is made here: meshes, and groups beside them. `dist.destroy_process_group()` takes all of them down.
+"""Every communicator of a run is made here: meshes, and groups beside them. `Program.close` takes down those of one program
+(`noted`), `dist.destroy_process_group()` all of them.
 
 `init_device_mesh` hands out the default group for an axis that spans the world, and two meshes of the same ranks may share their
 groups. That is as good as groups of their own for collectives, which all ranks call in one order. It is not for pipelines:
@@ -20,6 +21,8 @@ that are not in the group (torch 2.13, `_new_process_group_helper`). Where a use
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise, product
 from typing import Any
 
@@ -28,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.core.plan import Plan
+from meshwright.runtime._torch_distributed import forget_meshes
 
 AXES = ("pp", "dp", "cp", "tp")
 STATE_DIMS = ("replicas", "shards")
@@ -36,10 +40,44 @@ Link = tuple[int, int]
 """The pp coordinates a message comes from and goes to."""
 
 
+_notes: list[list[dist.ProcessGroup]] = []
+
+
+@contextmanager
+def noted() -> Iterator[list[dist.ProcessGroup]]:
+    """The groups of this rank that are made meanwhile."""
+    made: list[dist.ProcessGroup] = []
+    _notes.append(made)
+    try:
+        yield made
+    finally:
+        _notes.remove(made)
+
+
+def take_down(groups: Iterable[dist.ProcessGroup]) -> None:
+    """All ranks of a group do so. What still holds one, as parameters under ZeRO do, keeps its connections until it goes too."""
+    for group in groups:
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+    forget_meshes()
+
+
+def _note(*groups: Any) -> None:
+    """Those of which this rank is a member, without the default group."""
+    own = [one for one in groups if isinstance(one, dist.ProcessGroup) and one is not dist.group.WORLD]
+    for made in _notes:
+        made.extend(one for one in own if not any(one is other for other in made))
+
+
+def _noted_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    _note(*mesh.get_all_groups())
+    return mesh
+
+
 def axes_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     """Ranks by axis, pp outermost and tp innermost: neighbours share a host."""
     degrees = (plan.mesh.pp, plan.mesh.dp, plan.mesh.cp, plan.mesh.tp)
-    return init_device_mesh(device_type, degrees, mesh_dim_names=AXES)
+    return _noted_mesh(init_device_mesh(device_type, degrees, mesh_dim_names=AXES))
 
 
 def data_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
@@ -47,7 +85,7 @@ def data_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
     if plan.mesh.cp == 1:
         return mesh
     degrees = (plan.mesh.pp, plan.mesh.dp * plan.mesh.cp, plan.mesh.tp)
-    return init_device_mesh(mesh.device_type, degrees, mesh_dim_names=("pp", "dp", "tp"))
+    return _noted_mesh(init_device_mesh(mesh.device_type, degrees, mesh_dim_names=("pp", "dp", "tp")))
 
 
 def state_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
@@ -57,7 +95,7 @@ def state_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
         return mesh["dp"]
     sizes = (plan.mesh.pp, replicas, plan.shard_degree, plan.mesh.tp)
     grid = torch.arange(plan.world).view(sizes).permute(0, 3, 1, 2)
-    return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("pp", "tp", *STATE_DIMS))[STATE_DIMS]
+    return _noted_mesh(DeviceMesh(mesh.device_type, grid, mesh_dim_names=("pp", "tp", *STATE_DIMS)))[STATE_DIMS]
 
 
 def expert_groups(plan: Plan, device_type: str) -> tuple[dist.ProcessGroup, DeviceMesh]:
@@ -67,7 +105,8 @@ def expert_groups(plan: Plan, device_type: str) -> tuple[dist.ProcessGroup, Devi
     group, _ = dist.new_subgroups_by_enumeration(ranks.movedim(2, -1).flatten(0, -2).tolist())
     by_replica = ranks.transpose(1, 2).flatten(2, 3)  # those along cp hold the same experts, and have other tokens
     names = ("pp", "ep", "replicas", "tp")
-    return group, DeviceMesh(device_type, by_replica, mesh_dim_names=names)
+    _note(group)
+    return group, _noted_mesh(DeviceMesh(device_type, by_replica, mesh_dim_names=names))
 
 
 def link_groups(plan: Plan, mesh: DeviceMesh) -> dict[Link, dist.ProcessGroup]:
@@ -103,7 +142,9 @@ def links_of(plan: Plan) -> list[Link]:
 def _pair(ranks: list[int], link: Link, alone: bool) -> Any:
     source, target = link
     pair = sorted((ranks[source], ranks[target]))
-    return dist.new_group(pair, use_local_synchronization=alone, group_desc=f"pp {source} to {target}")
+    group = dist.new_group(pair, use_local_synchronization=alone, group_desc=f"pp {source} to {target}")
+    _note(group)
+    return group
 
 
 def tied_group(places: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -112,4 +153,5 @@ def tied_group(places: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup:
         return mesh.get_group("pp")
     columns = mesh.mesh.reshape(mesh["pp"].size(), -1).T.tolist()
     own, _ = dist.new_subgroups_by_enumeration([[column[place] for place in places] for column in columns])
+    _note(own)
     return own if own is not None else mesh.get_group("pp")

@@ -6,9 +6,11 @@ of ranks and microbatches (`runtime/tally.py`).
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -16,12 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from meshwright.core.errors import RunError
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.trace import Trace
 from meshwright.models.objective import Batch, Objective, call
 from meshwright.runtime.answers import Answers
 from meshwright.runtime.clock import Mark, mark
+from meshwright.runtime.communicators import take_down
 from meshwright.runtime.data_parallel import (
     give_up_gathered,
     inner,
@@ -50,7 +54,7 @@ from meshwright.runtime.watch import Watch
 
 
 class Program:
-    """Made by `apply`. It owns the spread module and its optimizer."""
+    """Made by `apply`. It owns the spread module and its optimizer, until it is closed; `with` closes it."""
 
     def __init__(
         self,
@@ -81,6 +85,8 @@ class Program:
         """Asked before every update, where there is one."""
         self.before_first_step: Callable[[Batch], object] | None = None
         """Called with the first batch, on every rank; what it raises ends the step before anything is trained."""
+        self.groups: list[dist.ProcessGroup] = []
+        """Communicators that are taken down with it."""
         self._finder = finder
         self._history = History()
         self._answers = Answers(objective.is_given)
@@ -97,6 +103,37 @@ class Program:
         self._buffers = SyncedBuffers(self.module, self._dp)
         states = pipeline.states if pipeline is not None else {}
         self._dropped_of = {stage: Dropped(state.held) for stage, state in states.items()}
+
+    def close(self) -> None:
+        """Give back threads, host memory and communicators. Every rank calls it; the program runs no further step, and what its
+        module has of it must not be used any more: save before, or read `state_dict()`."""
+        if self._is_closed:
+            return
+        self._give_back()
+        plan, groups = self.plan, self.groups
+        self.__dict__.clear()
+        self.plan, self._is_closed = plan, True
+        gc.collect()  # hooks and their modules hold each other
+        take_down(groups)
+
+    def _give_back(self) -> None:
+        if self.host is not None:
+            self.host.close()
+
+    _is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:  # which would take every name then
+
+        def __getattr__(self, name: str) -> object:
+            if self._is_closed:
+                raise RunError(f"the program was closed and has no {name!r} any more: make another one with apply")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def module(self) -> nn.Module:

@@ -1,8 +1,9 @@
-"""Sharded parameters that a model's own code reads where they are not gathered: outside of the block that they belong to.
+"""Parameters that a model's own code reads where they are not whole, or not at hand: outside of the block that they belong to.
 
 `fully_shard` gathers the parameters of a block when the block is called. Code outside of it (a penalty on all weights, a call of
 one of its parts) meets a shard with its gradient: what it computes of that is no number of one process. Where nothing is to be
-trained through it, as when a teacher follows its student, each rank works on its shards.
+trained through it, as when a teacher follows its student, each rank works on its shards. Streamed parameters are on the device
+while their block runs; outside of it code meets those of the host, whose gradients would reach nobody.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import ModelError
@@ -19,34 +20,67 @@ from meshwright.runtime._torch import tree_leaves
 
 OWN_FILES = ("/torch/distributed/", "/meshwright/runtime/")
 """Whose code handles shards as such."""
+WITHOUT_VALUES = frozenset(
+    [
+        "__get__",
+        "numel",
+        "nelement",
+        "size",
+        "dim",
+        "ndimension",
+        "stride",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+    ]
+)
+"""Functions that read no value."""
 PASSING = ("__torch_function__", "outside")
 """Functions of other modes, through which a call passes."""
 
 
-def read_outside(name: str, how: str = "") -> ModelError:
+SHARDS = ("where ZeRO holds a shard of it", "use ZeRO 0")
+STREAMED = ("where it is on the host", "keep parameters on the device (offload none or optimizer)")
+
+
+def read_outside(name: str, how: str = "", why: tuple[str, str] = SHARDS) -> ModelError:
+    """why: what is wrong there, and what else to do."""
+    where, instead = why
     return ModelError(
-        f"parameter '{name}' is read{how} outside of its block, where ZeRO holds a shard of it: compute that inside the block and "
-        "return it, or use ZeRO 0"
+        f"parameter '{name}' is read{how} outside of its block, {where}: compute that inside the block and return it, or {instead}"
     )
 
 
 class ReadOutside(TorchFunctionMode):
-    """While a forward runs: a function that is given a trained shard is refused, with the parameter's name."""
+    """While a forward runs: a function that is given one of these is refused, with the parameter's name."""
 
-    def __init__(self, names: dict[int, str]) -> None:
-        """names: of the shards, by identity."""
+    def __init__(self, names: dict[int, str], why: tuple[str, str] = SHARDS) -> None:
+        """names: of parameters, by identity."""
         super().__init__()
-        self.names = names
+        self.names, self.why = names, why
+        self._kept: list[Tensor] = []
+        self._only_trained = why is SHARDS  # those of the host are on another device, and may lack rows
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.is_grad_enabled() and getattr(function, "__name__", "") != "__get__" and _is_users():
+        looks = torch.is_grad_enabled() or not self._only_trained
+        if looks and getattr(function, "__name__", "") not in WITHOUT_VALUES and is_users():
             for leaf in tree_leaves((args, kwargs or {})):
-                if isinstance(leaf, DTensor) and leaf.requires_grad and id(leaf) in self.names:
-                    raise read_outside(self.names[id(leaf)], f" ('{getattr(function, '__name__', function)}')")
-        return function(*args, **(kwargs or {}))
+                if id(leaf) in self.names and (leaf.requires_grad or not self._only_trained):
+                    how = f" ('{getattr(function, '__name__', function)}')"
+                    raise read_outside(self.names[id(leaf)], how, self.why)
+        result = function(*args, **(kwargs or {}))
+        if (
+            not self._only_trained
+            and isinstance(result, Tensor)
+            and id(args[0]) in self.names
+            and result is not args[0]
+        ):
+            self.names[id(result)] = self.names[id(args[0])]  # `.data` is the same memory
+            self._kept.append(result)
+        return result
 
 
-def _is_users() -> bool:
+def is_users() -> bool:
     """Whether a model's code made the call, itself or by a module of torch's."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_name in PASSING:

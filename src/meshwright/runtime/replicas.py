@@ -86,9 +86,7 @@ def _minority(sums: list[int]) -> list[int]:
     return [place for place, found in enumerate(sums) if found != usual]
 
 
-def _shared(
-    module: nn.Module, held: Mapping[str, Tensor], mesh: DeviceMesh
-) -> Iterator[tuple[str, dist.ProcessGroup]]:
+def _shared(module: nn.Module, held: Mapping[str, Tensor], mesh: DeviceMesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
     experts, spread = expert_parameters_of(module), expert_spread_of(module)
     for name, parameter in held.items():
         if isinstance(parameter, DTensor):

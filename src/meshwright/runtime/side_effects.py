@@ -29,8 +29,9 @@ Copies = dict[tuple[nn.Module, str], Tensor]
 class SideEffects:
     """Of one block."""
 
-    def __init__(self, block: nn.Module, name: str) -> None:
-        self.block, self.name = block, name
+    def __init__(self, block: nn.Module, name: str, writes_parameters: bool = True) -> None:
+        """writes_parameters: whether parameters may be among what it writes; where not, none is copied."""
+        self.block, self.name, self.writes_parameters = block, name, writes_parameters
         self.parts: list[nn.Module] | None = None
         """Those that change when the block is called; None before its first call."""
         self.written: list[tuple[nn.Module, str]] = []
@@ -42,7 +43,11 @@ class SideEffects:
         """Where the tensors are that may be written."""
         if self.parts is not None:
             return self.written
-        return [(part, name) for part in self.block.modules() for name in (*part._parameters, *part._buffers)]
+        return [
+            (part, name)
+            for part in self.block.modules()
+            for name in (*(part._parameters if self.writes_parameters else ()), *part._buffers)
+        ]
 
 
 class Call:

@@ -10,6 +10,8 @@ value that a later forward wrote.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,9 +28,13 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class SyncedBuffers:
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, keeps_graphs: bool = False) -> None:
-        """group: the dp ranks. keeps_graphs: whether a forward may run before the backward of the one before it."""
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, keeps_graphs: bool = False, without: Sequence[str] = ()
+    ) -> None:
+        """group: the dp ranks. keeps_graphs: whether a forward may run before the backward of the one before it. without: modules
+        in it that are not looked at."""
         self.module, self.group, self.keeps_graphs = module, group, keeps_graphs
+        self._without = tuple(f"{name}." for name in without)
         self.written: list[str] | None = None
         """None until the first forward is done."""
         self._before: dict[str, tuple[Tensor, int, Tensor | None]] = {}
@@ -67,7 +73,10 @@ class SyncedBuffers:
         return {
             name: int(checksum(parameter))
             for name, parameter in self.module.named_parameters()
-            if self.group.size() > 1 and not isinstance(parameter, DTensor | FakeTensor) and id(parameter) not in apart
+            if self.group.size() > 1
+            and not isinstance(parameter, DTensor | FakeTensor)
+            and id(parameter) not in apart
+            and not name.startswith(self._without)
         }
 
     def _is_written(self, name: str, buffer: Tensor) -> bool:
@@ -91,7 +100,11 @@ class SyncedBuffers:
         own = {
             id(buffer) for part in self.module.modules() if isinstance(part, BATCH_NORMS) for buffer in part.buffers()
         }
-        return {name: buffer for name, buffer in self.module.named_buffers() if id(buffer) not in own}
+        return {
+            name: buffer
+            for name, buffer in self.module.named_buffers()
+            if id(buffer) not in own and not name.startswith(self._without)
+        }
 
     def _replace(self, buffer: Tensor, made: Tensor) -> None:
         for part in self.module.modules():

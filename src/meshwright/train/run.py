@@ -50,7 +50,9 @@ def run(job: Job, rank: Rank, recorder: Recorder | None, console: Console) -> Ou
     train, validation = open_streams(job.settings.data, source, job.plan.global_batch, part, job.settings.seed)
     train = within_positions(train, table)
     first_step = resume(job, rank, program, graph, train, console) if job.resume else 0
-    return Loop(job, rank, program, Start(graph, train, validation, first_step), console).run()
+    outcome = Loop(job, rank, program, Start(graph, train, validation, first_step), console).run()
+    program.close()
+    return outcome
 
 
 def build_program(job: Job, module: nn.Module, source: ModelSource, rank: Rank, recorder: Recorder | None) -> Program:

@@ -1,7 +1,7 @@
 """What of a plan is compared in small: every axis in use reduced to 2, on at most four ranks, so that pairs take turns.
 
 axes in use     tp, cp, pp, ep, and dp where ZeRO shards over it
-two or fewer    one comparison with all of them
+two or fewer    one comparison with all of them; on one rank where there is none, for offload
 more            one for every pair
 """
 
@@ -16,9 +16,9 @@ MODEL_AXES = ("tp", "cp", "pp", "ep")
 
 
 def needs_check(plan: Plan) -> bool:
-    """Whether the plan divides the model itself: replicas and ZeRO without offload run it as it is."""
+    """Whether the plan divides the model itself, or runs it in parts: replicas and ZeRO without offload run it as it is."""
     divides = any(getattr(plan.mesh, axis) > 1 for axis in MODEL_AXES)
-    return divides or (plan.offload.what != "none" and bool(plan.zero) and plan.mesh.dp > 1)
+    return divides or plan.offload.what != "none"
 
 
 def reduced(plan: Plan) -> list[tuple[PlanRequest, int]]:

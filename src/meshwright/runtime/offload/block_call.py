@@ -21,6 +21,7 @@ from meshwright.core.errors import ModelError
 from meshwright.models.own_recompute import own_recompute_left_out
 from meshwright.runtime._torch import tree_flatten, tree_unflatten
 from meshwright.runtime.offload.stash import Stash, Stashed
+from meshwright.runtime.side_effects import Call, SideEffects
 
 
 class Handed:
@@ -44,15 +45,19 @@ class Tape:
         self.calls: list[BlockCall] = []
         self._handed: dict[int, tuple[Any, int, Handed]] = {}
 
-    def run(self, name: str, forward: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
-        """The block's results, at the beginning of a new graph."""
+    def run(
+        self, name: str, forward: Callable[..., Any], arguments: Any, options: dict[str, Any], effects: SideEffects
+    ) -> Any:
+        """The block's results, at the beginning of a new graph. effects: of the block, which the second run does not repeat."""
         leaves, structure = tree_flatten((arguments, options))
         new: list[Handed] = []
         given = [self._hand(leaf, new) for leaf in leaves]
-        call = BlockCall(name, forward, given, structure, new, self.device)
+        begun = effects.begin((arguments, options))
+        call = BlockCall(name, forward, given, structure, new, self.device, begun)
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         with torch.no_grad():
             result = forward(*arguments, **options)
+        begun.end()
         if any(leaf._version != old for leaf, old in zip(leaves, versions, strict=True) if isinstance(leaf, Tensor)):
             raise ModelError(
                 f"block '{name}' changes what it is given in place, and could not be run again from it: let it make a new tensor"
@@ -81,12 +86,13 @@ class BlockCall:
         structure: Any,
         new: list[Handed],
         device: torch.device,
+        effects: Call,
     ) -> None:
         """given: what it was called with, `Handed` in place of tensors of the graph. new: those it is the first to be handed."""
         self.name, self.forward, self.given, self.structure, self.new = name, forward, given, structure, new
         self.gradients: dict[int, Tensor] = {}
         """Of what it returned, by number."""
-        self.device = device
+        self.device, self.effects = device, effects
         self._random = _random_state(device)
 
     def begin_graph(self, result: Any) -> Any:
@@ -128,7 +134,8 @@ class BlockCall:
                 inputs[id(one)] = (one, one.stashed.take().requires_grad_())
         leaves = [inputs[id(one)][1] if isinstance(one, Handed) else one for one in self.given]
         arguments, options = tree_unflatten(leaves, self.structure)
-        with torch.enable_grad(), _drawing_again(self._random, self.device), own_recompute_left_out():
+        again = _drawing_again(self._random, self.device)
+        with torch.enable_grad(), again, self.effects.as_before(), own_recompute_left_out():
             result, _ = tree_flatten(self.forward(*arguments, **options))
         reached = [number for number in self.gradients if result[number].requires_grad]
         if reached:

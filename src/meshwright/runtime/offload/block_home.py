@@ -68,6 +68,11 @@ class BlockHome:
         return self._working
 
     @property
+    def num_sent(self) -> int:
+        """Elements of what leaves over dp ranks: gradients, and behind them a figure for each member, 0 where no rank has one."""
+        return self.local_elements + len(self.members)
+
+    @property
     def trainable(self) -> bool:
         return any(member.trainable for member in self.members)
 
@@ -129,7 +134,7 @@ def find_members(module: nn.Module, blocks: Iterable[str], degree: int) -> dict[
     """Block → its parameters. One with a name outside the block is in none: it stays on the device."""
     places: dict[int, list[tuple[str, nn.Module, str]]] = {}
     shapes: dict[int, nn.Parameter] = {}
-    for path, part in module.named_modules():
+    for path, part in module.named_modules(remove_duplicate=False):  # a part that blocks share has a name in each
         for leaf, parameter in part._parameters.items():
             if parameter is not None:
                 shapes[id(parameter)] = parameter

@@ -115,7 +115,7 @@ class _Memory:
         self.homes, self.plan = homes, plan
         self.stored, self.working = STORED[plan.precision], working_dtype(plan)
         self.num_buffers = len(homes) if clips else min(NUM_BUFFERS, len(homes))
-        self.largest = max(home.local_elements for home in homes.values())
+        self.largest = max(home.num_sent if plan.mesh.dp > 1 else home.local_elements for home in homes.values())
         pinned = sum(home.num_bytes(self.working.itemsize) for home in homes.values())
         pinned += self.num_buffers * padded(self.largest * self.stored.itemsize)
         masters = sum(home.num_bytes(self.stored.itemsize) for home in homes.values())

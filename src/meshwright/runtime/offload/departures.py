@@ -36,6 +36,7 @@ class Departures:
         self._departing: list[Arrival | None] = [None] * NUM_LANES
         self._turn = 0
         self._used: set[int] = set()
+        self._flags: dict[tuple[bool, ...], Tensor] = {}
         self._views: dict[tuple[int, str], list[Tensor]] = {}
         """Of a lane, for a block, once it has been there."""
 
@@ -70,19 +71,27 @@ class Departures:
         if not home.trainable:
             return
         self._fill_up(home)
-        local = self._lane[: home.full_elements] if self.group is None else reduce(home, self._lane, self.group)
+        local = self._lane[: home.full_elements]
+        if self.group is not None:
+            local = reduce(home, self._lane, self._has_gradient(home), self.group)
         buffer = updates.take_buffer()
         arrival = self.link.to_host(local, buffer[: local.numel()])
         self._departing[self._turn] = arrival
-        updates.submit(Arrived(home, frozenset(self._used), buffer, arrival))
+        used = frozenset(self._used) if self.group is None else None
+        updates.submit(Arrived(home, used, buffer, arrival))
 
     def _fill_up(self, home: BlockHome) -> None:
-        """Ranks add up the same parameters; alone, one without a gradient stays without."""
-        for number, (view, member) in enumerate(zip(self._views_of(home), home.members, strict=True)):
+        """Ranks add up the same parameters: one without a gradient adds nothing."""
+        for number, view in enumerate(self._views_of(home)):
             if number not in self._used:
                 view.zero_()
-                if self.group is not None and member.trainable:
-                    self._used.add(number)
+
+    def _has_gradient(self, home: BlockHome) -> Tensor:
+        """Kept: a copy to a device would wait for it."""
+        key = tuple(number in self._used for number in range(len(home.members)))
+        if key not in self._flags:
+            self._flags[key] = torch.tensor(key, dtype=self._lane.dtype, device=self._lane.device)
+        return self._flags[key]
 
     def _views_of(self, home: BlockHome) -> list[Tensor]:
         key = (self._turn, home.name)

@@ -32,6 +32,8 @@ from meshwright.runtime.offload.threads import QuickTurns
 
 NUM_BUFFERS = 5
 """Two that arrive, two that are used, one that is free for the next."""
+PATIENCE_SECONDS = 1.0
+"""How long backward waits for a buffer without asking whether an update has failed."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,25 @@ class Arrived:
     """The gradients of a block, on the host or on their way."""
 
     home: BlockHome
-    used: frozenset[int]
-    """Numbers of the members that have a gradient."""
+    given: frozenset[int] | None
+    """Numbers of the members that have a gradient; None where ranks have added up, and the buffer says so behind the gradients."""
     buffer: Tensor
     arrival: Arrival
+
+    def used(self) -> frozenset[int]:
+        """Numbers of the members that have a gradient, when all has arrived."""
+        if self.given is not None:
+            return self.given
+        return frozenset(self.buffer[self.home.local_elements : self.home.num_sent].nonzero().flatten().tolist())
 
     def give(self) -> None:
         """To the masters, as an optimizer looks for them."""
         self.arrival.wait_on_host()
+        used = self.used()
         for number, (master, view) in enumerate(
             zip(self.home.masters, self.home.local_views(self.buffer), strict=True)
         ):
-            master.grad = view if number in self.used else None
+            master.grad = view if number in used else None
 
     def take_back(self) -> None:
         for master in self.home.masters:
@@ -150,8 +159,15 @@ class HostUpdates:
         return sum(one.numel() * one.element_size() for one in kept if one.device.type == "cpu" and one.dim())
 
     def take_buffer(self) -> Tensor:
-        """Waits until one is free."""
-        return self._free.get()
+        """Waits until one is free; where an update has failed, that is raised instead."""
+        while True:
+            failed = next((one for one in self._running if one.done() and one.exception() is not None), None)
+            if failed is not None:
+                failed.result()
+            try:
+                return self._free.get(timeout=PATIENCE_SECONDS)
+            except queue.Empty:
+                continue
 
     def submit(self, arrived: Arrived) -> None:
         """Update a block when its gradients are there; settings of the optimizer are those of now."""
@@ -212,19 +228,29 @@ class HostUpdates:
 
     def _begin(self, arrived: Arrived, part: Optimizer, rule: AdamRule) -> None:
         """The next block's update begins before the last one's is finished: the interpreter may be busy in between."""
-        arrived.arrival.wait_on_host()
-        wait = rule.begin(self._tasks(arrived, part))
-        self._finish()
-        self._begun = (arrived, wait)
+        try:
+            arrived.arrival.wait_on_host()
+            wait = rule.begin(self._tasks(arrived, part))
+        except BaseException:
+            self._free.put(arrived.buffer)
+            raise
+        before, self._begun = self._begun, (arrived, wait)
+        self._finish_one(before)
 
     def _finish(self) -> None:
-        if self._begun is None:
+        begun, self._begun = self._begun, None
+        self._finish_one(begun)
+
+    def _finish_one(self, begun: tuple[Arrived, Wait] | None) -> None:
+        if begun is None:
             return
-        (arrived, wait), self._begun = self._begun, None
-        wait()
-        self._refresh(arrived.home)
-        arrived.take_back()
-        self._free.put(arrived.buffer)
+        arrived, wait = begun
+        try:
+            wait()
+            self._refresh(arrived.home)
+        finally:
+            arrived.take_back()
+            self._free.put(arrived.buffer)
 
     def _step(self, arrived: Arrived, part: Optimizer) -> None:
         """By the optimizer itself."""
@@ -242,11 +268,11 @@ class HostUpdates:
         home = arrived.home
         groups = {id(one): group for group in part.param_groups for one in group["params"]}
         narrow = self._views_of(home, home.working) if _is_written_at_once(home) else [None] * len(home.masters)
-        views = self._views_of(home, arrived.buffer)
+        views, used = self._views_of(home, arrived.buffer), arrived.used()
         return [
             Task(master, self._state(master), view, new, groups[id(master)], scale=1.0)
             for number, (master, view, new) in enumerate(zip(home.masters, views, narrow, strict=True))
-            if number in arrived.used and id(master) in groups
+            if number in used and id(master) in groups
         ]
 
     def _state(self, master: nn.Parameter) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
-from weakref import finalize
+from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -88,13 +88,15 @@ class HostOptimizer:
         sums = plan.num_microbatches > 1 and self.leaves_early
         self.state = HostState(module, optimizer, plan, device, values, sums, num_ranks_here)
         self._device_rule = find_device_rule(optimizer, self.state.layout.is_narrow, device)
-        self.updater = Updater(self._begin)
+        self.updater = Updater(WeakMethod(self._begin))
         self._turns = QuickTurns()
         self.observer: Callable[[str, Tensor], None] | None = None
         """Sees the gradient of each parameter, microbatch by microbatch, where they leave early."""
         self.before_step: Callable[[], None] | None = None
         self._handles = [*self._watch_gradients(), *self._watch_forwards()]
-        self._at_exit = finalize(self, Updater.close, self.updater)  # a thread in native code must not outlive Python
+        self._at_exit = finalize(
+            self, Updater.close, self.updater
+        )  # a thread in native code must not outlive it, or Python
 
     # ------------------------------------------------------------ what the step calls
 
@@ -295,7 +297,8 @@ class HostOptimizer:
         if not self.leaves_early:
             return
         for one in self.state.holders:
-            yield one.parameter.register_post_accumulate_grad_hook(partial(_call, self._leave, one))
+            hook = partial(_call_weakly, WeakMethod(self._leave), ref(one))  # Python sees no cycle through these hooks
+            yield one.parameter.register_post_accumulate_grad_hook(hook)
 
     def _watch_forwards(self) -> Iterable[Any]:
         """A block waits for its own parameters, the whole module for those in no block; for all of them where ranks gather
@@ -324,6 +327,12 @@ def step_on_host(optimizer: Optimizer, host: HostOptimizer, before: Callable[[],
         return loss
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _call_weakly(work: WeakMethod[Callable[[Any], None]], subject: ref[Any], *_: Any) -> None:
+    found, of = work(), subject()
+    if found is not None and of is not None:
+        found(of)
 
 
 def _call(work: Any, subject: Any, *_: Any) -> None:

@@ -47,11 +47,17 @@ class Resident:
                 owner._parameters[leaf] = parameter
 
     def average(self, group: dist.ProcessGroup | None) -> None:
-        """Gradients over the dp ranks."""
-        for parameter in self.parameters if group is not None else ():
-            if parameter.grad is not None:
+        """Gradients over the dp ranks: of every parameter that one of them has one for."""
+        if group is None or not self.parameters:
+            return
+        has = torch.tensor([one.grad is not None for one in self.parameters], dtype=torch.int32)
+        has = has.to(self.parameters[0].device)
+        dist.all_reduce(has, group=group)
+        for parameter, count in zip(self.parameters, has.tolist(), strict=True):
+            if count:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(parameter.grad, group=group)
-                parameter.grad.div_(group.size())  # type: ignore[union-attr]
+                parameter.grad.div_(group.size())
 
     def update(self, optimizer: Optimizer) -> None:
         step_of_class(part_of(optimizer, self.parameters))

@@ -1,7 +1,8 @@
 """Streamed blocks over dp ranks: each rank's home has its rows; a block is gathered on the device, its gradients reduced there.
 
 gather   own rows of every cut parameter → all rows, one all-gather a block
-reduce   gradients of all rows → the mean over ranks of own rows, one reduce-scatter; of whole ones, one all-reduce
+reduce   gradients of all rows → the mean over ranks of own rows, one reduce-scatter; of whole ones, one all-reduce, in which ranks
+         also tell each other which parameters have a gradient: one that no rank has is not updated, as in one process
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ def gather(home: BlockHome, local: Tensor, full: Tensor, group: dist.ProcessGrou
     full[degree * cut : home.full_elements].copy_(local[cut : home.local_elements])
 
 
-def reduce(home: BlockHome, full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What leaves for this rank's home."""
+def reduce(home: BlockHome, full: Tensor, has_gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What leaves for this rank's home. has_gradient: 1 or 0 for each member."""
     degree, cut = group.size(), home.cut_elements
-    local = torch.empty(home.local_elements, dtype=full.dtype, device=full.device)
+    local = torch.empty(home.num_sent, dtype=full.dtype, device=full.device)
     if cut:
         rows = torch.empty(degree, cut, dtype=full.dtype, device=full.device)
         _collect_rows(home, full, rows)
         dist.reduce_scatter_tensor(local[:cut], rows.view(-1), group=group)
-    if home.local_elements > cut:
-        local[cut:].copy_(full[degree * cut : home.full_elements])
-        dist.all_reduce(local[cut:], group=group)
+    local[cut : home.local_elements].copy_(full[degree * cut : home.full_elements])
+    local[home.local_elements :].copy_(has_gradient)
+    dist.all_reduce(local[cut:], group=group)
     return local.div_(degree)
 
 

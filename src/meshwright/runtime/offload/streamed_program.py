@@ -30,6 +30,7 @@ from meshwright.runtime.precision import LOWER
 from meshwright.runtime.program import Program
 from meshwright.runtime.samples import microbatches_of
 from meshwright.runtime.step import StepOutput
+from meshwright.runtime.synced_buffers import SyncedBuffers
 from meshwright.runtime.tally import Tally
 from meshwright.runtime.watch import Watch
 
@@ -66,6 +67,7 @@ class StreamedProgram(Program):
     ) -> None:
         super().__init__(module, optimizer, plan, schedule, mesh, objective, max_norm, watch)
         self.streams, self.max_norm = streams, max_norm
+        self._buffers = SyncedBuffers(self.module, self._dp, without=streams.streaming.order)
         self._is_torn = False
 
     def holdings(self) -> Holdings:
@@ -74,8 +76,7 @@ class StreamedProgram(Program):
         host = sum(memory.num_bytes for memory in streams.memory) + streams.updates.state_bytes
         return streams.streaming.holdings(streams.departures, streams.stash, host)
 
-    def close(self) -> None:
-        """Give the host's memory back; the module's parameters must not be used any more."""
+    def _give_back(self) -> None:
         self.streams.updates.close()
         self.streams.stash.close()
         self.streams.streaming.close()
@@ -122,7 +123,7 @@ class StreamedProgram(Program):
         try:
             with streaming.resident.in_place():
                 with self.watch.region("forward"):
-                    tapes = streaming.forward(parts, streams.stash)
+                    tapes = streaming.forward(parts, streams.stash, looks=self.num_steps == 0 and not self.plan.compile)
                 marks.append(("forward", mark(self.device)))
                 self._is_torn = True
                 with self.watch.region("backward"):
@@ -140,7 +141,9 @@ class StreamedProgram(Program):
 
     def _forward_part(self, microbatch: Batch, index: int, tally: Tally) -> None:
         """The forward of one microbatch, and backward from its loss to what the last blocks returned."""
+        self._buffers.before_forward()
         loss = self._loss(self._moved(microbatch))
+        self._buffers.after_forward()
         tally.add_loss(index, loss)
         (loss * tally.scale(index).to(loss.dtype)).backward(retain_graph=True)
 

@@ -31,9 +31,13 @@ from meshwright.runtime.offload.departures import Departures
 from meshwright.runtime.offload.host_updates import HostUpdates
 from meshwright.runtime.offload.link import Link
 from meshwright.runtime.offload.lockstep import Lockstep
+from meshwright.runtime.offload.only_returned import Made, OnlyReturned
 from meshwright.runtime.offload.resident import Resident
 from meshwright.runtime.offload.stash import HostStash, Stash
 from meshwright.runtime.offload.window import Window
+from meshwright.runtime.read_outside import STREAMED, ReadOutside
+from meshwright.runtime.side_effects import SideEffects
+from meshwright.runtime.synced_buffers import SyncedBuffers
 from meshwright.runtime.watch import Watch
 
 REQUESTED_AHEAD = 2
@@ -77,27 +81,39 @@ class Streaming:
         self.order = list(homes)
         self.lockstep = Lockstep(device)
         self.dropped = {name: Dropped(module.get_submodule(name)) for name in homes}
+        self.effects = {name: SideEffects(module.get_submodule(name), name, writes_parameters=False) for name in homes}
+        self.buffers: dict[str, SyncedBuffers] = {}
+        """Of each block, where dp ranks have their own samples."""
+        if window.group is not None:
+            self.buffers = {name: SyncedBuffers(module.get_submodule(name), window.group) for name in homes}
         self.dropped_sums: Tensor | None = None
         self._tapes: list[Tape] = []
+        self._looks: list[OnlyReturned] = []
         self._turn = 0
         for name in homes:
             around_calls(module.get_submodule(name), partial(partial, self._call, name))
 
     # ------------------------------------------------------------ forward
 
-    def forward(self, parts: Sequence[Callable[[], Any]], stash: Stash) -> list[Tape]:
-        """Run the forward (and the loss) of every microbatch; the tapes that backward needs."""
+    def forward(self, parts: Sequence[Callable[[], Any]], stash: Stash, looks: bool) -> list[Tape]:
+        """Run the forward (and the loss) of every microbatch; the tapes that backward needs. looks: whether what the model reads
+        outside of its blocks is looked at, function by function."""
         tapes = [Tape(stash, self.device) for _ in parts]
-        self._tapes = tapes
+        made: Made = {}
+        self._tapes, self._looks = tapes, [OnlyReturned(made) for _ in parts] if looks else []
         try:
             self.lockstep.run([partial(self._run_part, number, part) for number, part in enumerate(parts)])
         finally:
-            self._tapes = []
+            self._tapes, self._looks = [], []
         return tapes
 
     def _run_part(self, number: int, part: Callable[[], Any]) -> None:
         self._turn = number
-        part()
+        if not self._looks:
+            part()
+            return
+        with ReadOutside(self.names_at_home(), STREAMED), self._looks[number]:
+            part()
 
     def _call(self, name: str, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         place = self.order.index(name)
@@ -109,10 +125,35 @@ class Streaming:
         self.lockstep.pause()
         self._turn = number
         self.window.enter(name, following)
-        result = self._tapes[number].run(name, forward, arguments, options)
+        buffers = self.buffers.get(name)
+        if buffers is not None:
+            buffers.before_forward()
+        look = self._looks[number] if self._looks else None
+        if look is not None:
+            look.begin(name, (arguments, options))
+        result = self._tapes[number].run(name, self._unwritten(name, forward), arguments, options, self.effects[name])
+        if look is not None:
+            look.end(result)
+        if buffers is not None:
+            buffers.after_forward()
         if self.dropped_sums is not None:
             self.dropped[name].add_to(self.dropped_sums)
         return result
+
+    def _unwritten(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block computes with a copy of its parameters: what it writes to it would be lost."""
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            before = [one._version for one in self.window.parameters]
+            result = forward(*arguments, **options)
+            if before != [one._version for one in self.window.parameters]:
+                raise ModelError(
+                    f"block '{name}' writes to a parameter of its own in forward, and streamed parameters live on the host: make "
+                    "it a buffer, or keep parameters on the device (offload none or optimizer)"
+                )
+            return result
+
+        return run
 
     # ------------------------------------------------------------ backward
 
@@ -152,6 +193,14 @@ class Streaming:
         return names[0]
 
     # ------------------------------------------------------------ state
+
+    def names_at_home(self) -> dict[int, str]:
+        """Of parameters that are on the host while their block does not run, by identity."""
+        return {
+            id(master): member.names[0]
+            for home in self.homes.values()
+            for member, master in zip(home.members, home.masters, strict=True)
+        }
 
     def close(self) -> None:
         self.lockstep.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from weakref import finalize
 
 import torch.distributed as dist
 
@@ -24,11 +25,20 @@ def ranks_here() -> int:
 
 
 class QuickTurns:
-    """Threads take turns with the interpreter more often, until it is closed."""
+    """Threads take turns with the interpreter more often, until all of these are closed."""
+
+    _num_open = 0
+    _usual = 0.0
 
     def __init__(self) -> None:
-        self._before = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._before, SWITCH_SECONDS))
+        if QuickTurns._num_open == 0:
+            QuickTurns._usual = sys.getswitchinterval()
+            sys.setswitchinterval(min(QuickTurns._usual, SWITCH_SECONDS))
+        QuickTurns._num_open += 1
+        self.close = finalize(self, QuickTurns._end)
 
-    def close(self) -> None:
-        sys.setswitchinterval(self._before)
+    @staticmethod
+    def _end() -> None:
+        QuickTurns._num_open -= 1
+        if QuickTurns._num_open == 0:
+            sys.setswitchinterval(QuickTurns._usual)

@@ -12,7 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakMethod
 
 from meshwright.runtime.offload.link import Arrival
 
@@ -20,6 +21,9 @@ BATCH_ELEMENTS = 1 << 26
 """Updates taken at a time: a few milliseconds of work."""
 PATIENCE_SECONDS = 1.0
 """How long who waits for the thread goes on without asking whether it is still alive."""
+
+
+Begin: TypeAlias = "Callable[[list[Job]], Callable[[], None]]"
 
 
 @dataclass(order=True)
@@ -36,8 +40,9 @@ class Job:
 
 
 class Updater:
-    def __init__(self, begin: Callable[[list[Job]], Callable[[], None]]) -> None:
-        """begin: begins jobs of one kind and step; what it returns finishes them."""
+    def __init__(self, begin: WeakMethod[Begin]) -> None:
+        """begin: begins jobs of one kind and step; what it returns finishes them. Held weakly, so that its owner is freed when
+        nobody else holds it; the thread then ends."""
         self._begin = begin
         self._begun: tuple[list[Job], Callable[[], None]] | None = None
         self._changed = threading.Condition()
@@ -78,7 +83,8 @@ class Updater:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # which may be the last to have held the owner
+            self._thread.join()
 
     def _work(self) -> None:
         try:
@@ -87,13 +93,17 @@ class Updater:
                 if before is not None and not (jobs and _are_alike(jobs[0], before[0][0])):
                     self._finish(*before)  # jobs of another kind or step may be of the same parameters
                     before = None
-                self._begun = (jobs, self._begin(jobs)) if jobs else None
+                self._begun = (jobs, self._begun_by_owner(jobs)) if jobs else None
                 if before is not None:
                     self._finish(*before)
         except BaseException as error:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+
+    def _begun_by_owner(self, jobs: list[Job]) -> Callable[[], None]:
+        begin = self._begin()
+        return (lambda: None) if begin is None else begin(jobs)
 
     def _finish(self, jobs: list[Job], finish: Callable[[], None]) -> None:
         finish()
