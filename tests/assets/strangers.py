@@ -134,6 +134,27 @@ class Kept(MLP):
         return kept_positions(x.shape[1], x.dtype)
 
 
+def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A cache behind another function, as libraries have it for methods."""
+    cached = functools.lru_cache(maxsize=2)(function)
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        return cached(*arguments)
+
+    return run
+
+
+class KeptMethod(MLP):
+    @staticmethod
+    @kept
+    def positions(length: int, dtype: torch.dtype) -> Tensor:
+        return (torch.arange(length)[:, None] / SEQ).to(dtype)
+
+    def scale(self, x: Tensor) -> Any:
+        return self.positions(x.shape[1], x.dtype)
+
+
 class Model(nn.Module):
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -162,6 +183,10 @@ def reads() -> Any:
 
 def lists() -> Any:
     return text(Model(Lists))
+
+
+def cached_method() -> Any:
+    return text(Model(KeptMethod))
 
 
 def cached_attribute() -> Any:

@@ -28,7 +28,7 @@ from meshwright.runtime._torch import FakeTensor
 AXES: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2}, "cp": {"cp": 2}, "zero": {"zero": 3}}
 FOLLOWED = [
     "function", "own_device", "reads", "lists", "cached_attribute", "cached_dict", "cached_buffer", "cached_global",
-    "cached_function",
+    "cached_function", "cached_method",
 ]  # fmt: skip
 
 

@@ -122,8 +122,8 @@ def _kept_around(module: nn.Module) -> Iterator[Undo]:
         for value in before.values():
             if type(value) in _DICTS or type(value) is list:
                 yield partial(_restore_values, value, value.copy())
-            elif (size := _cache_size(value)) is not None:
-                yield partial(_clear_cache, value, size)
+            for cache in _caches(value):
+                yield partial(_clear_cache, cache, cache.cache_info().misses)
 
 
 def _is_of_others(name: str) -> bool:
@@ -149,12 +149,20 @@ def _holds_fakes(value: Any, depth: int = 3) -> bool:
     return depth > 0 and any(_holds_fakes(one, depth - 1) for one in list(inside))
 
 
-def _cache_size(value: Any) -> int | None:
-    """Of a function whose results are kept (`functools.cache`)."""
+def _caches(value: Any) -> Iterator[Any]:
+    """A function whose results are kept (`functools.cache`), also one that another function stands for."""
     function = getattr(value, "__func__", value)
-    return function.cache_info().currsize if callable(getattr(function, "cache_info", None)) else None
+    inside = [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
+    yield from (one for one in (function, *inside) if callable(getattr(one, "cache_info", None)))
 
 
-def _clear_cache(value: Any, size: int) -> None:
-    if _cache_size(value) != size:
-        getattr(value, "__func__", value).cache_clear()
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _clear_cache(cache: Any, misses: int) -> None:
+    if cache.cache_info().misses != misses:
+        cache.cache_clear()
