@@ -148,11 +148,11 @@ def kept(function: Callable[..., Any]) -> Callable[..., Any]:
 class KeptMethod(MLP):
     @staticmethod
     @kept
-    def positions(length: int, dtype: torch.dtype) -> Tensor:
-        return (torch.arange(length)[:, None] / SEQ).to(dtype)
+    def positions(length: int) -> Tensor:
+        return torch.arange(length)[:, None] / SEQ
 
     def scale(self, x: Tensor) -> Any:
-        return self.positions(x.shape[1], x.dtype)
+        return self.positions(x.shape[1]).to(x.dtype)
 
 
 class Model(nn.Module):
