@@ -30,8 +30,11 @@ SAMPLED = {
     "test_reshard.py": 5, "test_cli_hangs.py": 2, "test_collectives_and_memory.py": 5, "test_compositions.py": 7,
     "test_checkpoint_files.py": 3, "test_checkpoint_async.py": 3, "test_resume_exact.py": 3,
     "test_deferred.py": 5, "test_expert_parallel.py": 7, "test_habits.py": 7, "test_hybrid.py": 2, "test_parity.py": 7,
-    "test_pipeline.py": 5, "test_selective.py": 5, "test_state.py": 5, "test_table.py": 3,
-    "test_functions_on_parts_give_what_they_give_on_the_whole": 2,
+    "test_pipeline.py": 5, "test_selective.py": 5, "test_state.py": 5, "test_table.py": 5,
+    "test_own_backward.py": 3, "test_left_behind.py": 4, "test_strangers.py": 3, "test_export.py": 3, "test_compile.py": 3,
+    "test_batch_norm.py": 3, "test_pretrained.py": 3, "test_own_loop.py": 2, "test_close.py": 3, "test_usage.py": 3,
+    "test_functions_on_parts_give_what_they_give_on_the_whole": 4, "test_own_losses_agree_with_one_process": 3,
+    "test_parity_holds": 3,
 }  # fmt: skip
 """Files and functions with many rows: one in so many runs, always the same ones; all of them with --every-row (`make test-all`).
 

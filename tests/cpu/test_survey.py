@@ -16,7 +16,7 @@ from survey_page import BEGIN, END, at_parity, tables, write
 
 from meshwright.runtime.template import Template
 
-SAMPLE = 12
+SAMPLE = 6
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
