@@ -11,11 +11,15 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
-from cases import Case, plan_of, source_of
+from cases import Case, graph_of, hand_cluster, plan_of, source_of
 from pool import RankError, RankPool, this_rank
 
+from meshwright.core.cluster import Link
 from meshwright.core.plan import Offload, Plan
+from meshwright.core.recipe import Recipe
+from meshwright.cost.estimate import estimate
 from meshwright.measure.parity import ParityResult, compare
+from meshwright.measure.record import StepRecorder
 from meshwright.models.objective import call
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
@@ -25,6 +29,7 @@ from meshwright.runtime.offload.link import open_link
 from meshwright.runtime.offload.pieces import MOMENTS
 from meshwright.runtime.offload.streamed_program import StreamedProgram, TornError
 from meshwright.runtime.offload.streaming import REQUESTED_AHEAD, Holdings
+from meshwright.runtime.watch import SAMPLED_STEP
 
 Pools = Callable[[int], RankPool]
 MODELS = ("gpt", "tied", "grouped", "llama", "gpt2", "t5", "frozen", "unused", "mixtral", "resnet")
@@ -394,3 +399,33 @@ def changing_in_place_on_rank() -> str:
 
 def test_a_block_that_changes_its_input_in_place_is_named(pool: Pools) -> None:
     assert "block 'blocks.0' changes what it is given in place" in pool(1).run(changing_in_place_on_rank)[0]
+
+
+def collectives_on_rank(case: Case, max_norm: float | None) -> tuple[Any, Any]:
+    """Predicted, and seen in the sampled step."""
+    source, plan = source_of(case.model), streamed(case)
+    program = apply(
+        source.build(), plan, optimizer=lambda p: torch.optim.AdamW(p), objective=source.objective, max_norm=max_norm,
+        recorder=StepRecorder(), device=this_rank().device,
+    )  # fmt: skip
+    assert source.example is not None
+    for _ in range(SAMPLED_STEP + 2):
+        program.step(source.example(plan.global_batch))
+    recipe = Recipe(clips=max_norm is not None)
+    cluster = msgspec.structs.replace(
+        hand_cluster(this_rank().num_ranks),
+        host_link=Link(bytes_per_second=1e9, latency_seconds=1e-6, origin="assumed"),
+        host_updates_per_second=1e9,
+        host_memory_bytes=2**34,
+    )
+    predicted = estimate(graph_of(case.model, case.precision), plan, cluster, recipe)
+    return predicted.collectives, program.trace().collectives
+
+
+@pytest.mark.parametrize(("precision", "max_norm"), [("fp32", None), ("fp32", 1.0), ("bf16", None)])
+@pytest.mark.parametrize("model", ["gpt", "odd", "tied", "llama", "frozen"])
+def test_collectives_are_those_that_were_predicted(
+    pool: Pools, model: str, precision: Any, max_norm: float | None
+) -> None:
+    for predicted, seen in pool(2).run(collectives_on_rank, Case(model, 3, "full", 2, precision=precision), max_norm):
+        assert seen == predicted

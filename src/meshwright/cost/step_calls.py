@@ -8,6 +8,10 @@ m microbatches, one row per group of parameters (a block, or all that is in none
     ZeRO 2   all-gather once a step; reduce-scatter in each microbatch
     ZeRO 3   all-gather before forward and before backward in each microbatch (the rest group once); reduce-scatter in each
 
+    streamed all-gather of a block's rows when it comes to the device: in forward, and in backward unless the window still has it;
+             reduce-scatter of its rows once a step, all-reduce of what is not cut, with a figure for each tensor; what stays on
+             the device, all-reduce of each tensor, and a figure for each                                  -> _streamed
+
 ZeRO shards over these N ranks, or groups of H of them (hybrid); the N/H ranks that hold the same shard all-reduce it, once a
 step. All of it counts as axis dp. Once a step, beside that:
 
@@ -27,7 +31,7 @@ from collections.abc import Iterable, Iterator
 from meshwright.core.buckets import fill_buckets
 from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES, Axis
 from meshwright.core.graph import Graph, Parameter
-from meshwright.core.names import expand_names
+from meshwright.core.names import expand_names, is_list_item
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.block_calls import is_whole_lookup
@@ -47,6 +51,8 @@ from meshwright.cost.state import (
     total_elements,
 )
 
+FIGURE_BYTES = 4
+"""Of what ranks tell each other about a tensor that stays on the device (runtime/offload/resident.py)."""
 BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm")
 
 
@@ -90,7 +96,9 @@ def _state_calls(
     items, everyone = items_of(plan, recipe), with_cp(plan, group)
     if everyone.size == 1:
         return
-    if plan.zero == 0:
+    if plan.offload.what == "parameters" and plan.zero == 3:
+        yield from _streamed(plan, parameters, items, everyone)
+    elif plan.zero == 0:
         yield from _replicated(_as_filled(graph, plan, parameters), items, everyone)
     elif plan.zero == 1 and recipe.reduces_whole:
         yield from _reduced_whole(parameters, items, group, everyone)
@@ -164,6 +172,34 @@ def _sharded(plan: Plan, parameters: tuple[Parameter, ...], items: Items, group:
             yield Call("reduce_scatter", degree * shard * items.reduced, times, "backward", "dp", inner, name)
         if outer.size > 1 and shard:
             yield Call("all_reduce", shard * items.reduced, 1, "backward", "dp", outer, name)
+
+
+def _streamed(plan: Plan, parameters: tuple[Parameter, ...], items: Items, group: Group) -> Iterator[Call]:
+    """As runtime/offload/shards.py has it: of a tensor whose first dim divides, each rank has its rows."""
+    own = [one for one in parameters if one.tied_to is None]
+    blocks = {name: members for name, members in groups_of(own, plan).items() if is_list_item(name)}
+    still_there = list(blocks)[-plan.offload.window :]
+    for name, members in blocks.items():
+        cut = total_elements([one for one in members if _is_cut(one, group.size)])
+        whole = total_elements(members) - cut
+        if cut:
+            yield Call("all_gather", cut // group.size * items.gathered, 1, "forward", "dp", group, name)
+        if cut and name not in still_there:
+            yield Call("all_gather", cut // group.size * items.gathered, 1, "backward", "dp", group, name)
+        if any(one.trainable for one in members):
+            if cut:
+                yield Call("reduce_scatter", cut * items.reduced, 1, "backward", "dp", group, name)
+            yield Call("all_reduce", (whole + len(members)) * items.reduced, 1, "backward", "dp", group, name)
+    kept = [one for one in own if one.block not in blocks]
+    if kept:
+        yield Call("all_reduce", len(kept) * FIGURE_BYTES, 1, "update", "dp", group)
+    for one in kept:
+        if one.trainable:
+            yield Call("all_reduce", one.num_elements * items.reduced, 1, "update", "dp", group)
+
+
+def _is_cut(parameter: Parameter, degree: int) -> bool:
+    return bool(parameter.shape) and parameter.shape[0] > 0 and parameter.shape[0] % degree == 0
 
 
 # ---------------------------------------------------------------- once a step

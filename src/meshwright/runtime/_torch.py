@@ -47,9 +47,10 @@ from torch.autograd.function import _SingleLevelFunction
 # What a module's full backward hook hangs on; it must be told from a user's functions.
 from torch.nn.modules._functions import BackwardHookFunction
 
-# Which function modes a block runs in: torch leaves them all in backward, where the block may be run again.
+# Which function modes a block runs in: torch leaves them all in backward, where the block may be run again. A thread of ours takes
+# over both kinds of modes.
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # What a module takes and returns may be any nest of dicts, tuples and dataclasses; torch's own walk knows them all.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -71,6 +72,7 @@ __all__ = [
     "_SingleLevelFunction",
     "_are_functorch_transforms_active",
     "_current_autograd_node",
+    "_get_current_dispatch_mode_stack",
     "_get_current_function_mode_stack",
     "_get_sequence_nr",
     "_top_saved_tensors_default_hooks",

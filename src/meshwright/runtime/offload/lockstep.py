@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshwright.runtime._torch import _get_current_function_mode_stack
+from meshwright.runtime._torch import _get_current_dispatch_mode_stack, _get_current_function_mode_stack
 
 T = TypeVar("T")
 
@@ -130,8 +130,9 @@ class _Runner:
 
 
 def _like_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Gradients on or off, function modes, device and stream: a thread has its own."""
-    gradients, modes = torch.is_grad_enabled(), _get_current_function_mode_stack()
+    """Gradients on or off, modes (a recorder's among them), device and stream: a thread has its own."""
+    gradients = torch.is_grad_enabled()
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @contextmanager
