@@ -161,13 +161,12 @@ class HostUpdates:
     def take_buffer(self) -> Tensor:
         """Waits until one is free; where an update has failed, that is raised instead."""
         while True:
-            failed = next((one for one in self._running if one.done() and one.exception() is not None), None)
-            if failed is not None:
-                failed.result()
             try:
                 return self._free.get(timeout=PATIENCE_SECONDS)
             except queue.Empty:
-                continue
+                for one in self._running:
+                    if one.done():
+                        one.result()
 
     def submit(self, arrived: Arrived) -> None:
         """Update a block when its gradients are there; settings of the optimizer are those of now."""
