@@ -53,6 +53,24 @@ def test_parity_with_one_process(zero: int, num_ranks: int) -> None:
     assert result["ok"], result["first_difference"]
 
 
+OFFLOADS: dict[str, tuple[int, dict[str, Any]]] = {
+    "optimizer": (1, {"offload": "optimizer"}),
+    "optimizer, ZeRO 2": (2, {"offload": "optimizer", "zero": 2}),
+    "parameters": (1, {"offload": "parameters", "recompute": "full"}),
+    "parameters, ZeRO 3": (2, {"offload": "parameters", "recompute": "full", "zero": 3}),
+}
+
+
+@pytest.mark.parametrize("kind", OFFLOADS)
+def test_parity_of_offload(kind: str) -> None:
+    num_ranks, asked = OFFLOADS[kind]
+    plan = plan_for(MODEL, num_ranks, precision="fp64", **asked)
+    backend = "gloo" if num_ranks > 1 else "auto"
+    payload = {"model": MODEL, "plan": msgspec.to_builtins(plan), "steps": 4, "device": "cuda", "backend": backend}
+    result = launch("meshwright.measure.parity:parity_rank", payload, num_ranks)
+    assert result["ok"], result["first_difference"]
+
+
 AXES: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "tp by tokens, ZeRO 1": {"tp": 2, "sequence_parallel": True, "zero": 1},
