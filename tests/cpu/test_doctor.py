@@ -26,8 +26,8 @@ from meshwright.runtime.offload import kernel
 from meshwright.runtime.offload.rules import find_rule
 
 CHECKS = [
-    "python", "torch", "backends", "devices", "peers", "shared memory", "open files", "disk", "clock", "ports", "host name",
-    "compiler", "offloaded updates", "extras", "links", "clock skew",
+    "python", "torch", "backends", "devices", "peers", "shared memory", "open files", "disk", "cache", "clock", "ports",
+    "host name", "compiler", "offloaded updates", "extras", "links", "clock skew",
 ]  # fmt: skip
 
 

@@ -204,6 +204,23 @@ def test_ctrl_c_on_a_step_with_a_validation_keeps_it(
     assert [line["step"] for line in lines if "validation_loss" in line] == list(range(done + 2))
 
 
+def test_a_temporary_folder_without_room_costs_the_samples_and_not_the_run(
+    start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """What a recorded step leaves there is hundreds of KiB."""
+    with small_disk(tmp_path / "disk") as disk:
+        full = fill(disk)
+        os.truncate(full, full.stat().st_size - (64 << 10))
+        environment["TMPDIR"] = str(disk)
+        try:
+            ended = start("train", settings(**RUN)).end()
+        finally:
+            del environment["TMPDIR"]
+        assert ended.code == 0, ended.err
+        assert "not sampled" in ended.out
+        assert ended.err == ""
+
+
 # Files that may not grow: the system's own limit, which needs no rights.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -124,6 +125,16 @@ def test_a_lock_that_cannot_be_read_is_watched_too(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(lock_file, "WATCH_SECONDS", 0.05)
     with RunLock(tmp_path):
         pass
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with RunLock(tmp_path), pytest.raises(InputError, match="is in use"):
+        RunLock(tmp_path).take()
+    assert not list(tmp_path.iterdir())
 
 
 def test_many_at_once_one_gets_it(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def doctor(
     backend: BackendOption = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Check Python, torch, backends, devices, peers, links, disk, clock, ports, limits, compiler; say what to fix.
+    """Check Python, torch, backends, devices, peers, links, disk, cache, clock, ports, limits, compiler; say what to fix.
 
     The exit code is 1 where runs would fail.
 

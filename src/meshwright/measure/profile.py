@@ -140,11 +140,16 @@ def _no_standard_error() -> Iterator[None]:
         os.close(nowhere)
 
 
-def read(profiler: profile, device: torch.device) -> Profile:
-    with temporary_folder() as folder:
-        path = folder / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return parse(path.read_bytes(), device.type)
+def read(profiler: profile, device: torch.device) -> Profile | None:
+    """None where the disk has no room for it, and cut it off somewhere: a run does not end for that."""
+    try:
+        with temporary_folder() as folder:
+            path = folder / "trace.json"
+            with _no_standard_error():
+                profiler.export_chrome_trace(str(path))
+            return parse(path.read_bytes(), device.type)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def parse(text: bytes, device_type: str) -> Profile:

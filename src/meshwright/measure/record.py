@@ -32,7 +32,7 @@ from meshwright.runtime.watch import Sample, align_ranks
 class StepRecorder:
     """Watches steps of a Program through torch's profiler. `runtime.watch.Watch` says which."""
 
-    def record(self, program: Program, batch: Batch, run: Callable[[], StepOutput]) -> tuple[StepOutput, Sample]:
+    def record(self, program: Program, batch: Batch, run: Callable[[], StepOutput]) -> tuple[StepOutput, Sample | None]:
         held = held_bytes(program, batch)
         watch = CollectiveWatch(program)
         with Witness(program), profile.profiled(program.device) as profiler:
@@ -42,6 +42,8 @@ class StepRecorder:
                 output = run()
             output.wait()  # a collective that ends after the profiler has stopped writes into memory the profiler has freed
         seen = profile.read(profiler, program.device)
+        if seen is None:
+            return output, None
         allocations = end_unseen(pair(seen.changes), seen)
         categories = Categories(seen, allocations)
         points = over_time(held, [(one, categories.of(one)) for one in allocations], seen.seconds)

@@ -30,6 +30,8 @@ from meshwright.runtime.stopped import StoppedRanks
 from meshwright.runtime.template import STOPPING
 from meshwright.runtime.temporary import temporary_folder
 
+RESULT_BYTES = 4096
+"""Taken for the result before ranks start: a run that is done must not fail for want of a few bytes."""
 RANKS_PER_CORE = 16
 """More ranks than this on one core are taken for a slip of the hand."""
 
@@ -83,9 +85,16 @@ def launch(function: str, payload: dict[str, Any], num_ranks: int, timeout_secon
     check_num_ranks(num_ranks)
     with StoppedRanks(timeout_seconds), temporary_folder() as folder:
         payload_file, result_file = folder / "payload.json", folder / "result.json"
-        payload_file.write_text(json.dumps(payload))
+        try:
+            payload_file.write_text(json.dumps(payload))
+            result_file.write_bytes(b" " * RESULT_BYTES)
+        except OSError as error:
+            raise RunError(
+                f"no rank can be started: {payload_file} cannot be written: {error.strerror}: make room there, or set TMPDIR"
+            ) from error
         interrupted = _run_ranks([function, str(payload_file), str(result_file)], num_ranks, folder)
-        result = json.loads(result_file.read_text()) if result_file.exists() else None
+        text = result_file.read_text().strip() if result_file.exists() else ""
+        result = json.loads(text) if text else None
     if interrupted:
         raise Interrupted(result)
     return result

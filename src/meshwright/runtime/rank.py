@@ -48,9 +48,26 @@ def main() -> None:
     except BaseException as error:  # torch has errors that are no Exceptions
         report(error)
         leave(1)
-    if os.environ["RANK"] == "0" and result is not None:
-        Path(result_file).write_text(json.dumps(result))
+    try:
+        if os.environ["RANK"] == "0" and result is not None:
+            _write_over(Path(result_file), json.dumps(result).encode())
+    except OSError as error:
+        report(
+            RunError(
+                f"all is done, but {result_file} cannot be written: {error.strerror}: make room there, or set TMPDIR"
+            )
+        )
+        leave(1)
     leave(0)
+
+
+def _write_over(path: Path, text: bytes) -> None:
+    """Into the room that a file has already; what is left of it is given up last."""
+    with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
+        left = memoryview(text)
+        while left:
+            left = left[file.write(left) :]
+        file.truncate()
 
 
 def started_by_launcher() -> bool:
@@ -97,8 +114,11 @@ def report(error: BaseException) -> None:
     details["fails_under_plan"] = isinstance(error, FailsUnderPlanError)
     details["fault"] = msgspec.to_builtins(fault_of(error, message))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+    try:
+        if path:
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+    except OSError as failed:
+        print(f"error: {message}\n  {path} could not be written: {failed.strerror}", file=sys.stderr)
 
 
 def fault_of(error: BaseException, message: str) -> Fault:

@@ -53,9 +53,11 @@ class Sample:
 
 
 class Recorder(Protocol):
-    """Runs one step and says what it saw."""
+    """Runs one step and says what it saw; nothing where that could not be written down."""
 
-    def record(self, program: Program, batch: Batch, run: Callable[[], StepOutput]) -> tuple[StepOutput, Sample]: ...
+    def record(
+        self, program: Program, batch: Batch, run: Callable[[], StepOutput]
+    ) -> tuple[StepOutput, Sample | None]: ...
 
 
 class Watch:
@@ -84,10 +86,11 @@ class Watch:
         started = time.perf_counter()
         self.listening = True
         try:
-            output, self.sample = self._recorder.record(program, batch, run)
+            output, sample = self._recorder.record(program, batch, run)
         finally:
             self.listening = False
-        output.sampled = True
+        self.sample = sample or self.sample
+        output.sampled = sample is not None
         spent = time.perf_counter() - started
         cost = spent - min(plain, output.seconds)  # a plain step that was slow by chance does not make recording free
         self.next_step += _slowest_rank(stride(cost, plain), program.device)

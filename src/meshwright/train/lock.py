@@ -8,6 +8,7 @@ A lock is stale when its process has ended, or its machine has been started anew
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -30,6 +31,8 @@ BEAT_SECONDS = 5.0
 WATCH_SECONDS = 30.0
 """For a touch by a holder that cannot be seen."""
 LOOK_SECONDS = 0.5
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What file systems without hard links answer."""
 JOB = "SLURM_JOB_ID"
 """A job that is queued again keeps its number: what it held is its own."""
 
@@ -120,7 +123,7 @@ class RunLock:
             with _one_at_a_time(self.folder):
                 if self.path.exists():
                     self._clear()
-                os.link(draft, self.path)
+                _link(draft, self.path)
         except FileExistsError:
             raise InputError(_in_use(self.folder, _read(self.path))) from None
         finally:
@@ -200,6 +203,17 @@ def _in_use(folder: Path, holder: Holder | None) -> str:
         f"{folder} is in use: {process.words} has trained there since {holder.since}, and goes on untouched; wait for its end, "
         f"{stop}, or choose another folder with --out"
     )
+
+
+def _link(source: Path, target: Path) -> None:
+    """Fails where the target is there. A file system without links takes a new file, which is whole a moment later."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        with target.open("xb") as file:
+            file.write(source.read_bytes())
 
 
 @contextmanager

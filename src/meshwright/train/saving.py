@@ -24,6 +24,8 @@ from meshwright.train.settings import CheckpointSettings
 
 GRACE_SECONDS = 5.0
 """After an error, for a checkpoint that is under way: other ranks may never write their part."""
+STOPPED_SECONDS = 540.0
+"""How long a run waits that was told to stop: its launcher ends the ranks a minute later."""
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 15.0
 """Between two attempts at the last checkpoint: at first, and after many."""
 
@@ -78,17 +80,20 @@ class Saving:
         """Tried until it is written, the time to wait is up, or a person does not want to wait. num_signals: that told this rank
         to stop, so far."""
         self.settle()
-        deadline, pause, signals, said = time.monotonic() + self.settings.wait_seconds, PAUSE_SECONDS, num_signals(), ""
+        pause, signals, said = PAUSE_SECONDS, num_signals(), ""
+        wait_seconds = min(self.settings.wait_seconds, STOPPED_SECONDS) if signals else self.settings.wait_seconds
+        deadline = time.monotonic() + wait_seconds
         while True:
             try:
                 return self._anywhere(progress)
             except UnwrittenError as error:
                 gives_up = time.monotonic() >= deadline or num_signals() > signals
                 if any(all_ranks(gives_up)):
+                    self.say(f"the last checkpoint is given up: {error}")
                     raise
                 if str(error) != said:
                     said = str(error)
-                    self.say(self._waiting(said))
+                    self.say(self._waiting(said, wait_seconds))
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -132,10 +137,10 @@ class Saving:
     def _warn(self, error: CheckpointError) -> None:
         self.say(f"warning: {error}. Training goes on, and it will be tried again.")
 
-    def _waiting(self, said: str) -> str:
+    def _waiting(self, said: str, wait_seconds: float) -> str:
         more = "" if self.other is not None else ", or give the next run a second place (checkpoint.elsewhere)"
         return (
             "the run has ended, and waits for a disk that takes its last checkpoint, up to "
-            f"{self.settings.wait_seconds / 3600:.3g} h: {said}. "
+            f"{wait_seconds / 3600:.3g} h: {said}. "
             f"Make room there, or put the folder back or right{more}; Ctrl-C gives the last steps up."
         )
