@@ -190,7 +190,8 @@ def _observe(program: Program, found: dict[str, Tensor]) -> None:
     """Gradients of a step, whole, as they are when the update begins; those that leave for the host, as they leave."""
 
     def add(name: str, gradient: Tensor) -> None:
-        found[name] = found[name] + gradient if name in found else gradient.clone()
+        copy = gradient.to("cpu", copy=True)
+        found[name] = found[name] + copy if name in found else copy
 
     def take(*_: Any) -> None:
         found.update(_of_all_stages(_gradients(program.module, program.mesh), program.plan))
