@@ -23,6 +23,7 @@ from meshwright.measure.mean_loss import check_mean_loss, depends_on_batch, find
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.objective import DEFAULT, Batch, Objective
 from meshwright.models.source import resolve
+from meshwright.train.lock import RunLock
 from meshwright.train.settings import Settings
 
 Pools = Callable[[int], RankPool]
@@ -131,11 +132,15 @@ def test_train_refuses_before_it_touches_a_folder(tmp_path: Path, nproc: int, mi
         plan=PlanRequest(global_batch=8, microbatch=microbatch),
         out=str(tmp_path / "run"),
     )
-    with pytest.raises(PlanError, match=r"not the mean of its parts'.*use dp=1 and microbatch=8"):
-        lay_out_on(hand_cluster(nproc), settings, nproc, False, Console(quiet=True))
+    with (
+        RunLock(tmp_path / "run") as lock,
+        pytest.raises(PlanError, match=r"not the mean of its parts'.*use dp=1 and microbatch=8"),
+    ):
+        lay_out_on(hand_cluster(nproc), settings, nproc, False, Console(quiet=True), lock)
     assert not (tmp_path / "run").exists()
     whole = msgspec.structs.replace(settings, plan=PlanRequest(global_batch=8, microbatch=8))
-    assert lay_out_on(hand_cluster(1), whole, 1, False, Console(quiet=True))
+    with RunLock(tmp_path / "run") as lock:
+        assert lay_out_on(hand_cluster(1), whole, 1, False, Console(quiet=True), lock)
 
 
 def compare_on_rank(request: PlanRequest) -> ParityResult:
