@@ -15,6 +15,7 @@ from cases import Case, graph_of, hand_cluster, plan_of, source_of
 from pool import RankError, RankPool, this_rank
 
 from meshwright.core.cluster import Link
+from meshwright.core.errors import ModelError
 from meshwright.core.plan import Offload, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.estimate import estimate
@@ -29,6 +30,7 @@ from meshwright.runtime.offload.link import open_link
 from meshwright.runtime.offload.pieces import MOMENTS
 from meshwright.runtime.offload.streamed_program import StreamedProgram, TornError
 from meshwright.runtime.offload.streaming import REQUESTED_AHEAD, Holdings
+from meshwright.runtime.read_outside import STREAMED, ReadOutside
 from meshwright.runtime.watch import SAMPLED_STEP
 
 Pools = Callable[[int], RankPool]
@@ -429,3 +431,11 @@ def test_collectives_are_those_that_were_predicted(
 ) -> None:
     for predicted, seen in pool(2).run(collectives_on_rank, Case(model, 3, "full", 2, precision=precision), max_norm):
         assert seen == predicted
+
+
+def test_functions_without_tensors_pass_where_parameters_are_looked_at() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with ReadOutside({id(parameter): "blocks.0.weight"}, STREAMED):
+        assert torch.zeros(size=(2,)).tolist() == [0.0, 0.0]
+        with pytest.raises(ModelError, match=r"blocks\.0\.weight"):
+            parameter.data.add_(1.0)

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +24,8 @@ from meshwright.core.errors import FailsUnderPlanError, HangError, InputError, O
 from meshwright.core.fault import Fault
 from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
-from meshwright.runtime.local_ranks import LocalRanks
+from meshwright.runtime.local_ranks import LocalRanks, heeding_signals
 from meshwright.runtime.stopped import StoppedRanks
-from meshwright.runtime.template import STOPPING
 from meshwright.runtime.temporary import temporary_folder
 
 RESULT_BYTES = 4096
@@ -65,16 +63,8 @@ def stoppable() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise Interrupted(None)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in STOPPING} if is_main else {}
-    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in heeded:
-        signal.signal(number, stop)
-    try:
+    with heeding_signals(stop):
         yield
-    finally:
-        for number, handler in heeded.items():
-            signal.signal(number, handler)
 
 
 def launch(function: str, payload: dict[str, Any], num_ranks: int, timeout_seconds: float = 0.0) -> Any:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,21 @@ GRACE_SECONDS = 2.0
 FAILED_SECONDS = 30
 """For the others to end once one has failed; what they wait for may never come."""
 RANK = "meshwright.runtime.rank"
+
+
+@contextmanager
+def heeding_signals(heed: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Those that would end this process; one that is ignored, as under nohup, stays so."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in STOPPING} if is_main else {}
+    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in heeded:
+        signal.signal(number, heed)
+    try:
+        yield
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
 
 
 class LocalRanks:
@@ -123,21 +138,13 @@ class LocalRanks:
 
     @contextmanager
     def _heeding_signals(self) -> Iterator[None]:
-        """Count those that would end this process; one that is ignored, as under nohup, stays so."""
+        """Count those that would end this process."""
 
         def count(number: int, frame: FrameType | None) -> None:
             self.num_signals += 1
 
-        is_main = threading.current_thread() is threading.main_thread()
-        before = {number: signal.getsignal(number) for number in STOPPING} if is_main else {}
-        heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-        for number in heeded:
-            signal.signal(number, count)
-        try:
+        with heeding_signals(count):
             yield
-        finally:
-            for number, handler in heeded.items():
-                signal.signal(number, handler)
 
 
 def rank_environment(rank: int, num_ranks: int, port: int, run_id: str) -> dict[str, str]:

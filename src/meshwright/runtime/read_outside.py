@@ -69,13 +69,9 @@ class ReadOutside(TorchFunctionMode):
                     how = f" ('{getattr(function, '__name__', function)}')"
                     raise read_outside(self.names[id(leaf)], how, self.why)
         result = function(*args, **(kwargs or {}))
-        if (
-            not self._only_trained
-            and isinstance(result, Tensor)
-            and id(args[0]) in self.names
-            and result is not args[0]
-        ):
-            self.names[id(result)] = self.names[id(args[0])]  # `.data` is the same memory
+        own = args[0] if args and not self._only_trained else None
+        if id(own) in self.names and isinstance(result, Tensor) and result is not own:
+            self.names[id(result)] = self.names[id(own)]  # `.data` is the same memory
             self._kept.append(result)
         return result
 

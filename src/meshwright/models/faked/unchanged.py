@@ -152,15 +152,8 @@ def _holds_fakes(value: Any, depth: int = 3) -> bool:
 def _caches(value: Any) -> Iterator[Any]:
     """A function whose results are kept (`functools.cache`), also one that another function stands for."""
     function = getattr(value, "__func__", value)
-    inside = [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
+    inside = [_held(cell) for cell in getattr(function, "__closure__", None) or ()]
     yield from (one for one in (function, *inside) if callable(getattr(one, "cache_info", None)))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
 
 
 def _clear_cache(cache: Any, misses: int) -> None:
