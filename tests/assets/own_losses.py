@@ -81,6 +81,31 @@ def unshifted() -> Any:
     return Unshifted(), {"input_ids": drawn, "labels": drawn}
 
 
+class Labelled(Nano):
+    """Returns its loss alone, with a term that no loss outside of it knows."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        logits, loss = super().forward(input_ids, labels)
+        assert loss is not None
+        return loss + 0.1 * logits.square().mean()
+
+
+def labelled() -> Any:
+    drawn = tokens()
+    return Labelled(), {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
+
+
+class ShiftsAgain(Nano):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        logits, _ = super().forward(input_ids, labels)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def shifted_again() -> Any:
+    drawn = tokens()
+    return ShiftsAgain(), {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
+
+
 def nano_of_copies() -> Any:
     drawn = tokens()
     return Nano(), {"idx": drawn, "targets": drawn}

@@ -46,12 +46,13 @@ ONES = torch.ones(3, 6, dtype=torch.long)
     ("module", "batch", "expected"),
     [
         (Plain(), {"input_ids": IDS, "labels": FOLLOWING}, LABELS),
-        (Taking(), {"input_ids": IDS, "labels": FOLLOWING}, LABELS),
+        (Taking(), {"input_ids": IDS, "labels": FOLLOWING}, TAKEN),
+        (Taking(), {"input_ids": IDS, "labels": IDS.float()}, TAKEN),
         (Taking(), {"input_ids": IDS, "labels": IDS}, SHIFTED),
         (Taking(), {"input_ids": IDS, "labels": PADDED}, SHIFTED),
-        (Taking(), {"input_ids": ONES, "labels": ONES}, LABELS),  # shifted or not: nobody can tell
-        (Taking(), {"input_ids": IDS, "attention_mask": ONES, "labels": ONES}, LABELS),
-        (Taking(), {"input_ids": IDS, "labels": IDS * 0 - 100}, LABELS),
+        (Taking(), {"input_ids": ONES, "labels": ONES}, TAKEN),  # shifted or not: nobody can tell
+        (Taking(), {"input_ids": IDS, "attention_mask": ONES, "labels": ONES}, TAKEN),
+        (Taking(), {"input_ids": IDS, "labels": IDS * 0 - 100}, TAKEN),
         (Plain(), {"input_ids": IDS.float(), "labels": IDS.float()}, LABELS),  # an autoencoder's
         (Plain(), {"input_ids": IDS[:, 0], "labels": IDS[:, 0]}, LABELS),
         (Plain(), (IDS, FOLLOWING), LABELS),
@@ -60,6 +61,21 @@ ONES = torch.ones(3, 6, dtype=torch.long)
 )
 def test_who_answers(module: nn.Module, batch: Any, expected: str) -> None:
     assert who_answers(module, batch) == expected
+
+
+def test_models_of_transformers_keep_their_convention() -> None:
+    """Labels that follow the inputs would be shifted again inside, in a model and in whatever holds one."""
+    module, batch = runpy.run_path(FILE)["collated"]()
+    holder = Taking()
+    holder.model = module
+    shifted = {"input_ids": batch["input_ids"], "labels": batch["input_ids"].roll(-1, 1)}
+    assert [who_answers(one, shifted) for one in (module, holder)] == [LABELS, LABELS]
+
+
+def test_a_model_that_takes_labels_may_leave_the_loss_to_others() -> None:
+    logits, labels = torch.randn(3, 6, 9), FOLLOWING
+    given, taken = ({"input_ids": IDS, name: labels} for name in (LABELS, TAKEN))
+    assert default_loss(logits, taken) == default_loss(logits, given)
 
 
 @pytest.mark.parametrize("batch", [{"input_ids": IDS, "labels": PADDED}, (IDS, IDS)], ids=["dict", "pair"])
@@ -145,7 +161,7 @@ def compare_on_rank(function: str, request: PlanRequest) -> ParityResult:
     return compare(source, plan, 2, this_rank())
 
 
-@pytest.mark.parametrize("function", ["nano", "collated", "translated"])
+@pytest.mark.parametrize("function", ["nano", "collated", "translated", "labelled"])
 @pytest.mark.parametrize("cut", [{"zero": 3}, {"pp": 2}], ids=str)
 def test_own_losses_agree_with_one_process(pool: Pools, function: str, cut: dict[str, int]) -> None:
     request = PlanRequest(global_batch=8, microbatch=2, precision="fp64", **cut)  # type: ignore[arg-type]
@@ -198,6 +214,12 @@ def test_a_model_that_takes_labels_and_does_not_shift_them_is_found(function: st
     with pytest.raises(ModelError, match="nothing shifts them"):
         find_in_source(resolve(f"{FILE}:{function}"))
     assert find_in_source(resolve(f"{FILE}:collated")) is None
+
+
+def test_a_model_that_shifts_labels_which_already_follow_is_found() -> None:
+    with pytest.raises(ModelError, match="two tokens ahead"):
+        find_in_source(resolve(f"{FILE}:shifted_again"))
+    assert find_in_source(resolve(f"{FILE}:labelled")) is None
 
 
 def refused_on_rank(function: str, cut: dict[str, int]) -> str:

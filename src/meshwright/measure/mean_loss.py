@@ -25,7 +25,7 @@ from meshwright.measure.exact import exact, widened_batch, widened_loss
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.examples import repeat_samples
 from meshwright.models.faked.attributes import widen_attributes
-from meshwright.models.labels import IGNORED_LABEL, LABELS, SHIFTED, TAKEN, check_shift
+from meshwright.models.labels import IGNORED_LABEL, LABELS, SHIFTED, TAKEN, check_shift, taken_labels
 from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
 from meshwright.models.source import ModelSource
 
@@ -133,7 +133,7 @@ def masked_if_taken(build: Callable[[], nn.Module], batch: Batch, objective: Obj
 
 
 def takes_masked(build: Callable[[], nn.Module], batch: Batch, objective: Objective) -> bool:
-    if not objective.is_given:
+    if not objective.is_given and taken_labels(batch) is None:
         return True
     try:
         return isfinite(loss_in_one_process(build(), masked_unevenly(batch), objective))

@@ -1,20 +1,24 @@
 """Who answers a batch's labels: the loss outside of the model, or the model itself.
 
-    labels                        inputs        who
-    already shifted               tokens        the default loss: cross-entropy where the model answers
-    equal to the inputs           tokens        the model, if its forward takes `labels`: as Hugging Face's causal models, it shifts
-                                                them inside and returns its loss; else nobody, and they are refused
-    of an encoder-decoder         no decoder's  the model, which makes the decoder's inputs of them
-    none                          anything      the model, if it returns a loss
+    labels                        forward takes `labels`                    it does not
+    integers, not the inputs      the model, which answers them in place    the default loss: cross-entropy where the model answers
+                                  (Hugging Face's: the default loss,
+                                  since its causal models shift them)
+    equal to the inputs           the model, which shifts them inside       nobody: they are refused
+    real numbers                  the model                                 the default loss: mean square error
+    of an encoder-decoder         the model, which makes the decoder's      the default loss
+    without decoder inputs        inputs of them
+    none                          the model, if it returns a loss           the model, if it returns a loss
 
-Labels that the model takes stand in the batch under another name (`who_answers`): `call` passes them on as `labels`, and the count
-of label tokens knows whether the first of each sample is one.
+A model that takes labels and returns no loss leaves it to the default one. Whether a model shifts its labels is tried, not believed
+(`check_shift`). Labels that the model takes stand in the batch under another name (`who_answers`): `call` passes them on as
+`labels`, and the count of label tokens knows whether the first of each sample is one.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -35,6 +39,10 @@ NOT_INPUTS = ("mask", "type", "position", "label")
 
 SHIFT_TOLERANCE = 1e-5
 """Relative difference of two losses that are computed alike but for labels that do not count, in any precision."""
+UNCHANGED = 1e-7
+"""Relative difference below which a loss did not change at all."""
+LIBRARY = "transformers."
+"""Models of this library have conventions of their own for `labels`."""
 
 Batch = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -53,6 +61,11 @@ def arguments_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     given = {name: tensor for name, tensor in batch.items() if name not in (LABELS, TAKEN, SHIFTED)}
     taken = batch.get(TAKEN, batch.get(SHIFTED))
     return given if taken is None else {**given, LABELS: taken}
+
+
+def taken_labels(batch: Batch) -> Tensor | None:
+    """Labels that the model was given to answer in place."""
+    return batch.get(TAKEN) if isinstance(batch, Mapping) else None
 
 
 def own_loss(output: Any, batch: Batch) -> Tensor | None:
@@ -91,12 +104,14 @@ def _targets(batch: Batch) -> Tensor | None:
 def who_answers(module: nn.Module, batch: Batch) -> str:
     """The name a batch's labels are to have: theirs, or one that hands them to the model. Labels that nobody shifts are refused."""
     labels = labels_of(batch)
-    if labels is None or labels.is_meta or labels.is_floating_point():
+    if labels is None:
         return LABELS
-    inputs = _equal_inputs(batch, labels)
     takes = isinstance(batch, Mapping) and _takes_labels(module)
+    if labels.is_floating_point():
+        return TAKEN if takes else LABELS
+    inputs = None if labels.is_meta else _equal_inputs(batch, labels)
     if inputs is None:
-        return TAKEN if takes and _lacks_decoder_inputs(module, batch) else LABELS
+        return TAKEN if takes and _answers_in_place(module, batch) else LABELS
     if takes:
         return SHIFTED
     raise unshifted(inputs)
@@ -107,6 +122,13 @@ def unshifted(inputs: str) -> ModelError:
         f"the labels are equal to {inputs}, and nothing shifts them: the model would learn to copy. A language model's labels are "
         "the tokens that follow: give tokens[:, :-1] as inputs and tokens[:, 1:] as labels; or a model whose forward takes "
         "`labels`, shifts them and returns its loss; or, if copies are what it is to learn, a loss of your own (loss=...)"
+    )
+
+
+def shifted_twice() -> ModelError:
+    return ModelError(
+        "the model shifts the labels that it is given, and they are already the tokens that follow the inputs: it would learn to "
+        "predict two tokens ahead. Give labels equal to the inputs, or a loss of your own (loss=...)"
     )
 
 
@@ -121,24 +143,45 @@ def check_shift(
     is_asked: Callable[[bool], bool] = bool,
     tolerance: float = SHIFT_TOLERANCE,
 ) -> None:
-    """A model that takes labels equal to its inputs must shift them itself: then the first of a sample answers nothing, and another
-    in its place does not change the loss. is_asked: whether any rank asks, since all compute the loss together."""
-    other = _with_other_first_labels(batch)
-    if not is_asked(other is not None):
-        return
-    one, changed = loss(batch), loss(batch if other is None else other)
-    if abs(one - changed) > tolerance * max(abs(one), abs(changed)):
+    """Labels are shifted once. A model that shifts them does not look at the first of a sample, and another in its place does not
+    change the loss: that must be so where labels equal the inputs, and must not where they follow them.
+    is_asked: whether any rank asks, since all compute the loss together."""
+    copied = _labels_that(batch, (SHIFTED, *TARGETS), _are_inputs)
+    if _change(loss, batch, copied, is_asked, unasked=0.0) > tolerance:
         raise unshifted("the inputs")
+    following = _labels_that(batch, (TAKEN, *TARGETS), _follow_inputs)
+    if _change(loss, batch, following, is_asked, unasked=1.0) < UNCHANGED:
+        raise shifted_twice()
 
 
-def _with_other_first_labels(batch: Batch) -> Batch | None:
-    """None where the batch has no labels for the model, or others than its inputs."""
-    name = next((name for name in (SHIFTED, *TARGETS) if isinstance(batch, Mapping) and name in batch), None)
+def _change(
+    loss: Callable[[Batch], float], batch: Batch, name: str | None, is_asked: Callable[[bool], bool], unasked: float
+) -> float:
+    """How much of the loss other first labels change, of all ranks' samples together."""
+    if not is_asked(name is not None):
+        return unasked
+    one, changed = loss(batch), loss(batch if name is None else _with_other_first_labels(batch, name))
+    return abs(one - changed) / max(abs(one), abs(changed), torch.finfo().tiny)
+
+
+def _labels_that(batch: Batch, names: Sequence[str], hold: Callable[[Batch, Tensor], bool]) -> str | None:
+    """The name of the labels that a model was given, where they stand to its inputs as asked."""
+    name = next((name for name in names if isinstance(batch, Mapping) and name in batch), None)
     if name is None or not isinstance(batch, Mapping):
         return None
     labels, others = batch[name], {key: tensor for key, tensor in batch.items() if key != name}
-    if labels.is_meta or labels.is_floating_point() or labels.dim() < 2 or _equal_inputs(others, labels) is None:
+    if labels.is_meta or labels.is_floating_point() or labels.dim() < 2 or len(labels[labels >= 0].unique()) < 2:
         return None
+    return name if hold(others, labels) else None
+
+
+def _are_inputs(batch: Batch, labels: Tensor) -> bool:
+    return _equal_inputs(batch, labels) is not None
+
+
+def _with_other_first_labels(batch: Batch, name: str) -> Batch:
+    assert isinstance(batch, Mapping)
+    labels = batch[name]
     counted = labels[labels >= 0]
     first, low, high = labels[:, :1], counted.min(), counted.max()
     other = torch.where(first < 0, first, torch.where(first == low, high, low))
@@ -156,6 +199,15 @@ def _takes_labels(module: nn.Module) -> bool:
     return LABELS in inspect.signature(type(module).forward).parameters  # its instance's may be wrapped
 
 
+def _answers_in_place(module: nn.Module, batch: Batch) -> bool:
+    """Whether a model that takes labels computes its loss from them as they are."""
+    return _lacks_decoder_inputs(module, batch) or not any(map(_is_of_library, module.modules()))
+
+
+def _is_of_library(module: nn.Module) -> bool:
+    return any(base.__module__.startswith(LIBRARY) for base in type(module).__mro__) and _takes_labels(module)
+
+
 def _lacks_decoder_inputs(module: nn.Module, batch: Batch) -> bool:
     config = getattr(module, "config", None)
     return getattr(config, "is_encoder_decoder", False) is True and not any(
@@ -163,17 +215,32 @@ def _lacks_decoder_inputs(module: nn.Module, batch: Batch) -> bool:
     )
 
 
-def _equal_inputs(batch: Batch, labels: Tensor) -> str | None:
-    """The name of inputs that are the labels, place by place, and are not so when shifted by one."""
+def _token_inputs(batch: Batch, labels: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The entries of a batch that may be the tokens its labels belong to, with their names."""
     if isinstance(batch, Mapping):
         named = [(f"'{name}'", tensor) for name, tensor in batch.items() if not any(w in name for w in NOT_INPUTS)]
     else:
         named = [("the inputs", tensor) for tensor in batch[:-1]]
-    counted = labels != IGNORED_LABEL
     for name, tensor in named:
-        if not isinstance(tensor, Tensor) or tensor.shape != labels.shape or tensor.dim() < 2:
+        if not isinstance(tensor, Tensor) or tensor.is_floating_point():
             continue
-        if tensor.is_floating_point() or not bool(counted.any()) or not torch.equal(tensor[counted], labels[counted]):
+        if tensor.shape == labels.shape and tensor.dim() >= 2:
+            yield name, tensor
+
+
+def _follow_inputs(batch: Batch, labels: Tensor) -> bool:
+    """Whether labels are the inputs' next tokens, where they count and are known."""
+    counted = labels[:, :-1] >= 0
+    return bool(counted.any()) and any(
+        torch.equal(tensor[:, 1:][counted], labels[:, :-1][counted]) for _, tensor in _token_inputs(batch, labels)
+    )
+
+
+def _equal_inputs(batch: Batch, labels: Tensor) -> str | None:
+    """The name of inputs that are the labels, place by place, and are not so when shifted by one."""
+    counted = labels != IGNORED_LABEL
+    for name, tensor in _token_inputs(batch, labels):
+        if not bool(counted.any()) or not torch.equal(tensor[counted], labels[counted]):
             continue
         following, counts = labels[:, :-1], counted[:, :-1]
         if not torch.equal(tensor[:, 1:][counts], following[counts]):

@@ -1,8 +1,8 @@
 """How a batch goes into a model and what its loss is.
 
-A batch is a tensor, a pair `(inputs, labels)`, or a dict: every entry except `labels` is passed to the model by name. The
-first dim of every tensor counts samples. Labels stand where the model answers them: for a language model they are already
-shifted by one. Labels that are not are for the model itself, where it takes them (models/labels.py). A loss that nobody gives,
+A batch is a tensor, a pair `(inputs, labels)`, or a dict: every entry is passed to the model by name, `labels` only where its
+forward takes them (models/labels.py says when). The first dim of every tensor counts samples. Labels that the default loss
+compares with stand where the model answers them: for a language model they are already shifted by one. A loss that nobody gives,
 neither the user nor the model, is refused.
 
 A loss is an ordinary mean. `count` says over how many things the mean runs (label tokens, or samples), so that microbatches
@@ -25,7 +25,15 @@ from meshwright.core.errors import ModelError
 from meshwright.models.head_loss import PostponedLogits, cross_entropy_in_pieces
 from meshwright.models.labels import IGNORED_LABEL as IGNORED_LABEL
 from meshwright.models.labels import Batch as Batch
-from meshwright.models.labels import arguments_of, labels_of, name_labels, num_targets, own_loss, who_answers
+from meshwright.models.labels import (
+    arguments_of,
+    labels_of,
+    name_labels,
+    num_targets,
+    own_loss,
+    taken_labels,
+    who_answers,
+)
 from meshwright.models.own_recompute import own_recompute_left_out
 
 
@@ -66,7 +74,12 @@ def default_loss(output: Any, batch: Batch) -> Tensor:
     """Cross-entropy for integer labels, mean square error for others; without labels, the loss that the model returned."""
     labels = labels_of(batch)
     if labels is None:
-        return _returned_loss(output, batch)
+        found = own_loss(output, batch)
+        labels = taken_labels(batch)
+        if found is not None:
+            return found
+        if labels is None:
+            raise _no_loss(output)
     logits = logits_of(output)
     if labels.is_floating_point():
         _check_shapes(logits, labels, logits.shape, logits.shape == labels.shape)
@@ -77,16 +90,13 @@ def default_loss(output: Any, batch: Batch) -> Tensor:
     return cross_entropy(logits, labels)
 
 
-def _returned_loss(output: Any, batch: Batch) -> Tensor:
-    found = own_loss(output, batch)
-    if found is None:
-        shown = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise ModelError(
-            f"nobody gave a loss: the batch has no 'labels', and what the model returned ({shown}) holds no single number that "
-            "could be one: give the loss (loss=... in Python; a file returns (module, batch, loss)), name the labels 'labels', or "
-            "let the model return its loss as `.loss`, in a tuple beside its logits, or alone"
-        )
-    return found
+def _no_loss(output: Any) -> ModelError:
+    shown = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    return ModelError(
+        f"nobody gave a loss: the batch has no 'labels', and what the model returned ({shown}) holds no single number that "
+        "could be one: give the loss (loss=... in Python; a file returns (module, batch, loss)), name the labels 'labels', or "
+        "let the model return its loss as `.loss`, in a tuple beside its logits, or alone"
+    )
 
 
 def _check_shapes(logits: Tensor, labels: Tensor, answered: torch.Size, fits: bool) -> None:
