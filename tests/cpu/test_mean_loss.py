@@ -84,6 +84,10 @@ def by_sample(output: Tensor, batch: Any) -> Tensor:
     return tokens(output, batch, reduction="none").mean()
 
 
+def with_penalty(output: Tensor, batch: Any) -> Tensor:
+    return tokens(output, batch) + output.square().mean()
+
+
 def build(extra: Callable[[], nn.Module] = nn.Identity) -> Callable[[], nn.Module]:
     def made() -> nn.Module:
         torch.manual_seed(0)
@@ -106,8 +110,9 @@ def test_means_are_left_alone(loss: Any, extra: Callable[[], nn.Module]) -> None
         (by_sample, "mean over samples"),
         (contrast, "sees samples of the batch together"),
         (spread, "sees samples of the batch together"),
+        (with_penalty, "auxiliary loss"),
     ],
-    ids=["sum", "by sample", "contrast", "spread"],
+    ids=["sum", "by sample", "contrast", "spread", "penalty"],
 )
 def test_others_are_refused_where_the_batch_is_cut(loss: Any, said: str, samples: int) -> None:
     objective = Objective(loss, DEFAULT.count)

@@ -13,7 +13,7 @@ A model or a loss that is meant to be computed on each microbatch alone, as torc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import torch
@@ -44,6 +44,8 @@ class WholeBatchLoss:
     whole: float
     parts: tuple[float, float]
     counts: tuple[int, int]
+    is_mean_unmasked: bool = False
+    """Whether it is the mean of its parts' where every label of the batch counts."""
 
     @property
     def mean(self) -> float:
@@ -59,6 +61,11 @@ class WholeBatchLoss:
             return (
                 "it is a mean over samples, not over the labels that count: give the count of samples as `count` "
                 "(mw.apply(..., count=...); a file returns (module, batch, loss, count))"
+            )
+        if self.is_mean_unmasked:
+            return (
+                "it adds a mean over the labels that count to one over something else (tokens, samples: an auxiliary loss), and "
+                "parts of a batch with different numbers of labels that count (-100 marks others) do not add up to it"
             )
         return (
             "it sees samples of the batch together (a contrast, a product of means), or its mean runs over other things"
@@ -109,11 +116,18 @@ def find_whole_batch_loss(build: Callable[[], nn.Module], batch: Batch, objectiv
     batch = repeat_samples(batch)(SAMPLES)
     if not objective.is_given:
         check_shift(lambda part: loss_in_one_process(build(), part, objective), batch, tolerance=TOLERANCE)
-    batch = masked_if_taken(build, batch, objective)
+    masked = masked_if_taken(build, batch, objective)
+    found = _cut_in_two(build, masked, objective)
+    if _is_close(found.whole, found.mean):
+        return None
+    unmasked = _cut_in_two(build, batch, objective)
+    return replace(found, is_mean_unmasked=masked is not batch and _is_close(unmasked.whole, unmasked.mean))
+
+
+def _cut_in_two(build: Callable[[], nn.Module], batch: Batch, objective: Objective) -> WholeBatchLoss:
     parts = slice_batch(batch, 0, FIRST), slice_batch(batch, FIRST, SAMPLES)
     whole, first, second = (loss_in_one_process(build(), part, objective) for part in (batch, *parts))
-    found = WholeBatchLoss(whole, (first, second), (objective.count(parts[0]), objective.count(parts[1])))
-    return None if _is_close(whole, found.mean) else found
+    return WholeBatchLoss(whole, (first, second), (objective.count(parts[0]), objective.count(parts[1])))
 
 
 def masked_unevenly(batch: Batch) -> Batch:
