@@ -124,6 +124,19 @@ def test_what_is_taken_for_a_loss(output: Any, batch: Any, is_found: bool) -> No
             default_loss(output, batch)
 
 
+@pytest.mark.parametrize("form", [dict, tuple])
+def test_a_term_that_the_default_loss_would_leave_out_is_refused(form: type) -> None:
+    logits, term = torch.randn(3, 6, 9), torch.ones((), requires_grad=True) * 2
+
+    def returned(number: Tensor) -> Any:
+        named = {"logits": logits, "balance": number}
+        return named if form is dict else tuple(named.values())
+
+    with pytest.raises(ModelError, match="would leave it out"):
+        default_loss(returned(term), {"labels": FOLLOWING})
+    assert default_loss(returned(term.detach()), {"labels": FOLLOWING}) == default_loss(logits, {"labels": FOLLOWING})
+
+
 @pytest.mark.parametrize(
     ("logits", "labels"),
     [

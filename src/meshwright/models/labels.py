@@ -71,17 +71,17 @@ def taken_labels(batch: Batch) -> Tensor | None:
 def own_loss(output: Any, batch: Batch) -> Tensor | None:
     """The loss that a model returned: alone, by its name, or, where it was given targets, as the one number among tensors."""
     if isinstance(output, Tensor):
-        return output if _is_number(output) else None
+        return output if is_number(output) else None
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if _is_number(named):
+    if is_number(named):
         return named
     if not isinstance(output, tuple | list) or _targets(batch) is None:
         return None  # a number beside logits may be an auxiliary loss alone
-    numbers = [one for one in output if _is_number(one)]
+    numbers = [one for one in output if is_number(one)]
     return numbers[0] if len(numbers) == 1 else None
 
 
-def _is_number(value: Any) -> TypeGuard[Tensor]:
+def is_number(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 

@@ -27,6 +27,7 @@ from meshwright.models.labels import IGNORED_LABEL as IGNORED_LABEL
 from meshwright.models.labels import Batch as Batch
 from meshwright.models.labels import (
     arguments_of,
+    is_number,
     labels_of,
     name_labels,
     num_targets,
@@ -80,6 +81,7 @@ def default_loss(output: Any, batch: Batch) -> Tensor:
             return found
         if labels is None:
             raise _no_loss(output)
+    _check_no_term_is_lost(output)
     logits = logits_of(output)
     if labels.is_floating_point():
         _check_shapes(logits, labels, logits.shape, logits.shape == labels.shape)
@@ -97,6 +99,20 @@ def _no_loss(output: Any) -> ModelError:
         "could be one: give the loss (loss=... in Python; a file returns (module, batch, loss)), name the labels 'labels', or "
         "let the model return its loss as `.loss`, in a tuple beside its logits, or alone"
     )
+
+
+def _check_no_term_is_lost(output: Any) -> None:
+    """A number beside the logits that was computed from weights is a term of the loss, and the default loss would leave it out."""
+    items = (
+        output.items() if isinstance(output, Mapping) else enumerate(output) if isinstance(output, tuple | list) else ()
+    )
+    for name, value in items:
+        if is_number(value) and value.requires_grad:
+            raise ModelError(
+                f"the model returned a number beside its logits ({name!r}) that depends on its weights, as an auxiliary loss does, "
+                "and the default loss would leave it out: give the loss (loss=... in Python; a file returns (module, batch, "
+                "loss)), let the model take `labels` and return its whole loss, or return that number detached"
+            )
 
 
 def _check_shapes(logits: Tensor, labels: Tensor, answered: torch.Size, fits: bool) -> None:
