@@ -32,6 +32,7 @@ from meshwright.measure.record import StepRecorder
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 
+SURVEY = ASSETS.parent / "survey"
 MODELS = {
     "gpt": "gpt:layers=4,hidden=32,heads=4,seq=16,vocab=60",
     "moe": "moe:layers=4,hidden=32,heads=4,seq=16,vocab=60,experts=4,top=2,capacity=0,balance=0",
@@ -49,6 +50,9 @@ BESIDES = {
     "gpt by single ops": "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=60,attention=eager",
     "moe that drops": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=60,experts=4,top=2,capacity=1,balance=0",
     "moe in balance": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=60,experts=4,top=1,capacity=0,balance=0.1",
+    "DeiT": f"hf:{SURVEY}/vision/deit.json",
+    "I-JEPA": f"hf:{SURVEY}/vision/ijepa.json",
+    "DiT": f"{SURVEY}/by_hand/diffusion.py:dit",
 }
 """Models that are tried but have no column."""
 NUM_STEPS = 5

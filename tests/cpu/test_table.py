@@ -57,8 +57,14 @@ BESIDE_CELLS = [
     ("moe that drops", row(2, tp=2, sequence_parallel=True)),
     ("moe in balance", row(2, tp=2, sequence_parallel=True, recompute="full")),
     ("gpt by single ops", row(2, cp=2, context="ring", recompute="selective")),
+    ("DeiT", row(2, cp=2, recompute="full")),
+    ("DeiT", row(4, tp=2, cp=2)),
+    ("I-JEPA", row(4, cp=2, pp=2)),
+    ("I-JEPA", row(2, cp=2, context="ring")),
+    ("DiT", row(4, cp=2, zero=3)),
 ]
-"""What a router counts over tokens that lie over ranks; and keys that are gathered inside an attention core that is made again."""
+"""What a router counts over tokens that lie over ranks; keys that are gathered inside an attention core that is made again; and
+tokens that blocks cut, since the model looks up none."""
 AXES = ("tp", "sequence_parallel", "cp", "ep", "pp", "zero", "recompute")
 APART = {frozenset({"recompute", "zero"}), frozenset({"sequence_parallel", "ep"})}
 """Pairs that other files run: test_parity.py, test_expert_parallel.py; or that only the whole table has."""

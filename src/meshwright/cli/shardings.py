@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from meshwright.core.plan import Plan
     from meshwright.models.source import ModelSource
 
-SHARDING_VERSION = 2
+SHARDING_VERSION = 3
 """Raised when other shardings become legal: those kept from before are then tried again."""
 
 

@@ -144,6 +144,9 @@ class Plan(Value, kw_only=True, dict=True):
     sequence_parallel: bool = False
     context: ContextWay = "heads"
     """Under cp: tokens are exchanged for heads, or keys and values go round the ranks."""
+    token_blocks: tuple[str, ...] = ()
+    """Under cp, where the model looks up no tokens: blocks that cut what they are called with, [samples, tokens, width]. An entry
+    is a run of blocks, which gathers its tokens again where it ends (core/tokens.py)."""
     zero: ZeroStage = 0
     hybrid: Degree | None = None
     """Ranks in one sharding group of ZeRO; without it, all that hold the same parameters: dp · cp."""

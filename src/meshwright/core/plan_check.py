@@ -109,6 +109,9 @@ def _check_context(plan: Plan) -> None:
         raise PlanError(
             "context='ring' sends keys and values round the cp ranks, but cp=1: raise cp, or leave context out"
         )
+    unknown = set(expand_names(plan.token_blocks)) - set(plan.blocks)
+    if unknown:
+        raise PlanError(f"token_blocks names block '{min(unknown)}', which is in no stage: name blocks of a stage")
 
 
 def _check_sharding_group(plan: Plan) -> None:

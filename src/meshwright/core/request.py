@@ -19,6 +19,7 @@ from meshwright.core.names import compact_names
 from meshwright.core.plan import ContextWay, Degree, Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
 from meshwright.core.sharding import plain_sharding
 from meshwright.core.stages import even_stages, plain_virtual
+from meshwright.core.tokens import token_names
 
 _EVERY = re.compile(r"every:([1-9]\d*)")
 
@@ -112,6 +113,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         sharding=plain_sharding(graph, mesh.tp) if mesh.tp > 1 else (),
         sequence_parallel=bool(request.sequence_parallel),
         context=request.context or context_way(graph, mesh.tp, mesh.cp),
+        token_blocks=token_names(graph, mesh.cp),
         zero=request.zero or 0,
         hybrid=request.hybrid,
         recompute=recompute_rules(request.recompute or _plain_recompute(request, graph), graph.repeated_blocks),

@@ -10,6 +10,8 @@
     tokens   what is summed over tokens that lie over ranks, or runs along them           (cost/token_calls.py)
     cp       heads: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same; heads
              of keys that are too few for the ranks go several times (core/context.py)   -> _exchange_calls
+             blocks that cut tokens nobody looks up: the last of a run gathers them, backward by a reduce-scatter
+                                                                                          -> _hand_on_calls
              ring: keys and values go round in one message, cp - 1 sends; backward once more, and with them the sums of
              their gradients, cp sends. Explicit attention gathers keys and values, and scatters their gradients
                                                                                           -> _ring_calls
@@ -35,7 +37,7 @@ from meshwright.core.context import ACCUMULATED_BYTES
 from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Shape
 from meshwright.core.once import once_per_kind
 from meshwright.core.plan import Plan
-from meshwright.cost.block_ops import BlockOps, elements, last_needed
+from meshwright.cost.block_ops import BlockOps, last_needed
 from meshwright.cost.communication import Call
 from meshwright.cost.division import Division
 from meshwright.cost.links import axis_group
@@ -65,7 +67,8 @@ def block_calls(
     """
     own = BlockOps(division, plan, passes, last_needed(division.kind) if again else None)
     found = [*_tensor_calls(own, phase, recomputed), *_loss_calls(own, phase), *_lookup_calls(own, phase)]
-    return (*found, *token_calls(own, phase), *_context_calls(own, phase), *_expert_calls(own, phase))
+    handed_on = () if again else _hand_on_calls(own, phase)
+    return (*found, *token_calls(own, phase), *_context_calls(own, phase), *handed_on, *_expert_calls(own, phase))
 
 
 # ---------------------------------------------------------------- tp
@@ -75,8 +78,8 @@ def _tensor_calls(own: BlockOps, phase: Phase, recomputed: bool) -> Iterator[Cal
     plan, labels = own.plan, own.division.labels
     if plan.mesh.tp == 1:
         return
-    made = [_result_bytes(op, plan) for op in own.made(labels.reduced_forward)]
-    read = [_read_bytes(op, plan) for op in own.of(labels.reduced_backward)]
+    made = [_result_bytes(op, own) for op in own.made(labels.reduced_forward)]
+    read = [_read_bytes(op, own) for op in own.of(labels.reduced_backward)]
     group = axis_group(plan.mesh, "tp")
     reduced = made if phase == "forward" else read
     if not plan.sequence_parallel:
@@ -92,11 +95,11 @@ def _loss_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     plan = own.plan
     for _, op in own:
         if plan.mesh.tp > 1 and phase == "forward" and _is_split_softmax(op, own.division):
-            size = elements(op.result_shape[:-1], plan) * LOSS_ITEM_BYTES
+            size = own.elements(op.result_shape[:-1]) * LOSS_ITEM_BYTES
             yield Call("all_reduce", round(size), LOSS_CALLS, phase, "tp", axis_group(plan.mesh, "tp"))
         if op.name.startswith("nll_loss") and op.result_shape == ():
             size = max(LOSS_ITEM_BYTES, PRECISION_BYTES[op.dtype])
-            if plan.mesh.cp > 1:
+            if own.cp > 1:
                 yield Call("all_reduce", size, 1, phase, "cp", axis_group(plan.mesh, "cp"))
             if plan.sequence_parallel and phase == "forward" and own.division.labels.of(op.inputs[0]) == "whole":
                 yield Call("all_reduce", size, 1, phase, "tp", axis_group(plan.mesh, "tp"))
@@ -112,7 +115,7 @@ def _lookup_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
         return
     for number, op in own:
         if is_whole_lookup(op) and own.division.labels.results[number] == "whole":
-            size = elements(op.result_shape, plan) * PRECISION_BYTES[op.dtype] / plan.mesh.tp
+            size = own.elements(op.result_shape) * PRECISION_BYTES[op.dtype] / plan.mesh.tp
             yield Call("all_gather", round(size), 1, phase, "tp", axis_group(plan.mesh, "tp"))
 
 
@@ -121,36 +124,48 @@ def is_whole_lookup(op: Op) -> bool:
     return op.name == "embedding" and "@batch" not in op.inputs
 
 
-def _result_bytes(op: Op, plan: Plan) -> int:
-    return round(op.written_bytes.at(plan.microbatch) / plan.mesh.cp)
+def _result_bytes(op: Op, own: BlockOps) -> int:
+    return round(op.written_bytes.at(own.plan.microbatch) / own.cp)
 
 
-def _read_bytes(op: Op, plan: Plan) -> int:
+def _read_bytes(op: Op, own: BlockOps) -> int:
     """Of the activation a weight is applied to: the input that has tokens."""
     shapes = [shape for shape in op.input_shapes if any(dim.per_sample for dim in shape)]
-    return round(elements(shapes[0], plan) * PRECISION_BYTES[op.dtype]) if shapes else 0
+    return round(own.elements(shapes[0]) * PRECISION_BYTES[op.dtype]) if shapes else 0
 
 
 # ---------------------------------------------------------------- cp
 
 
 def _context_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
-    if own.plan.mesh.cp > 1:
+    if own.cp > 1:
         yield from _exchange_calls(own, phase) if own.plan.context == "heads" else _ring_calls(own, phase)
 
 
+def _hand_on_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
+    """The last of a run of blocks that cut their tokens gathers what it hands on; nothing in it is kept, so that no second forward
+    does."""
+    for tensor in own.division.gathered:
+        part = round(tensor.num_bytes.at(own.plan.microbatch) / own.cp)
+        group = axis_group(own.plan.mesh, "cp")
+        if phase == "forward":
+            yield Call("all_gather", part, 1, phase, "cp", group)
+        elif tensor.needs_gradient:
+            yield Call("reduce_scatter", part * own.cp, 1, phase, "cp", group)
+
+
 def _ring_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
-    plan, cp = own.plan, own.plan.mesh.cp
+    plan, cp = own.plan, own.cp
     group = axis_group(plan.mesh, "cp")
     for number, op in own:
         item, tp = PRECISION_BYTES[op.dtype], own.division.tp_degree(number)
         if op.kind == "attention":
-            count = sum(elements(shape, plan) for shape in op.input_shapes[1:3]) / tp
+            count = sum(own.elements(shape) for shape in op.input_shapes[1:3]) / tp
             yield Call("send", round(count * item), cp - 1, phase, "cp", group)
             if phase == "backward":
                 yield Call("send", round(count * max(item, ACCUMULATED_BYTES)), cp, phase, "cp", group)
         elif op.kind == "matmul" and op.region == "attention":
-            size = round(elements(op.input_shapes[1], plan) * item / tp)
+            size = round(own.elements(op.input_shapes[1]) * item / tp)
             yield (
                 Call("all_gather", size, 1, phase, "cp", group)
                 if phase == "forward"
@@ -173,7 +188,7 @@ def _exchange_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
             exchanged = op.input_shapes[:2] if num_matmuls % 2 == 0 else (op.input_shapes[1], op.result_shape)
             num_matmuls += 1
         for place, shape in enumerate(exchanged):
-            size = elements(shape, plan) * PRECISION_BYTES[op.dtype] / own.division.tp_degree(number)
+            size = own.elements(shape) * PRECISION_BYTES[op.dtype] / own.division.tp_degree(number)
             times = repeated if place in KEY_AND_VALUE else 1
             yield Call("all_to_all", round(size) * times, 1, phase, "cp", group)
 
@@ -202,7 +217,7 @@ def _expert_input_bytes(own: BlockOps) -> int:
     """What enters the experts of a block: results from outside them that their matmuls read, each once."""
     ops = own.division.kind.ops
     entered = {source for number, source in _entering(own.division.kind) if number in own.numbers}
-    return sum(_result_bytes(ops[source], own.plan) for source in entered)
+    return sum(_result_bytes(ops[source], own) for source in entered)
 
 
 @once_per_kind

@@ -27,6 +27,15 @@ class BlockOps:
         if passes is not None:
             self.numbers = frozenset(n for number in passes for n in every[number].op_range)
 
+    @property
+    def cp(self) -> int:
+        """Over how many ranks the block's tokens lie."""
+        return self.division.degrees.cp
+
+    def elements(self, shape: Shape) -> float:
+        """Of an activation, on one of the cp ranks."""
+        return prod(dim.at(self.plan.microbatch) for dim in shape) / self.cp
+
     def __iter__(self) -> Iterator[tuple[int, Op]]:
         """Of those that may call collectives of their own."""
         return ((number, op) for number, op in calling_ops(self.division.kind) if number in self.numbers)
@@ -85,8 +94,3 @@ def last_needed(kind: Kind) -> int:
             keepers = [reader for reader in readers[number] if kind.ops[reader].name not in KEEP_NOTHING]
             last = max(last, *(keepers or [number]))
     return last
-
-
-def elements(shape: Shape, plan: Plan) -> float:
-    """Of an activation, on one of the cp ranks."""
-    return prod(dim.at(plan.microbatch) for dim in shape) / plan.mesh.cp

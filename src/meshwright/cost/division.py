@@ -10,17 +10,19 @@ A quantity that grows with the samples is one that has tokens; weights and their
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
 
 from meshwright.core.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats, num_heads, num_pieces
 from meshwright.core.errors import PlanError
+from meshwright.core.flow import FlowTensor
 from meshwright.core.graph import PRECISION_BYTES, Graph, Kind, Op, Source
 from meshwright.core.labels import Label, Labels, Way, labels_of
 from meshwright.core.plan import ContextWay, Plan
 from meshwright.core.plan_check import check_experts
 from meshwright.core.sharding import ways_by_block
+from meshwright.core.tokens import TokenBlocks, handed_on, looked_up_tokens, stream_of, tokens_in_blocks
 from meshwright.cost.fusion import Fused, fused_groups
 
 RING_LAUNCHES = 9
@@ -48,6 +50,8 @@ class Division:
     degrees: Degrees
     experts: tuple[int, ...] = ()
     """How many experts each of the block's modules of experts has, on all ranks together."""
+    gathered: tuple[FlowTensor, ...] = ()
+    """What it hands on whole though it works on parts of it: the last of a run of blocks that cut their tokens."""
 
     @cached_property
     def fused(self) -> Fused:
@@ -121,6 +125,11 @@ class Division:
     def token_share(self, op: Op) -> float:
         return 1 / self.degrees.cp if _has_tokens(op) else 1.0
 
+    @property
+    def handed_share(self) -> float:
+        """Of the bytes the block hands on, what one rank has."""
+        return self.result_share("@input") * (self.degrees.cp if self.gathered else 1)
+
     def result_share(self, source: Source) -> float:
         """Of a tensor's bytes, what one rank holds. What comes from outside is whole, as blocks hand it on."""
         if source not in self._shares:
@@ -162,11 +171,21 @@ def divide(graph: Graph, plan: Plan) -> dict[str, Division]:
     degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context)
     labels = _labels(graph, kinds, ways)
     experts = _experts(graph)
-    made: dict[int, Division] = {}
-    return {
-        name: made.setdefault(id(labels[name]), Division(kinds[name], labels[name], degrees, experts.get(name, ())))
-        for name in kinds
-    }
+    tokens = _tokens_in_blocks(graph, plan.mesh.cp)
+    ends = {run[-1] for run in tokens.runs} if tokens else set()
+    made: dict[tuple[int, tuple[FlowTensor, ...]], Division] = {}
+    found = {}
+    for name in kinds:
+        gathered = handed_on(kinds[name]) if name in ends else ()
+        own = degrees if tokens is None or name in tokens.blocks else replace(degrees, cp=1)
+        division = Division(kinds[name], labels[name], own, experts.get(name, ()), gathered)
+        found[name] = made.setdefault((id(labels[name]), gathered), division)
+    return found
+
+
+def _tokens_in_blocks(graph: Graph, cp: int) -> TokenBlocks | None:
+    """Which blocks cut their tokens over cp; None where those that are looked up are cut, and so all blocks have parts."""
+    return tokens_in_blocks(graph) if cp > 1 and not looked_up_tokens(graph) else None
 
 
 def _experts(graph: Graph) -> dict[str, tuple[int, ...]]:
@@ -218,12 +237,13 @@ def check_degrees(graph: Graph, plan: Plan) -> None:
         check_experts(counts, plan.mesh)
     if plan.sequence_parallel and tp == 1:
         raise PlanError("sequence parallel lays tokens over tp, but tp=1: leave it out, or raise tp")
-    tokens = _tokens_per_sample(graph)
-    if cp > 1 and not tokens:
-        raise PlanError(f"cp={cp} cuts samples by their tokens, but '{graph.model}' looks up no tokens: set cp to 1")
-    if cp > 1 and tokens % num_pieces(cp, plan.context):
-        twice = ", two pieces each, as a ring needs" if plan.context == "ring" else ""
-        raise PlanError(f"{tokens} tokens a sample do not divide over cp={cp}{twice}: change the sequence length or cp")
+    tokens, in_blocks = looked_up_tokens(graph), _tokens_in_blocks(graph, cp)
+    if in_blocks is not None and in_blocks.refusal:
+        raise PlanError(
+            f"cp={cp} cuts samples by their tokens, but '{graph.model}' looks up no tokens, and {in_blocks.refusal}: set cp to 1"
+        )
+    for number in _numbers_of_tokens(graph, in_blocks) if cp > 1 else ():
+        _check_tokens(number, cp, plan.context)
     if plan.sequence_parallel and not tokens:
         raise PlanError(f"sequence parallel lays tokens over tp, but '{graph.model}' looks up no tokens: leave it out")
     if plan.sequence_parallel and tokens % (tp * cp):
@@ -232,29 +252,40 @@ def check_degrees(graph: Graph, plan: Plan) -> None:
             "the sequence length"
         )
     ways = ways_by_block(plan, graph) if plan.sharding else {}
+    whole = {
+        graph.kind_by_block[block.name].name
+        for block in graph.blocks
+        if in_blocks and block.name not in in_blocks.blocks
+    }
     for kind in graph.kinds:
-        _check_attention(kind, plan, [ways[block.name] for block in graph.blocks if block.kind == kind.name and ways])
+        _check_attention(
+            kind,
+            plan,
+            1 if kind.name in whole else cp,
+            [ways[block.name] for block in graph.blocks if block.kind == kind.name and ways],
+        )
 
 
-def _tokens_per_sample(graph: Graph) -> int:
-    """Of what the model looks up for a sample; the fewest, where it has several inputs. 0: it looks up nothing."""
-    found = [
-        round(shape[-1].fixed)
-        for kind in graph.kinds
-        for op in kind.ops
-        if op.name == "embedding" and op.phase == "forward" and "@batch" in op.inputs
-        for shape in op.input_shapes[1:2]
-        if len(shape) == 2 and shape[0].per_sample
-    ]
-    return min(found, default=0)
+def _numbers_of_tokens(graph: Graph, in_blocks: TokenBlocks | None) -> set[int]:
+    """That are cut over cp."""
+    if in_blocks is None:
+        return {looked_up_tokens(graph)}
+    streams = (stream_of(graph.kind_by_block[name]) for name in in_blocks.blocks)
+    return {round(stream[1].fixed) for stream in streams if stream is not None}
 
 
-def _check_attention(kind: Kind, plan: Plan, ways: list[dict[str, Way]]) -> None:
+def _check_tokens(tokens: int, cp: int, context: ContextWay) -> None:
+    if tokens % num_pieces(cp, context):
+        twice = ", two pieces each, as a ring needs" if context == "ring" else ""
+        raise PlanError(f"{tokens} tokens a sample do not divide over cp={cp}{twice}: change the sequence length or cp")
+
+
+def _check_attention(kind: Kind, plan: Plan, cp: int, ways: list[dict[str, Way]]) -> None:
     """Under cp the heads of queries may be what tokens are exchanged for; fewer heads of keys are repeated.
 
     ways: of the kind's blocks, where the plan says what it splits: attention that it leaves whole has no heads to divide.
     """
-    tp, cp = plan.mesh.tp, plan.mesh.cp
+    tp = plan.mesh.tp
     for number, op in enumerate(kind.ops):
         heads, key_heads = num_heads(op)
         if heads and (heads % tp or key_heads % tp):

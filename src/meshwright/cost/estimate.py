@@ -23,6 +23,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.schedule import Order
 from meshwright.core.schedules import make_order
 from meshwright.core.stages import check_blocks
+from meshwright.core.tokens import token_names
 from meshwright.core.units import format_bytes
 from meshwright.cost.away import away_bytes, exposed_away_seconds
 from meshwright.cost.beside import beside
@@ -293,6 +294,12 @@ def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:
         raise PlanError(
             f"the plan computes in {plan.precision}, but the graph was captured in {graph.precision}: "
             f"capture the model with precision {plan.precision}"
+        )
+    wanted = token_names(graph, plan.mesh.cp)
+    if plan.token_blocks != wanted and plan.mesh.cp > 1:
+        raise PlanError(
+            f"the plan's token_blocks are {list(plan.token_blocks)}, but cp={plan.mesh.cp} cuts the tokens of '{graph.model}' in "
+            f"{list(wanted)}: write that, or make the plan anew"
         )
     if plan.world > cluster.num_devices:
         raise PlanError(

@@ -263,4 +263,4 @@ def _shipped_sizes(parameters: Iterable[Parameter], plan: Plan) -> list[int]:
 def _batch_share(plan: Plan, coordinate: int) -> float:
     """Of a batch: the first stage needs what the model reads, the last the labels, taken as half of it each."""
     ends = (plan.stages[0].coordinate, plan.stages[-1].coordinate)
-    return sum(end == coordinate for end in ends) / 2 / plan.mesh.cp
+    return sum(end == coordinate for end in ends) / 2 / (1 if plan.token_blocks else plan.mesh.cp)

@@ -105,7 +105,7 @@ def sent_sizes(passes: StagePasses, divisions: dict[str, Division], samples: int
     """Bytes on one rank of each tensor a stage gives to the next, and whether its gradient comes back."""
     return [
         (
-            one.num_bytes.at(samples) * (divisions[one.block].result_share("@input") if has_tokens(one) else 1),
+            one.num_bytes.at(samples) * (divisions[one.block].handed_share if has_tokens(one) else 1),
             one.needs_gradient,
         )
         for one in passes.sent

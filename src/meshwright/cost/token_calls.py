@@ -35,7 +35,7 @@ NOT_DIFFERENTIATED = (
 
 def token_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     """Of one microbatch through one block."""
-    if own.plan.mesh.cp == 1 and not own.plan.sequence_parallel:
+    if own.cp == 1 and not own.plan.sequence_parallel:
         return
     for number, op in own:
         if op.name not in WORK_ALONG or op.region == "expert" or not own.is_made(number):
@@ -69,7 +69,7 @@ def _gather_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[
 
 def _axes(own: BlockOps, op: Op) -> list[Axis]:
     """Over which the tokens that the op reads lie."""
-    found: list[Axis] = ["cp"] if own.plan.mesh.cp > 1 else []
+    found: list[Axis] = ["cp"] if own.cp > 1 else []
     is_whole = all(own.division.labels.of(source) == "whole" for source in op.inputs)
     return [*found, "tp"] if own.plan.sequence_parallel and is_whole else found
 

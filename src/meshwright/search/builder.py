@@ -17,6 +17,7 @@ from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Offload, Plan,
 from meshwright.core.request import count_microbatches, recompute_rules
 from meshwright.core.sharding import plain_sharding
 from meshwright.core.stages import cut_stages, even_counts
+from meshwright.core.tokens import token_names
 from meshwright.cost.division import check_divides
 from meshwright.search.problem import OffloadKind, Problem
 
@@ -67,6 +68,7 @@ class Builder:
             sharding=self._sharding(point),
             sequence_parallel=point.sequence_parallel,
             context=point.context,
+            token_blocks=token_names(problem.graph, point.mesh.cp),
             zero=point.zero,
             hybrid=point.hybrid,
             recompute=recompute,

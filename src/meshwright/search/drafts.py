@@ -10,6 +10,7 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.limits import not_yet
 from meshwright.core.plan import Plan
 from meshwright.core.stages import cut_stages
+from meshwright.core.tokens import token_names
 from meshwright.cost.streaming import StreamedCost
 from meshwright.search.bounds import Bounds, Needs
 from meshwright.search.problem import Problem
@@ -59,6 +60,7 @@ class Drafts:
                 sharding=self.tables.sharding(shape) or (),
                 sequence_parallel=shape.sequence_parallel,
                 context=shape.context,
+                token_blocks=token_names(graph, shape.cp),
                 zero=point.zero,
                 hybrid=point.hybrid,
                 offload=self.problem.request.offloading(point.offload),

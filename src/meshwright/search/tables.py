@@ -13,6 +13,7 @@ from math import inf
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Stage
+from meshwright.core.tokens import token_names
 from meshwright.cost.compute import KernelCosts
 from meshwright.cost.division import Division, check_degrees, divide
 from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of, work_key
@@ -182,6 +183,7 @@ class Tables:
             sharding=sharding,
             sequence_parallel=shape.sequence_parallel,
             context=shape.context,
+            token_blocks=token_names(self.problem.graph, shape.cp),
             zero=1 if sharded else 0,
             microbatch=shape.microbatch,
             num_microbatches=1,

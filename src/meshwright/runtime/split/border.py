@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshwright.runtime._torch import DisableTorchFunction, tree_flatten, tree_leaves, tree_unflatten
 from meshwright.runtime.split.layout import Addend, Layout, lay, layout_of
 from meshwright.runtime.split.splitter import NotSplit, Splitter
+from meshwright.runtime.split.token_blocks import TokenBlocks
 from meshwright.runtime.split.weights import layouts_of_parameters
 
 Notes = list[Layout | None]
@@ -25,8 +26,10 @@ Notes = list[Layout | None]
 class Border:
     """Around one block, or around the whole module for what is in none."""
 
-    def __init__(self, split: Splitter, name: str, block: nn.Module, named: list[tuple[str, nn.Module, str]]) -> None:
-        self.split, self.name = split, name
+    def __init__(
+        self, split: Splitter, name: str, block: nn.Module, named: list[tuple[str, nn.Module, str]], tokens: TokenBlocks
+    ) -> None:
+        self.split, self.name, self.tokens = split, name, tokens
         self.named = named
         """The name of a parameter, as `named_parameters()` has it, the module that holds it, and its name there."""
         self.layouts: dict[str, Layout] = {}
@@ -54,7 +57,8 @@ class Border:
         self._name_parameters()
         outer, self.split.shared = self.split.shared, {}
         try:
-            return self._summed(forward(*args, **kwargs))
+            args, kwargs = self.tokens.entered(self.name, (args, kwargs))
+            return self.tokens.left(self.name, self._summed(forward(*args, **kwargs)))
         except NotSplit as error:
             if error.block is None:
                 error.block = self.name
@@ -109,8 +113,11 @@ def _put_back(values: Any, notes: Notes | None) -> None:
             lay(leaf, layout)
 
 
-def draw_borders(module: nn.Module, blocks: tuple[str, ...], split: Splitter) -> list[Border]:
+def draw_borders(
+    module: nn.Module, blocks: tuple[str, ...], split: Splitter, token_blocks: tuple[str, ...] = ()
+) -> list[Border]:
     """One around each block; one around the module, which knows all parameters: a model may call parts of a block by themselves."""
+    tokens = TokenBlocks(split, token_blocks)
     layouts = layouts_of_parameters(module)
     blocks = tuple(name for name in blocks if not isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict))
     first_names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -121,7 +128,9 @@ def draw_borders(module: nn.Module, blocks: tuple[str, ...], split: Splitter) ->
                 for home in {"", _home(path, blocks)}:
                     held[home].append((first_names[id(parameter)], holder, own_name))
     borders = [
-        Border(split, name, module.get_submodule(name), named) for name, named in held.items() if named or not name
+        Border(split, name, module.get_submodule(name), named, tokens)
+        for name, named in held.items()
+        if named or not name
     ]
     for border in borders:
         border.layouts = layouts

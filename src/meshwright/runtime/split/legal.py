@@ -42,6 +42,7 @@ from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.faked import Called, Steps, faked, faked_batch, first_alike
 from meshwright.runtime.split.layout import Cut, lay
 from meshwright.runtime.split.splitter import Indivisible, NotSplit, Splitter
+from meshwright.runtime.split.token_blocks import TokenBlocks
 from meshwright.runtime.split.weights import AXIS, sharded_tensors
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
@@ -89,6 +90,7 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan, mode: FakeTensorM
         plan.sequence_parallel,
         plan.context,
     )
+    cutting = TokenBlocks(splitter, plan.token_blocks)
     running = [""]
 
     def follow(shortcut: AbstractContextManager[Any]) -> None:
@@ -98,7 +100,7 @@ def _check_tokens(module: nn.Module, batch: Batch, plan: Plan, mode: FakeTensorM
                 _cut_parameters(parameters, sharded_tensors(module, plan), splitter)
             given = faked_batch(batch)
             splitter.read(given)
-            with splitter, shortcut:
+            with splitter, shortcut, cutting.followed(module):
                 call(Called(module, parameters), given)
 
     handles = [

@@ -98,7 +98,7 @@ def split_model(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitModel |
     named = list(module.named_parameters(remove_duplicate=False))
     by_parameter = {id(parameter): name for name, parameter in reversed(named)}
     first_names = {name: by_parameter[id(parameter)] for name, parameter in named}
-    return SplitModel(splitter, draw_borders(module, plan.blocks, splitter), first_names)
+    return SplitModel(splitter, draw_borders(module, plan.blocks, splitter, plan.token_blocks), first_names)
 
 
 def whole_output(splitter: Splitter, output: Any) -> Any:

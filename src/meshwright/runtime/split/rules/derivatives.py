@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.runtime.own_backward import place_of
 from meshwright.runtime.split import exchange
+from meshwright.runtime.split.functions import OWN
 from meshwright.runtime.split.layout import NOTE, Addend, Layout, cuts, lay, layout_of
 from meshwright.runtime.split.rules.arguments import Args, Options
 from meshwright.runtime.split.splitter import NotSplit, Splitter
@@ -25,6 +26,10 @@ Hook = Callable[[Tensor], Tensor | None]
 
 def register_hook(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     tensor, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+    if str(getattr(hook, "__module__", "")).startswith(
+        OWN
+    ):  # `fully_shard` has one on what a block hands on, and reads no gradient
+        return function(*args, **kwargs)
     if isinstance(tensor, nn.Parameter):
         name = split.names.get(id(tensor), "a parameter")
         raise NotSplit(
