@@ -117,7 +117,7 @@ def plan_of(request: PlanRequest, graph: Graph, legal: tuple[LegalSharding, ...]
     from meshwright.core.limits import check_runs
     from meshwright.core.request import plain_plan
     from meshwright.core.schedules import make_order
-    from meshwright.cost.division import check_divides
+    from meshwright.cost.degrees import check_divides
 
     world = 1 if request.dp == 1 else NUM_RANKS
     plan = plain_plan(request, graph, world, cluster)

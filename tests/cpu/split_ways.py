@@ -29,7 +29,7 @@ def simple_ways(sample: Sample, world: World) -> Iterator[Ways]:
     """Of a world with one axis: each input cut along each dim, in one run and in two; two inputs cut; each as summands."""
     axis, tensors = world.axes[0], _tensors(sample)
     cuts = {
-        n: [Cut(dim, runs) for dim, size in enumerate(t.shape) for runs in (1, 2) if size % (world.pieces(axis) * runs) == 0]
+        n: [c for dim, size in enumerate(t.shape) for runs in (1, 2) if (c := world.cut(dim, size, runs, axis)) is not None]
         for n, t in tensors.items()
     }  # fmt: skip
     if sample.brief:
@@ -63,16 +63,12 @@ def drawn_ways(sample: Sample, world: World, choose: Choose) -> Ways:
 
 
 def _drawn_share(tensor: Tensor, before: Layout, world: World, axis: Axis, choose: Choose) -> Share | None:
-    sizes = list(tensor.shape)
+    sizes, taken = list(tensor.shape), {share.dim for share in before.values() if isinstance(share, Cut)}
     for other, share in before.items():
-        if isinstance(share, Cut):
-            sizes[share.dim] //= dict(world.degrees)[other]
-    cuts = [
-        Cut(dim, runs)
-        for dim, size in enumerate(sizes)
-        for runs in (1, 2, 4)
-        if size and size % (world.pieces(axis) * runs) == 0
-    ]
+        if isinstance(share, Cut):  # of parts that differ, none is cut further
+            sizes[share.dim] = 0 if share.rest else sizes[share.dim] // dict(world.degrees)[other]
+    found = [world.cut(dim, size, runs, axis) for dim, size in enumerate(sizes) for runs in (1, 2, 4)]
+    cuts = [cut for cut in found if cut is not None and not (cut.rest and cut.dim in taken)]
     sums = [Addend(), Addend(torch.ones(()))] if _may_be_summands(tensor) else []
     drawn: Share | None = choose([None, None, *cuts, *sums])
     last = tensor.dim() - 1

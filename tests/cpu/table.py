@@ -233,6 +233,8 @@ def compare_on_rank(model: str, plan: Plan, num_steps: int, tamper: Tamper | Non
 class Seen:
     coordinate: int
     """Of pp."""
+    context: int
+    """Of cp."""
     collectives: tuple[Collective, ...]
 
 
@@ -246,7 +248,7 @@ def compare_collectives(ranks: RankPool, model: str, plan: Plan) -> str:
     recipe = Recipe(optimizer_slots=1, optimizer_scalar_bytes=0, clips=True)
     estimator = Estimator(graph, plan, hand_cluster(plan.world), recipe)
     every: list[Seen] = ranks.run(record_on_rank, model, plan)
-    predicted = [estimator.collectives(seen.coordinate) for seen in every]
+    predicted = [estimator.collectives(seen.coordinate, seen.context) for seen in every]
     pairs = [(_by_call(p), _by_call(seen.collectives)) for p, seen in zip(predicted, every, strict=True)]
     pairs.append(
         (_routed(row for rows in predicted for row in rows), _routed(row for s in every for row in s.collectives))
@@ -282,4 +284,5 @@ def record_on_rank(model: str, plan: Plan) -> Seen:
     assert source.example is not None
     for _ in range(RECORDED_STEPS):
         program.step(source.example(plan.global_batch))
-    return Seen(program.pipeline.here if program.pipeline else 0, program.trace().collectives)
+    here = program.pipeline.here if program.pipeline else 0
+    return Seen(here, program.mesh.get_local_rank("cp"), program.trace().collectives)

@@ -13,7 +13,8 @@ from meshwright.core.flow import OBJECTIVE, Flow, FlowEvent, FlowTensor
 from meshwright.core.graph import Block, Graph, Kind, Op, Segment, Shape
 from meshwright.core.plan import Mesh, Plan, Stage
 from meshwright.core.tokens import handed_on, looked_up_tokens, token_names, tokens_in_blocks
-from meshwright.cost.division import check_degrees, divide
+from meshwright.cost.degrees import check_degrees
+from meshwright.cost.division import divide
 
 TOKENS, WIDTH, HEADS, DEPTH = 16, 32, 4, 4
 SAMPLES = Affine(0.0, 1.0)
@@ -137,5 +138,5 @@ def test_only_blocks_of_runs_have_parts() -> None:
 
 
 def test_token_blocks_name_blocks_of_a_stage() -> None:
-    with pytest.raises(PlanError, match="token_blocks names block 'layers.4'"):
+    with pytest.raises(PlanError, match=r"token_blocks names block 'layers\.4'"):
         plan(token_blocks=("layers.0-4",))

@@ -29,7 +29,7 @@ def plan_file_of_small(model: str, plan: Plan, file: str) -> Plan:
     from meshwright.cli.shardings import try_sharding
     from meshwright.core.limits import check_runs
     from meshwright.core.shrunk import shrunk_plan
-    from meshwright.cost.division import check_divides
+    from meshwright.cost.degrees import check_divides
     from meshwright.models.source import resolve
 
     whole = graph_of(model, plan.precision, plan.casting)
@@ -49,7 +49,7 @@ def _check_file(plan: Plan, whole: Graph, file: str) -> None:
     from meshwright.cli.decision import check_made_for
     from meshwright.core.sharding import ways_by_block
     from meshwright.core.stages import check_blocks
-    from meshwright.cost.division import check_divides
+    from meshwright.cost.degrees import check_divides
 
     check_made_for(plan, whole, file)
     check_blocks(whole, plan)

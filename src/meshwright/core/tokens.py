@@ -27,7 +27,7 @@ from meshwright.core.once import once_per_kind
 
 STREAM_DIMS = 3
 """Samples, tokens, width."""
-KEPT = "_tokens_in_blocks"
+KEPT, LOOKED_UP = "_tokens_in_blocks", "_looked_up_tokens"
 
 
 class TokenBlocks(NamedTuple):
@@ -49,7 +49,19 @@ class TokenBlocks(NamedTuple):
 
 def looked_up_tokens(graph: Graph) -> int:
     """Of what the model looks up for a sample; the fewest, where it has several inputs. 0: it looks up nothing."""
-    found = [
+    return min(looked_up_counts(graph), default=0)
+
+
+def looked_up_counts(graph: Graph) -> frozenset[int]:
+    """Of each of the inputs whose ids the model looks up, the tokens of a sample; found once."""
+    if LOOKED_UP not in graph.__dict__:
+        graph.__dict__[LOOKED_UP] = frozenset(_looked_up(graph))
+    found: frozenset[int] = graph.__dict__[LOOKED_UP]
+    return found
+
+
+def _looked_up(graph: Graph) -> list[int]:
+    return [
         round(shape[-1].fixed)
         for kind in graph.kinds
         for op in kind.ops
@@ -57,7 +69,6 @@ def looked_up_tokens(graph: Graph) -> int:
         for shape in op.input_shapes[1:2]
         if len(shape) == 2 and shape[0].per_sample
     ]
-    return min(found, default=0)
 
 
 def tokens_in_blocks(graph: Graph) -> TokenBlocks:
@@ -68,9 +79,15 @@ def tokens_in_blocks(graph: Graph) -> TokenBlocks:
     return found
 
 
+def cut_in_blocks(graph: Graph, cp: int) -> TokenBlocks | None:
+    """Which blocks cut their tokens over cp; None where those that are looked up are cut, and so all blocks have parts."""
+    return tokens_in_blocks(graph) if cp > 1 and not looked_up_tokens(graph) else None
+
+
 def token_names(graph: Graph, cp: int) -> tuple[str, ...]:
     """What a plan with this degree says in `token_blocks`."""
-    return tokens_in_blocks(graph).names if cp > 1 and not looked_up_tokens(graph) else ()
+    found = cut_in_blocks(graph, cp)
+    return found.names if found is not None else ()
 
 
 def _find(graph: Graph) -> TokenBlocks:

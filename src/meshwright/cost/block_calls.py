@@ -125,7 +125,7 @@ def is_whole_lookup(op: Op) -> bool:
 
 
 def _result_bytes(op: Op, own: BlockOps) -> int:
-    return round(op.written_bytes.at(own.plan.microbatch) / own.cp)
+    return round(op.written_bytes.at(own.plan.microbatch) * own.division.degrees.token_share)
 
 
 def _read_bytes(op: Op, own: BlockOps) -> int:
@@ -146,7 +146,7 @@ def _hand_on_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     """The last of a run of blocks that cut their tokens gathers what it hands on; nothing in it is kept, so that no second forward
     does."""
     for tensor in own.division.gathered:
-        part = round(tensor.num_bytes.at(own.plan.microbatch) / own.cp)
+        part = round(tensor.num_bytes.at(own.plan.microbatch) * own.division.degrees.sent_share)
         group = axis_group(own.plan.mesh, "cp")
         if phase == "forward":
             yield Call("all_gather", part, 1, phase, "cp", group)
@@ -188,7 +188,7 @@ def _exchange_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
             exchanged = op.input_shapes[:2] if num_matmuls % 2 == 0 else (op.input_shapes[1], op.result_shape)
             num_matmuls += 1
         for place, shape in enumerate(exchanged):
-            size = own.elements(shape) * PRECISION_BYTES[op.dtype] / own.division.tp_degree(number)
+            size = own.sent_elements(shape) * PRECISION_BYTES[op.dtype] / own.division.tp_degree(number)
             times = repeated if place in KEY_AND_VALUE else 1
             yield Call("all_to_all", round(size) * times, 1, phase, "cp", group)
 

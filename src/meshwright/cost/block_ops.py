@@ -33,8 +33,15 @@ class BlockOps:
         return self.division.degrees.cp
 
     def elements(self, shape: Shape) -> float:
-        """Of an activation, on one of the cp ranks."""
-        return prod(dim.at(self.plan.microbatch) for dim in shape) / self.cp
+        """Of an activation, on the rank."""
+        return self._elements(shape) * self.division.degrees.token_share
+
+    def sent_elements(self, shape: Shape) -> float:
+        """Of an activation, what a rank sends of it along cp."""
+        return self._elements(shape) * self.division.degrees.sent_share
+
+    def _elements(self, shape: Shape) -> float:
+        return prod(dim.at(self.plan.microbatch) for dim in shape)
 
     def __iter__(self) -> Iterator[tuple[int, Op]]:
         """Of those that may call collectives of their own."""

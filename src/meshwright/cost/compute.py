@@ -224,9 +224,9 @@ def matmul_size(division: Division, number: int, samples: float) -> MatmulSize:
     depth = max(1.0, op.flops.at(samples) / (2 * batch * rows * columns))
     has_tokens = any(dim.per_sample for dim in op.result_shape)
     if has_tokens:
-        rows /= degrees.cp
+        rows *= degrees.token_share
     else:
-        depth /= degrees.cp
+        depth *= degrees.token_share
     if division.along_tokens(number):
         rows /= tp
     elif not has_tokens:

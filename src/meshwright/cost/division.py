@@ -2,7 +2,8 @@
 
     tp    an op on a split tensor does 1/tp of its work and its result takes 1/tp of the memory        (core/labels.py)
     sp    between the split parts the tokens lie over tp: whole tensors with tokens take 1/tp too
-    cp    tokens lie over cp: everything that grows with the samples takes 1/cp
+    cp    tokens lie over cp: everything that grows with the samples takes 1/cp; where n tokens do not divide, ⌈n/cp⌉/n, as the
+          first ranks have it
     ep    experts lie over ep: each rank keeps 1/ep of their weights and still works on as many tokens
 
 A quantity that grows with the samples is one that has tokens; weights and their gradients do not.
@@ -12,33 +13,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd, prod
+from math import prod
 
-from meshwright.core.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats, num_heads, num_pieces
-from meshwright.core.errors import PlanError
+from meshwright.core.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats
 from meshwright.core.flow import FlowTensor
 from meshwright.core.graph import PRECISION_BYTES, Graph, Kind, Op, Source
 from meshwright.core.labels import Label, Labels, Way, labels_of
-from meshwright.core.plan import ContextWay, Plan
-from meshwright.core.plan_check import check_experts
+from meshwright.core.plan import Plan
 from meshwright.core.sharding import ways_by_block
-from meshwright.core.tokens import TokenBlocks, handed_on, looked_up_tokens, stream_of, tokens_in_blocks
+from meshwright.core.tokens import TokenBlocks, cut_in_blocks, handed_on, looked_up_tokens, stream_of
+from meshwright.cost.degrees import Degrees, check_divides, experts_by_block
 from meshwright.cost.fusion import Fused, fused_groups
 
 RING_LAUNCHES = 9
 """Of one piece: the attention, what merges it with the others or adds up its gradients, and copies for its way. Origin: counted."""
-STACKED_DIMS = 3
-"""Matrices of several experts in one parameter."""
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """Over how many ranks work is divided."""
-
-    tp: int = 1
-    cp: int = 1
-    sequence_parallel: bool = False
-    context: ContextWay = "heads"
 
 
 @dataclass(frozen=True)
@@ -92,11 +80,11 @@ class Division:
         return self.launches_by_op[number]
 
     @cached_property
-    def lying(self) -> tuple[tuple[int, int, bool, Label], ...]:
+    def lying(self) -> tuple[tuple[float, int, bool, Label], ...]:
         """All that the time of every op follows from, beside the op and the samples."""
-        cp = self.degrees.cp
+        share = self.degrees.token_share
         return tuple(
-            (cp, self.tp_degree(number), self.along_tokens(number), self.labels.results[number])
+            (share, self.tp_degree(number), self.along_tokens(number), self.labels.results[number])
             for number in range(len(self.kind.ops))
         )
 
@@ -123,12 +111,18 @@ class Division:
         )
 
     def token_share(self, op: Op) -> float:
-        return 1 / self.degrees.cp if _has_tokens(op) else 1.0
+        return self.degrees.token_share if _has_tokens(op) else 1.0
+
+    def on(self, rank: int) -> Division:
+        """The same for another rank of cp."""
+        return (
+            replace(self, degrees=replace(self.degrees, rank=rank)) if self.degrees.tokens % self.degrees.cp else self
+        )
 
     @property
     def handed_share(self) -> float:
         """Of the bytes the block hands on, what one rank has."""
-        return self.result_share("@input") * (self.degrees.cp if self.gathered else 1)
+        return self.result_share("@input") / (self.degrees.token_share if self.gathered else 1)
 
     def result_share(self, source: Source) -> float:
         """Of a tensor's bytes, what one rank holds. What comes from outside is whole, as blocks hand it on."""
@@ -148,11 +142,11 @@ class Division:
     def _result_share(self, source: Source) -> float:
         degrees = self.degrees
         if isinstance(source, int):
-            tokens = 1 / degrees.cp if self.kind.ops[source].written_bytes.per_sample > 0 else 1.0
+            tokens = degrees.token_share if self.kind.ops[source].written_bytes.per_sample > 0 else 1.0
             tokens *= self.repeats.get(source, 1)
             label = self.labels.results[source]
         else:
-            tokens, label = 1 / degrees.cp, self.labels.outside.get(source, "whole")
+            tokens, label = degrees.token_share, self.labels.outside.get(source, "whole")
         if label == "split" or degrees.sequence_parallel:
             return tokens / degrees.tp
         return tokens
@@ -170,35 +164,27 @@ def divide(graph: Graph, plan: Plan) -> dict[str, Division]:
     kinds = graph.kind_by_block
     degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context)
     labels = _labels(graph, kinds, ways)
-    experts = _experts(graph)
-    tokens = _tokens_in_blocks(graph, plan.mesh.cp)
+    experts = experts_by_block(graph)
+    tokens = cut_in_blocks(graph, plan.mesh.cp)
     ends = {run[-1] for run in tokens.runs} if tokens else set()
     made: dict[tuple[int, tuple[FlowTensor, ...]], Division] = {}
     found = {}
     for name in kinds:
         gathered = handed_on(kinds[name]) if name in ends else ()
-        own = degrees if tokens is None or name in tokens.blocks else replace(degrees, cp=1)
+        own = _degrees_of(graph, name, degrees, tokens)
         division = Division(kinds[name], labels[name], own, experts.get(name, ()), gathered)
         found[name] = made.setdefault((id(labels[name]), gathered), division)
     return found
 
 
-def _tokens_in_blocks(graph: Graph, cp: int) -> TokenBlocks | None:
-    """Which blocks cut their tokens over cp; None where those that are looked up are cut, and so all blocks have parts."""
-    return tokens_in_blocks(graph) if cp > 1 and not looked_up_tokens(graph) else None
-
-
-def _experts(graph: Graph) -> dict[str, tuple[int, ...]]:
-    """Block → the number of experts of each module in it that holds some, stacked."""
-    modules = {
-        parameter.name.rpartition(".")[0]: (parameter.block, parameter.shape[0])
-        for parameter in graph.parameters
-        if parameter.expert and len(parameter.shape) == STACKED_DIMS
-    }
-    found: dict[str, tuple[int, ...]] = {}
-    for block, count in modules.values():
-        found[block] = (*found.get(block, ()), count)
-    return found
+def _degrees_of(graph: Graph, block: str, degrees: Degrees, tokens: TokenBlocks | None) -> Degrees:
+    """With the number of tokens that the block's ranks share; one that cuts none has them whole."""
+    if tokens is None:
+        return replace(degrees, tokens=looked_up_tokens(graph))
+    stream = stream_of(graph.kind_by_block[block])
+    if block not in tokens.blocks or stream is None:
+        return replace(degrees, cp=1)
+    return replace(degrees, tokens=round(stream[1].fixed))
 
 
 def _labels(graph: Graph, kinds: dict[str, Kind], ways: dict[str, dict[str, Way]]) -> dict[str, Labels]:
@@ -218,92 +204,3 @@ def _labels(graph: Graph, kinds: dict[str, Kind], ways: dict[str, dict[str, Way]
             found[name] = labels_of(kinds[name], ways[name], outside)
             outside |= {f"@{name}#{number}": label for number, label in enumerate(found[name].results)}
     return found
-
-
-def check_divides(graph: Graph, plan: Plan) -> None:
-    """Degrees that do not divide the model, and tp that splits nothing, are refused."""
-    check_degrees(graph, plan)
-    tp = plan.mesh.tp
-    if tp > 1 and not plan.sharding:
-        raise PlanError(
-            f"the plan has tp={tp} but splits no tensor of '{graph.model}': set tp to 1, or name tensors to split in its `sharding`"
-        )
-
-
-def check_degrees(graph: Graph, plan: Plan) -> None:
-    """Heads that do not divide over tp and cp, experts over ep, and sequences over cp, are refused."""
-    tp, cp = plan.mesh.tp, plan.mesh.cp
-    for counts in _experts(graph).values():
-        check_experts(counts, plan.mesh)
-    if plan.sequence_parallel and tp == 1:
-        raise PlanError("sequence parallel lays tokens over tp, but tp=1: leave it out, or raise tp")
-    tokens, in_blocks = looked_up_tokens(graph), _tokens_in_blocks(graph, cp)
-    if in_blocks is not None and in_blocks.refusal:
-        raise PlanError(
-            f"cp={cp} cuts samples by their tokens, but '{graph.model}' looks up no tokens, and {in_blocks.refusal}: set cp to 1"
-        )
-    for number in _numbers_of_tokens(graph, in_blocks) if cp > 1 else ():
-        _check_tokens(number, cp, plan.context)
-    if plan.sequence_parallel and not tokens:
-        raise PlanError(f"sequence parallel lays tokens over tp, but '{graph.model}' looks up no tokens: leave it out")
-    if plan.sequence_parallel and tokens % (tp * cp):
-        raise PlanError(
-            f"{tokens} tokens a sample do not divide over tp · cp = {tp * cp}, as sequence parallel needs: change a degree or "
-            "the sequence length"
-        )
-    ways = ways_by_block(plan, graph) if plan.sharding else {}
-    whole = {
-        graph.kind_by_block[block.name].name
-        for block in graph.blocks
-        if in_blocks and block.name not in in_blocks.blocks
-    }
-    for kind in graph.kinds:
-        _check_attention(
-            kind,
-            plan,
-            1 if kind.name in whole else cp,
-            [ways[block.name] for block in graph.blocks if block.kind == kind.name and ways],
-        )
-
-
-def _numbers_of_tokens(graph: Graph, in_blocks: TokenBlocks | None) -> set[int]:
-    """That are cut over cp."""
-    if in_blocks is None:
-        return {looked_up_tokens(graph)}
-    streams = (stream_of(graph.kind_by_block[name]) for name in in_blocks.blocks)
-    return {round(stream[1].fixed) for stream in streams if stream is not None}
-
-
-def _check_tokens(tokens: int, cp: int, context: ContextWay) -> None:
-    if tokens % num_pieces(cp, context):
-        twice = ", two pieces each, as a ring needs" if context == "ring" else ""
-        raise PlanError(f"{tokens} tokens a sample do not divide over cp={cp}{twice}: change the sequence length or cp")
-
-
-def _check_attention(kind: Kind, plan: Plan, cp: int, ways: list[dict[str, Way]]) -> None:
-    """Under cp the heads of queries may be what tokens are exchanged for; fewer heads of keys are repeated.
-
-    ways: of the kind's blocks, where the plan says what it splits: attention that it leaves whole has no heads to divide.
-    """
-    tp = plan.mesh.tp
-    for number, op in enumerate(kind.ops):
-        heads, key_heads = num_heads(op)
-        if heads and (heads % tp or key_heads % tp):
-            if not _is_split(kind, number, ways):
-                continue
-            few = f" and {key_heads} of keys and values" if key_heads != heads else ""
-            raise PlanError(
-                f"{heads} attention heads{few} in blocks of kind '{kind.name}' do not divide over tp={tp}: "
-                f"use a divisor of {gcd(heads, key_heads)}"
-            )
-        if cp > 1 and plan.context == "heads" and heads % (tp * cp):
-            raise PlanError(
-                f"{heads} attention heads in blocks of kind '{kind.name}' do not divide over tp · cp = {tp * cp}, as the exchange "
-                f"of tokens for heads needs: use divisors of {heads}, or set context to ring"
-            )
-
-
-def _is_split(kind: Kind, number: int, ways: list[dict[str, Way]]) -> bool:
-    """Whether some block of the kind does an op on parts; so it is taken to be where the plan splits nothing of them."""
-    different = {id(way): way for way in ways if way}.values()
-    return not different or any(labels_of(kind, way).work_split[number] for way in different)

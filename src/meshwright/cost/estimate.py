@@ -248,18 +248,19 @@ class Estimator:
 
     # ------------------------------------------------------------ collectives
 
-    def collectives(self, coordinate: int) -> tuple[Collective, ...]:
-        """All calls of a rank on this coordinate in one step."""
-        sends = transfer_calls(self.plan, self.passes, self.divisions, self.recipe, coordinate)
-        return total(as_collectives([*self.costs.data_calls(coordinate), *self._inner(coordinate), *sends]))
+    def collectives(self, coordinate: int, context: int = 0) -> tuple[Collective, ...]:
+        """All calls of a rank on this coordinate in one step. context: its place along cp."""
+        divisions = {name: division.on(context) for name, division in self.divisions.items()}
+        sends = transfer_calls(self.plan, self.passes, divisions, self.recipe, coordinate)
+        return total(as_collectives([*self.costs.data_calls(coordinate), *self._inner(coordinate, divisions), *sends]))
 
-    def _inner(self, coordinate: int) -> Iterator[Call]:
+    def _inner(self, coordinate: int, divisions: dict[str, Division]) -> Iterator[Call]:
         recomputed = self.plan.recomputed("full")
         for stage, passes in zip(self.plan.stages, self.passes, strict=True):
             if stage.coordinate != coordinate:
                 continue
             for block, numbers in passes.numbers.items():
-                division, again = self.divisions[block], block in recomputed
+                division, again = divisions[block], block in recomputed
                 calls = [
                     *block_calls(division, self.plan, "forward", numbers),
                     *(block_calls(division, self.plan, "forward", numbers, again=True) if again else ()),

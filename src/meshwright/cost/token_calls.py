@@ -57,13 +57,13 @@ def _sum_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[Cal
 def _gather_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[Call]:
     """From the axis that cut last: what it gathers is what the one before gathers in turn."""
     mesh, axes = own.plan.mesh, _axes(own, op)
-    whole = op.read_bytes.at(own.plan.microbatch)
-    part = whole / prod(getattr(mesh, axis) for axis in axes)
+    part = op.read_bytes.at(own.plan.microbatch) * (own.division.degrees.sent_share if "cp" in axes else 1)
+    part /= mesh.tp if "tp" in axes else 1
     for axis in reversed(axes):
         if phase == "forward":
             yield Call("all_gather", round(part), 1, phase, axis, axis_group(mesh, axis))
         elif axis == "cp" and _is_differentiated(own.division.kind, number):
-            yield Call("reduce_scatter", round(whole), 1, phase, axis, axis_group(mesh, axis))
+            yield Call("reduce_scatter", round(part * own.cp), 1, phase, axis, axis_group(mesh, axis))
         part *= getattr(mesh, axis)
 
 

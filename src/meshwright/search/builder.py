@@ -18,7 +18,7 @@ from meshwright.core.request import count_microbatches, recompute_rules
 from meshwright.core.sharding import plain_sharding
 from meshwright.core.stages import cut_stages, even_counts
 from meshwright.core.tokens import token_names
-from meshwright.cost.division import check_divides
+from meshwright.cost.degrees import check_divides
 from meshwright.search.problem import OffloadKind, Problem
 
 

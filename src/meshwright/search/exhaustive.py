@@ -40,7 +40,7 @@ from meshwright.core.limits import check_runs, not_yet
 from meshwright.core.names import compact_names
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
 from meshwright.core.request import PlanRequest, plain_plan, recompute_rules
-from meshwright.cost.division import check_degrees, check_divides
+from meshwright.cost.degrees import check_degrees, check_divides
 from meshwright.cost.redone import core_ops
 from meshwright.search.builder import Builder
 from meshwright.search.builder import Point as Point

@@ -15,7 +15,7 @@ from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.request import plain_plan
 from meshwright.core.schedules import make_order
-from meshwright.cost.division import check_degrees, check_divides
+from meshwright.cost.degrees import check_degrees, check_divides
 from meshwright.cost.estimate import check_costable
 from meshwright.search.best_first import BestFirst
 from meshwright.search.cuts import best_cut

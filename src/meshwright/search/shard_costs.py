@@ -21,7 +21,8 @@ from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.block_calls import block_calls
 from meshwright.cost.compute import KernelCosts, update_seconds
-from meshwright.cost.division import Degrees, Division
+from meshwright.cost.degrees import Degrees
+from meshwright.cost.division import Division
 from meshwright.cost.fusion import is_fused
 from meshwright.cost.links import axis_group, collective_seconds
 from meshwright.cost.state import items_of

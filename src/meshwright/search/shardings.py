@@ -11,7 +11,7 @@ from meshwright.core.names import compact_names
 from meshwright.core.plan import BlockSharding, Mesh, Plan, Stage
 from meshwright.core.sharding import plain_sharding
 from meshwright.cost.compute import KernelCosts
-from meshwright.cost.division import check_degrees, check_divides
+from meshwright.cost.degrees import check_degrees, check_divides
 from meshwright.search.problem import Problem
 from meshwright.search.sharding import best_sharding
 from meshwright.search.space import Shape

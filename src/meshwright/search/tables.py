@@ -15,7 +15,8 @@ from meshwright.core.graph import Graph
 from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Stage
 from meshwright.core.tokens import token_names
 from meshwright.cost.compute import KernelCosts
-from meshwright.cost.division import Division, check_degrees, divide
+from meshwright.cost.degrees import check_degrees
+from meshwright.cost.division import Division, divide
 from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of, work_key
 from meshwright.cost.state import Items, items_of
 from meshwright.search.bounds import Bounds

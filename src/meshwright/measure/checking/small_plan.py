@@ -9,7 +9,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest, plain_mesh, plain_plan, share_of_batch
-from meshwright.cost.division import check_divides
+from meshwright.cost.degrees import check_divides
 from meshwright.measure.cutting import check_stages
 from meshwright.measure.mean_loss import cuts_batch, find_in_source
 from meshwright.models.faked.build import build_followable

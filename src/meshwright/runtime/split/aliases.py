@@ -93,9 +93,10 @@ def follow(function: Any, args: Args, kwargs: Options, made: Any) -> None:
     if not args or not isinstance(args[0], Tensor):
         return
     first = args[0]
-    if NOTE in vars(first) and getattr(function, "__name__", "") in VIEWS:
+    noted = vars(first)
+    if (NOTE in noted or FAMILY in noted) and getattr(function, "__name__", "") in VIEWS:
         join(first, made if isinstance(made, tuple | list) else (made,))
-    elif FAMILY in vars(first) and changes_its_input(function, args, kwargs):
+    elif FAMILY in noted and changes_its_input(function, args, kwargs):
         _make_stale(first)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.core.collective import Axis
 from meshwright.runtime.axis import along
-from meshwright.runtime.split.layout import Cut
+from meshwright.runtime.split.layout import Cut, whole_size
 
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -35,6 +35,16 @@ class Ranks:
         """Into how many pieces a dim that is cut must divide."""
         return 2 * self.size if self.folded else self.size
 
+    @property
+    def may_differ(self) -> bool:
+        """Whether ranks may have parts of different sizes: tokens of cp, unless they are folded."""
+        return self.axis == "cp" and not self.folded
+
+    def sizes(self, whole: int) -> list[int]:
+        """What each rank has of a run that is so long: the first ones have one more, where it does not divide."""
+        each, rest = divmod(whole, self.size)
+        return [each + (rank < rest) for rank in range(self.size)]
+
     def add_up(self, tensor: Tensor) -> Tensor:
         """The sum of every rank's tensor."""
         total = tensor.clone(memory_format=torch.contiguous_format)
@@ -51,22 +61,27 @@ class Ranks:
         return found
 
     def gather(self, part: Tensor, cut: Cut) -> Tensor:
-        """The whole of which each rank has a part."""
-        runs, dim = _runs(part, cut)
+        """The whole of which each rank has a part. Parts travel as large as the largest."""
+        sizes = self._sizes_of(part, cut)
+        runs, dim = _runs(grown(part, cut, sizes[0]), cut)
         parts = part.new_empty((self.size, *runs.shape))
         if self.group is not None:
             with along(self.axis):
                 gather_into(parts.view(-1), runs.reshape(-1), group=self.group)
-        return _fresh(self._unfold(torch.cat(parts.unbind(0), dim=dim), dim), cut)
+        every = [one.narrow(dim, 0, size) for one, size in zip(parts.unbind(0), sizes, strict=True)]
+        return _fresh(self._unfold(torch.cat(every, dim=dim), dim), cut)
 
     def scatter(self, whole: Tensor, cut: Cut) -> Tensor:
         """The sum of every rank's tensor; each gets its part of it."""
         runs, dim = _runs(whole, cut)
-        parts = torch.stack(self._fold(runs, dim).chunk(self.size, dim)).contiguous()  # stack may keep channels last
+        sizes = self.sizes(runs.shape[dim])
+        parts = self._pieces(runs, dim)
         own = parts.new_empty(parts.shape[1:])
         if self.group is not None:
             with along(self.axis):
                 scatter_into(own.view(-1), parts.view(-1), group=self.group)
+        if own.shape[dim] != sizes[self.rank]:
+            own = own.narrow(dim, 0, sizes[self.rank]).clone()
         return _fresh(own, cut)
 
     def own_part(self, whole: Tensor, cut: Cut) -> Tensor:
@@ -75,33 +90,52 @@ class Ranks:
 
     def part_of(self, rank: int, whole: Tensor, dim: int) -> Tensor:
         """Another's part of a dim that is one run."""
+        if not self.folded:
+            sizes = self.sizes(whole.shape[dim])
+            return whole.narrow(dim, sum(sizes[:rank]), sizes[rank])
         size = whole.shape[dim] // self.num_pieces
-        pieces = [whole.narrow(dim, place * size, size) for place in self._places(rank)]
-        return torch.cat(pieces, dim) if self.folded else pieces[0]
+        return torch.cat([whole.narrow(dim, place * size, size) for place in self._places(rank)], dim)
 
     def padded(self, part: Tensor, cut: Cut) -> Tensor:
         """A whole tensor that is zero but for this rank's part."""
         runs, dim = _runs(part, cut)
-        sizes = list(runs.shape)
-        size = sizes[dim]
-        sizes[dim] = size * self.size
-        found = part.new_zeros(sizes)
+        shape, size, sizes = list(runs.shape), runs.shape[dim], self._sizes_of(part, cut)
+        shape[dim] = sum(sizes)
+        found = part.new_zeros(shape)
+        if not self.folded:
+            found.narrow(dim, sum(sizes[: self.rank]), size).copy_(runs)
+            return _joined(found, cut)
         places = self._places(self.rank)
         for place, piece in zip(places, runs.chunk(len(places), dim), strict=True):
             found.narrow(dim, place * size // len(places), size // len(places)).copy_(piece)
         return _joined(found, cut)
 
     def swap(self, part: Tensor, now: Cut, then: Cut) -> Tensor:
-        """A part along one dim becomes a part along another: every rank sends every other a piece."""
-        runs, dim = _runs(part, then)
-        pieces = torch.stack(self._fold(runs, dim).chunk(self.size, dim)).contiguous()
+        """A part along one dim becomes a part along another: every rank sends every other a piece, as large as the largest."""
+        sizes = self._sizes_of(part, now)
+        runs, dim = _runs(grown(part, now, sizes[0]), then)
+        own = self.sizes(runs.shape[dim])[self.rank]
+        pieces = self._pieces(runs, dim)
         received = torch.empty_like(pieces)
         if self.group is not None:
             with along(self.axis):
                 dist.all_to_all_single(received.view(-1), pieces.view(-1), group=self.group)
-        arrived = [_runs(_joined(piece, then), now) for piece in received.unbind(0)]
+        arrived = [_runs(_joined(piece.narrow(dim, 0, own), then), now) for piece in received.unbind(0)]
         dim = arrived[0][1]
-        return _fresh(self._unfold(torch.cat([runs for runs, _ in arrived], dim), dim), now)
+        every = [runs.narrow(dim, 0, size) for (runs, _), size in zip(arrived, sizes, strict=True)]
+        return _fresh(self._unfold(torch.cat(every, dim), dim), now)
+
+    def _sizes_of(self, part: Tensor, cut: Cut) -> list[int]:
+        """What each rank has of one run of a dim that is cut."""
+        return self.sizes(whole_size(part.shape[cut.dim], cut, self) // cut.runs)
+
+    def _pieces(self, whole: Tensor, dim: int) -> Tensor:
+        """One after another, rank by rank, as large as the largest."""
+        sizes = self.sizes(whole.shape[dim])
+        pieces = self._fold(whole, dim).split(sizes, dim)
+        return torch.stack(
+            [grown(piece, Cut(dim), sizes[0]) for piece in pieces]
+        ).contiguous()  # stack may keep channels last
 
     def _places(self, rank: int) -> tuple[int, ...]:
         """Which pieces a rank has."""
@@ -149,6 +183,17 @@ class Hop:
         for call in self.calls:
             call.wait()
         return self.landing.to(self.device) if self.device else self.landing
+
+
+def grown(tensor: Tensor, cut: Cut, size: int) -> Tensor:
+    """Zeros behind each run of a dim, until it is so long."""
+    runs, dim = _runs(tensor, cut)
+    missing = size - runs.shape[dim]
+    if not missing:
+        return tensor
+    shape = list(runs.shape)
+    shape[dim] = missing
+    return _joined(torch.cat([runs, runs.new_zeros(shape)], dim), cut)
 
 
 def _reordered(tensor: Tensor, dim: int, order: list[int]) -> Tensor:

@@ -30,7 +30,7 @@ def laid(split: Splitter, tensor: Tensor, target: Target, missing: int = 0, whol
         axis: cut.dim >= missing and sizes[cut.dim - missing] > 1 and cut.dim - missing not in whole_dims
         for axis, cut in target.items()
     }
-    own = {axis: Cut(cut.dim - missing, cut.runs) for axis, cut in target.items() if has[axis]}
+    own = {axis: cut.at(cut.dim - missing) for axis, cut in target.items() if has[axis]}
     tensor = _in_order(split, tensor, own)
     for axis in [axis for axis in cuts(layout_of(tensor)) if axis not in target]:
         tensor = split.gather(tensor, axis)

@@ -149,7 +149,7 @@ class Splitter(TorchFunctionMode):
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         """Of the whole tensor."""
         layout = layout_of(tensor)
-        return whole_shape(tuple(tensor.shape), layout, self.degrees) if layout else tuple(tensor.shape)
+        return whole_shape(tuple(tensor.shape), layout, self.axes) if layout else tuple(tensor.shape)
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The tensor without addends: summed up, by tokens where sequences are parallel."""
@@ -172,8 +172,7 @@ class Splitter(TorchFunctionMode):
         cut = None
         along_last = share.bias is None or share.bias.dim() <= 1
         if by_tokens and axis == "tp" and self.sequence_parallel and tensor.dim() == STREAM_DIMS and along_last:
-            cut = Cut(tensor.dim() - 2)
-            self.divide(tensor.shape[cut.dim], "tp", "tokens")
+            cut = self.fitting(tensor, "tp", Cut(tensor.dim() - 2))
             made = exchange.scatter(tensor, ranks, cut)
         else:
             made = exchange.total(tensor, ranks)
@@ -244,8 +243,7 @@ class Splitter(TorchFunctionMode):
 
     def narrow(self, whole: Tensor, axis: Axis, cut: Cut) -> Tensor:
         """This rank's part of a tensor that is whole along the axis."""
-        size = self.shape(whole)[cut.dim]
-        self.divide(whole.shape[cut.dim] // cut.runs, axis, f"dim {cut.dim} of size {size}")
+        cut = self.fitting(whole, axis, cut)
         layout = layout_of(whole) or {}
         made = exchange.narrow(whole, self.axes[axis], cut)
         return lay(made, moved(layout, axis, cut))
@@ -255,14 +253,14 @@ class Splitter(TorchFunctionMode):
         layout = layout_of(tensor) or {}
         now = layout[axis]
         assert isinstance(now, Cut)
-        if now == then:
+        if now[:2] == then[:2]:
             return tensor
         if now.dim == then.dim:
             words = f"dim {now.dim}, which lies over {axis} in {now.runs} runs, meets one in {then.runs}"
             self.allow_gathering(axis, NotSplit(words, runs=max(now.runs, then.runs)))
             return self.narrow(self.gather(tensor, axis), axis, then)
         tensor = self._uncover(tensor, axis)
-        self.divide(tensor.shape[then.dim] // then.runs, axis, f"dim {then.dim}")
+        then = self.fitting(tensor, axis, then)
         layout = layout_of(tensor) or {}
         made = exchange.swap(tensor, self.axes[axis], now, then)
         return lay(made, moved(layout, axis, then))
@@ -276,6 +274,24 @@ class Splitter(TorchFunctionMode):
         """What lies over the axis is to be gathered for a function. In a trial that is refused: weights stay whole instead."""
         if self.is_trial:
             raise otherwise
+
+    def fitting(self, tensor: Tensor, axis: Axis, cut: Cut) -> Cut:
+        """The cut of a dim that is whole along the axis, with the rest of its size. Parts of different sizes are cut no further."""
+        size, ranks = tensor.shape[cut.dim] // cut.runs, self.axes[axis]
+        words = f"dim {cut.dim} of size {self.shape(tensor)[cut.dim]}"
+        others = [other for other in cuts(layout_of(tensor)).values() if other.dim == cut.dim]
+        if any(other.rest for other in others):
+            raise Indivisible(f"{words}, of which ranks have different numbers, is to be cut along {axis} too", size)
+        if not self.divides(size, axis, others):
+            self.divide(size, axis, words)
+        return cut._replace(rest=size % ranks.size)
+
+    def divides(self, size: int, axis: Axis, others: Iterable[Cut] = ()) -> bool:
+        """Whether a dim of that size can be cut along the axis: in equal parts, or, where those may differ, in one each at least.
+
+        others: along other axes, which cut the same dim."""
+        ranks = self.axes[axis]
+        return size % ranks.num_pieces == 0 or (ranks.may_differ and size > ranks.size and not list(others))
 
     def divide(self, size: int, axis: Axis, words: str) -> int:
         """size / degree; refused where it does not divide."""

@@ -85,6 +85,7 @@ def _by_heads(split: Splitter, tensor: Tensor) -> Tensor:
         if cut is None or cut.dim <= heads or (axis == "cp" and split.context == "ring"):
             continue
         if heads > 0 or (heads == 0 and tensor.shape[0] % split.axes[axis].num_pieces == 0):
+            split.divide(tensor.shape[heads], axis, f"dim {heads}")
             tensor = split.swap(tensor, axis, Cut(heads))
         else:  # no dim for the heads, and samples that do not divide
             split.allow_gathering(axis, NotSplit("attention without a dim for the heads"))

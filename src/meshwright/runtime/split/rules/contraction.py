@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.runtime.split.laying import ELSEWHERE, laid
-from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of
+from meshwright.runtime.split.layout import Addend, Layout, cuts, lay, layout_of
 from meshwright.runtime.split.rules.arguments import Args, Options, by_name
 from meshwright.runtime.split.rules.operands import Operands, Run
 from meshwright.runtime.split.rules.pointwise import pointwise
@@ -46,7 +46,7 @@ def _shaped(bias: Tensor, behind: int) -> Tensor:
 
 
 def _bias_part(split: Splitter, bias: Tensor, layout: Layout, dim: int) -> Tensor:
-    target = {axis: Cut(0, cut.runs) if cut.dim == dim else ELSEWHERE for axis, cut in cuts(layout).items()}
+    target = {axis: cut.at(0) if cut.dim == dim else ELSEWHERE for axis, cut in cuts(layout).items()}
     return laid(split, split.summed(bias), target)
 
 

@@ -87,21 +87,21 @@ class Operands:
         if not present:
             return None
         letter = present[0]
-        runs = self._runs_at(letter, axis, found)
+        cut = self._cut_at(letter, axis, found)
         for number, names in enumerate(self.letters):
             if found[number] is not None:
-                self._cut(number, axis, Cut(names.index(letter), runs))
+                self._cut(number, axis, cut.at(names.index(letter)))
             elif letter in names and isinstance(self.parts[number], nn.Parameter) and letter not in self.result:
                 return self._without(axis, found)
             elif letter in names:
-                self._cut(number, axis, Cut(names.index(letter), runs))
-        return Cut(self.result.index(letter), runs) if letter in self.result else Addend()
+                self._cut(number, axis, cut.at(names.index(letter)))
+        return cut.at(self.result.index(letter)) if letter in self.result else Addend()
 
-    def _runs_at(self, letter: str, axis: Axis, found: list[str | None]) -> int:
-        """In how many runs the letter is cut: in a weight, else in the first that is cut there."""
+    def _cut_at(self, letter: str, axis: Axis, found: list[str | None]) -> Cut:
+        """How the letter is cut: in a weight, else in the first that is cut there."""
         there = [part for part, at in zip(self.parts, found, strict=True) if at == letter]
         there.sort(key=lambda part: not isinstance(part, nn.Parameter))
-        return next((cuts(layout_of(part))[axis].runs for part in there), 1)
+        return next((cuts(layout_of(part))[axis] for part in there), Cut(0))
 
     def _at_one(self, axis: Axis, found: list[str | None]) -> str:
         """Operands cut at several letters, laid at one: returned."""
@@ -110,12 +110,12 @@ class Operands:
         kept = next((letter for letter in found if letter and letter in self.result), None)
         in_ring = axis == "cp" and self.split.context == "ring" and kept
         target = weight or (kept if in_ring else None) or self._shared_letter(axis, found)
-        runs = self._runs_at(target, axis, found)
+        cut = self._cut_at(target, axis, found)
         for number, names in enumerate(self.letters):
             if found[number] in (None, target):
                 continue
             if target in names:
-                self._cut(number, axis, Cut(names.index(target), runs))
+                self._cut(number, axis, cut.at(names.index(target)))
             else:
                 self.parts[number] = self.split.gather(self.parts[number], axis, read_by_parts=True)
                 self.read_by_parts.add((number, axis))
@@ -152,7 +152,9 @@ class Operands:
     def _tokens_divide(self, number: int, axis: Axis) -> bool:
         names, part = self.letters[number], self.parts[number]
         runs = self.split.samples if len(names) == 2 else 1
-        return part.shape[len(names) - 2] % (runs * self.split.axes[axis].num_pieces) == 0
+        size, dim = part.shape[len(names) - 2], len(names) - 2
+        others = [cut for other, cut in cuts(layout_of(part)).items() if cut.dim == dim and other != axis]
+        return size % runs == 0 and self.split.divides(size // runs, axis, others)
 
     def _in_one_order(self) -> list[Axis]:
         """Letters that two axes cut are cut in the same order everywhere: the one that is returned."""

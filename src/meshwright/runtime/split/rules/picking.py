@@ -49,10 +49,11 @@ def _some_runs(split: Splitter, function: Any, args: Args, kwargs: Options, dim:
     if len(along) != 1 or any(size * along[0][1].runs % whole for size in sizes):
         return _uneven(split, function, args, kwargs, dim)
     (axis, cut) = along[0]
-    pieces = tensor.split([size // split.degrees[axis] for size in sizes], dim)
+    of_run = tensor.shape[dim] // cut.runs
+    pieces = tensor.split([size * cut.runs // whole * of_run for size in sizes], dim)
     layout = layout_of(tensor) or {}
     return tuple(
-        lay(piece, {**layout, axis: Cut(dim, cut.runs * size // whole)})
+        lay(piece, {**layout, axis: cut._replace(runs=cut.runs * size // whole)})
         for piece, size in zip(pieces, sizes, strict=True)
     )
 
@@ -68,7 +69,7 @@ def _pieces(split: Splitter, args: Args, number: int, dim: int) -> Any:
             words = f"{number} pieces along dim {dim}, which lies over {axis} in {cut.runs} runs"
             split.allow_gathering(axis, NotSplit(words, runs=number))
             return _pieces(split, (split.gather(tensor, axis),), number, dim)
-        layout[axis] = Cut(dim, cut.runs // number)
+        layout[axis] = cut._replace(runs=cut.runs // number)
     return tuple(lay(piece, dict(layout)) for piece in tensor.chunk(number, dim))
 
 
@@ -207,8 +208,7 @@ def _after(layout: Layout | None, items: list[Any]) -> Layout:
             place[dim] = new
         new += item is None or isinstance(item, slice)
     return {
-        axis: Cut(place[share.dim], share.runs) if isinstance(share, Cut) else share
-        for axis, share in (layout or {}).items()
+        axis: share.at(place[share.dim]) if isinstance(share, Cut) else share for axis, share in (layout or {}).items()
     }
 
 

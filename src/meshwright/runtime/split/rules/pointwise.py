@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.runtime.split.laying import laid
-from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of
+from meshwright.runtime.split.layout import Layout, cuts, lay, layout_of
 from meshwright.runtime.split.rules.arguments import Args, Options, changes_its_input
 from meshwright.runtime.split.rules.whole import in_place_on_whole, on_whole
 from meshwright.runtime.split.splitter import NotSplit, Splitter, name_of
@@ -58,7 +58,7 @@ def joint_layout(tensors: list[Tensor]) -> Layout:
     target: Layout = {}
     for tensor in tensors:
         for axis, cut in cuts(layout_of(tensor)).items():
-            target.setdefault(axis, Cut(cut.dim + most - tensor.dim(), cut.runs))
+            target.setdefault(axis, cut.at(cut.dim + most - tensor.dim()))
     return target
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwright.core.collective import Axis
 from meshwright.runtime.split.laying import ELSEWHERE, Target, laid
-from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of
+from meshwright.runtime.split.layout import Addend, Layout, cuts, lay, layout_of, whole_size
 from meshwright.runtime.split.rules.arguments import Args, Options, by_name, dim_of
 from meshwright.runtime.split.rules.pointwise import noted, pointwise
 from meshwright.runtime.split.rules.whole import without_rule
@@ -28,7 +29,7 @@ def _left(tensor: Tensor, dims: list[int], made: Tensor) -> Layout:
     """Cuts of the dims that stay, where they then are: in what was made, reduced dims have size one or are gone."""
     keeps, layout = made.dim() == tensor.dim(), layout_of(tensor)
     return {
-        axis: Cut(cut.dim if keeps else cut.dim - sum(dim < cut.dim for dim in dims), cut.runs)
+        axis: cut.at(cut.dim if keeps else cut.dim - sum(dim < cut.dim for dim in dims))
         for axis, cut in cuts(layout).items()
         if cut.dim not in dims
     }
@@ -43,8 +44,17 @@ def sum_or_mean(split: Splitter, function: Any, args: Args, kwargs: Options) -> 
     over = [axis for axis, cut in cuts(layout).items() if cut.dim in dims]
     for axis in over:
         if function.__name__ == "mean":
-            made = made / split.degrees[axis]
+            made = _share_of_mean(split, made, tensor, axis)
     return lay(made, {**_left(tensor, dims, made), **{axis: Addend() for axis in over}})
+
+
+def _share_of_mean(split: Splitter, mean: Tensor, tensor: Tensor, axis: Axis) -> Tensor:
+    """Of the mean over all ranks, what the mean over this rank's part adds."""
+    cut = cuts(layout_of(tensor))[axis]
+    if not cut.rest:
+        return mean / split.degrees[axis]
+    own = tensor.shape[cut.dim]
+    return mean * (own / whole_size(own, cut, split.axes[axis]))
 
 
 def reduce_whole(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
@@ -100,7 +110,7 @@ def layer_norm(split: Splitter, function: Any, args: Args, kwargs: Options) -> A
 
 def _channel_target(layout: Layout | None) -> Target:
     """How a tensor with one value a channel, which is dim 1, is read beside one that lies so."""
-    return {axis: Cut(0, cut.runs) if cut.dim == 1 else ELSEWHERE for axis, cut in cuts(layout).items()}
+    return {axis: cut.at(0) if cut.dim == 1 else ELSEWHERE for axis, cut in cuts(layout).items()}
 
 
 def batch_norm(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:

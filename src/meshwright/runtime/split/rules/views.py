@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.core.collective import Axis
-from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of
+from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of, part_size
 from meshwright.runtime.split.rules.arguments import Args, Options
 from meshwright.runtime.split.rules.whole import without_rule
 from meshwright.runtime.split.splitter import NotSplit, Splitter
@@ -50,8 +50,8 @@ def reshaped(split: Splitter, tensor: Tensor, sizes: Sizes) -> Tensor:
             split.allow_gathering(axis, error)
             return reshaped(split, split.gather(tensor, axis), sizes)
         layout[axis] = then
-        before[share.dim] //= split.degrees[axis]  # the next axis cuts the parts
-        after[then.dim] //= split.degrees[axis]
+        before[share.dim] = part_size(before[share.dim], share, split.axes[axis])  # the next axis cuts the parts
+        after[then.dim] = part_size(after[then.dim], then, split.axes[axis])
     return lay(tensor.reshape(after), layout)
 
 
@@ -73,12 +73,16 @@ def recut(split: Splitter, axis: Axis, cut: Cut, old: Sizes, new: Sizes) -> Cut:
     for before, after in _groups(old, new):
         if cut.dim not in before:
             continue
-        outer = prod(old[before.start : cut.dim]) * cut.runs
+        outer, size = prod(old[before.start : cut.dim]) * cut.runs, old[cut.dim] // cut.runs
         for dim in reversed(after):
             ahead = prod(new[after.start : dim])
             runs, rest = divmod(outer, ahead)
             if rest == 0 and runs and new[dim] % runs == 0 and new[dim] // runs > 1:
                 words = f"reshape of {list(old)} to {list(new)}"
+                if new[dim] // runs == size:
+                    return cut._replace(dim=dim, runs=runs)
+                if cut.rest:
+                    continue  # parts of different sizes are parts of no other dim
                 if _is_stack(new, range(dim, after.stop), split.degrees[axis]):
                     raise NotSplit(f"{words} stacks {new[dim]} tensors", runs=cut.runs * new[dim] // runs)
                 split.divide(new[dim] // runs, axis, words)
@@ -152,8 +156,7 @@ def permuted(split: Splitter, tensor: Tensor, order: list[int]) -> Tensor:
     tensor = _with_bias(split, tensor, keeps_last=order[-1:] == [len(order) - 1])
     layout = layout_of(tensor) or {}
     new: Layout = {
-        axis: Cut(order.index(share.dim), share.runs) if isinstance(share, Cut) else share
-        for axis, share in layout.items()
+        axis: share.at(order.index(share.dim)) if isinstance(share, Cut) else share for axis, share in layout.items()
     }
     return lay(tensor.permute(order), new)
 
@@ -201,7 +204,7 @@ def turn_last_two(split: Splitter, function: Any, args: Args, kwargs: Options) -
 def shifted(layout: Layout | None, place: int, by: int) -> Layout:
     """Cuts from a dim on, so many dims further."""
     return {
-        axis: Cut(share.dim + by, share.runs) if isinstance(share, Cut) and share.dim >= place else share
+        axis: share.at(share.dim + by) if isinstance(share, Cut) and share.dim >= place else share
         for axis, share in (layout or {}).items()
     }
 
@@ -259,4 +262,6 @@ def repeat_interleave(split: Splitter, function: Any, args: Args, kwargs: Option
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     if dim is None or not isinstance(args[1] if len(args) > 1 else kwargs["repeats"], int):
         return without_rule(split, function, args, kwargs)
+    uneven = [cut.dim for cut in cuts(layout_of(tensor)).values() if cut.rest]
+    tensor = split.gather_dims(tensor, [dim % tensor.dim()] if dim % tensor.dim() in uneven else [])
     return lay(function(tensor, *args[1:], **kwargs), layout_of(tensor))

@@ -47,7 +47,7 @@ def embedding(split: Splitter, function: Any, args: Args, kwargs: Options) -> An
             table = split.lend(table, axis)
         return lay(function(ids, table, **settings), layout)
     if cut.dim == 1:
-        return lay(function(ids, table, **settings), {**layout, "tp": Cut(ids.dim(), cut.runs)})
+        return lay(function(ids, table, **settings), {**layout, "tp": cut.at(ids.dim())})
     return lay(_lookup(split.axes["tp"], function, ids, table, settings), {**layout, "tp": Addend()})
 
 
@@ -106,7 +106,7 @@ def cross_entropy(split: Splitter, function: Any, args: Args, kwargs: Options) -
 def _labels_part(split: Splitter, target: Tensor, logits: Tensor, classes: int) -> Tensor:
     """Labels lie as the logits do, but for the dim of the classes."""
     wanted = {
-        axis: Cut(cut.dim - (cut.dim > classes), cut.runs)
+        axis: cut.at(cut.dim - (cut.dim > classes))
         for axis, cut in cuts(layout_of(logits)).items()
         if cut.dim != classes
     }
