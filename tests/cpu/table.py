@@ -50,7 +50,13 @@ BESIDES = {
     "gpt by single ops": "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=60,attention=eager",
     "moe that drops": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=60,experts=4,top=2,capacity=1,balance=0",
     "moe in balance": "moe:layers=2,hidden=32,heads=4,seq=16,vocab=60,experts=4,top=1,capacity=0,balance=0.1",
+    "gpt of odd length": "gpt:layers=2,hidden=32,heads=4,seq=15,vocab=60",
+    "moe of odd length": "moe:layers=2,hidden=32,heads=4,seq=15,vocab=60,experts=4,top=2,capacity=1,balance=0.1",
+    "BERT of odd length": "bert:layers=2,hidden=32,heads=4,seq=15,vocab=64",
     "DeiT": f"hf:{SURVEY}/vision/deit.json",
+    "DINOv2": f"hf:{ASSETS}/dinov2-tiny.json",
+    "BEiT": f"hf:{SURVEY}/vision/beit.json",
+    "wav2vec2": f"hf:{ASSETS}/wav2vec2-tiny.json",
     "I-JEPA": f"hf:{SURVEY}/vision/ijepa.json",
     "DiT": f"{SURVEY}/by_hand/diffusion.py:dit",
 }

@@ -26,6 +26,8 @@ FEW_STEPS = 2
 
 CELLS = [
     ("vit", row(4, tp=2, zero=3)),
+    ("vit", row(4, cp=2, zero=2)),
+    ("ViT", row(4, tp=2, cp=2)),
     ("Llama", row(4, tp=2, sequence_parallel=True, zero=2)),
     ("GPT-2", row(4, cp=2, zero=3)),
     ("Mixtral", row(4, ep=2, zero=3)),
@@ -62,9 +64,16 @@ BESIDE_CELLS = [
     ("I-JEPA", row(4, cp=2, pp=2)),
     ("I-JEPA", row(2, cp=2, context="ring")),
     ("DiT", row(4, cp=2, zero=3)),
+    ("DINOv2", row(2, cp=2, recompute="selective")),
+    ("BEiT", row(2, cp=2)),
+    ("wav2vec2", row(2, cp=2)),
+    ("gpt of odd length", row(4, tp=2, cp=2)),
+    ("gpt of odd length", row(4, cp=4, recompute="full")),
+    ("BERT of odd length", row(4, cp=2, pp=2)),
+    ("moe of odd length", row(2, cp=2)),
 ]
-"""What a router counts over tokens that lie over ranks; keys that are gathered inside an attention core that is made again; and
-tokens that blocks cut, since the model looks up none."""
+"""What a router counts over tokens that lie over ranks; keys that are gathered inside an attention core that is made again; tokens
+that blocks cut, since the model looks up none; and numbers of tokens that do not divide."""
 AXES = ("tp", "sequence_parallel", "cp", "ep", "pp", "zero", "recompute")
 APART = {frozenset({"recompute", "zero"}), frozenset({"sequence_parallel", "ep"})}
 """Pairs that other files run: test_parity.py, test_expert_parallel.py; or that only the whole table has."""

@@ -110,6 +110,7 @@ def test_without_a_flow_the_blocks_of_a_list_are_a_run() -> None:
             block_kind(more=(op("convolution", "convolution", shape(TOKENS, WIDTH), shape(TOKENS, WIDTH)),)),
             "convolution",
         ),
+        (block_kind(more=(op("roll", "copy", shape(4, 4, WIDTH), shape(4, 4, WIDTH)),)), "in a grid"),
         (
             Kind(name="layer", ops=(op("mul", "elementwise", shape(4), shape(4)),)),
             "none of its repeated blocks attends",

@@ -146,7 +146,15 @@ def handed_on(kind: Kind) -> tuple[FlowTensor, ...]:
     """Of what a block of a run makes, the tensor [samples, tokens, width]: the last that is made."""
     stream = stream_of(kind)
     made = [op for op in kind.ops if op.phase == "forward" and stream and _size(op.result_shape) == _size(stream)]
-    return tuple(FlowTensor(op.written_bytes, any(o.phase == "backward" for o in kind.ops)) for op in made[-1:])
+    needs_gradient = any(op.phase == "backward" for op in kind.ops)
+    return tuple(FlowTensor(_result_bytes(op), needs_gradient) for op in made[-1:])
+
+
+def _result_bytes(op: Op) -> Affine:
+    """Of its first result; a norm writes its statistics beside it."""
+    elements = _size(op.result_shape)
+    item = next((item for item in (8, 4, 2) if item * elements <= op.written_bytes.at(1)), 1)
+    return Affine(0.0, item * elements)
 
 
 def _size(shape: Shape) -> float:
@@ -173,7 +181,17 @@ def _refusal(kind: Kind) -> str:
             return (
                 f"attends over {' and '.join(map(str, sorted(counts)))} tokens (windows, or reduced keys) of {tokens}"
             )
+    if any(_is_grid(shape, tokens) for op in kind.ops for shape in (*op.input_shapes, op.result_shape)):
+        return f"lays its {tokens} tokens out in a grid"
+    if not handed_on(kind):
+        return "hands on no tensor as large as the one it is called with"
     return ""
+
+
+def _is_grid(shape: Shape, tokens: int) -> bool:
+    """Of a sample, four dims none of which is the tokens: rows and columns of an image, or windows."""
+    of_samples = len(shape) > STREAM_DIMS and shape[0].per_sample > 0
+    return of_samples and all(round(dim.fixed) != tokens for dim in shape[1:])
 
 
 def _counts(op: Op, place: int) -> set[int]:
