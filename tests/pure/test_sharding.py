@@ -247,7 +247,7 @@ def test_a_sharding_for_a_kind_the_model_does_not_have_is_refused() -> None:
             {},
             r"36 tokens a sample do not divide over cp=8, two pieces each, as a ring needs: change",
         ),
-        ({"seq": 33}, {"cp": 2}, {}, r"33 tokens a sample do not divide over cp=2"),
+        ({"seq": 3}, {"cp": 4, "context": "heads"}, {}, r"3 tokens a sample are too few for cp=4"),
         ({"seq": 40}, {"cp": 8}, {}, r"40 tokens a sample do not divide over cp=8, two pieces each"),
         (
             {"seq": 40},

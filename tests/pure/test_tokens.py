@@ -13,7 +13,7 @@ from meshwright.core.flow import OBJECTIVE, Flow, FlowEvent, FlowTensor
 from meshwright.core.graph import Block, Graph, Kind, Op, Segment, Shape
 from meshwright.core.plan import Mesh, Plan, Stage
 from meshwright.core.tokens import handed_on, looked_up_tokens, token_names, tokens_in_blocks
-from meshwright.cost.degrees import check_degrees
+from meshwright.cost.degrees import Degrees, check_degrees
 from meshwright.cost.division import divide
 
 TOKENS, WIDTH, HEADS, DEPTH = 16, 32, 4, 4
@@ -136,6 +136,14 @@ def test_only_blocks_of_runs_have_parts() -> None:
     assert [divisions[name].degrees.cp for name in ("patches", "layers.0", "layers.3", "")] == [1, 2, 2, 1]
     assert [divisions[name].handed_share for name in ("patches", "layers.0", "layers.3")] == [1, 0.5, 1]
     assert divisions["layers.3"].gathered == handed_on(found.kinds[0]) != ()
+
+
+def test_tokens_that_do_not_divide_are_counted_as_the_first_ranks_have_them() -> None:
+    """Of 16 tokens over 3 ranks 6, 5 and 5; along cp all send 6."""
+    every = [Degrees(cp=3, tokens=TOKENS, rank=rank) for rank in range(3)]
+    assert [degrees.token_share for degrees in every] == [6 / 16, 5 / 16, 5 / 16]
+    assert {degrees.sent_share for degrees in every} == {6 / 16}
+    assert Degrees(cp=2, tokens=TOKENS).token_share == Degrees(cp=2, tokens=TOKENS).sent_share == 0.5
 
 
 def test_token_blocks_name_blocks_of_a_stage() -> None:

@@ -172,7 +172,7 @@ class Splitter(TorchFunctionMode):
         cut = None
         along_last = share.bias is None or share.bias.dim() <= 1
         if by_tokens and axis == "tp" and self.sequence_parallel and tensor.dim() == STREAM_DIMS and along_last:
-            cut = self.fitting(tensor, "tp", Cut(tensor.dim() - 2))
+            cut = self.fitting(tensor, "tp", Cut(tensor.dim() - 2), "tokens")
             made = exchange.scatter(tensor, ranks, cut)
         else:
             made = exchange.total(tensor, ranks)
@@ -275,10 +275,10 @@ class Splitter(TorchFunctionMode):
         if self.is_trial:
             raise otherwise
 
-    def fitting(self, tensor: Tensor, axis: Axis, cut: Cut) -> Cut:
+    def fitting(self, tensor: Tensor, axis: Axis, cut: Cut, words: str = "") -> Cut:
         """The cut of a dim that is whole along the axis, with the rest of its size. Parts of different sizes are cut no further."""
         size, ranks = tensor.shape[cut.dim] // cut.runs, self.axes[axis]
-        words = f"dim {cut.dim} of size {self.shape(tensor)[cut.dim]}"
+        words = words or f"dim {cut.dim} of size {self.shape(tensor)[cut.dim]}"
         others = [other for other in cuts(layout_of(tensor)).values() if other.dim == cut.dim]
         if any(other.rest for other in others):
             raise Indivisible(f"{words}, of which ranks have different numbers, is to be cut along {axis} too", size)
