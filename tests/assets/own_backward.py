@@ -431,3 +431,178 @@ class RedoneText(Text):
 
 def redone() -> Any:
     return RedoneText(lambda: Mlp(torch.relu, same)), text_batch()
+
+
+# ---------------------------------------------------------------- nodes, gradients that a backward writes, compiled parts
+
+
+class NodeHookMlp(Mlp):
+    """A hook on the node of autograd that made what the block adds: half of its gradients go on."""
+
+    def __init__(self) -> None:
+        super().__init__(same, same)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = self.down(torch.relu(self.up(x)))
+        if added.grad_fn is not None:
+            added.grad_fn.register_hook(lambda inner, outer: tuple(None if one is None else one / 2 for one in inner))
+        return x + added
+
+
+def node_hook() -> Any:
+    return text(NodeHookMlp)
+
+
+class Accumulating(torch.autograd.Function):
+    """Adds to the weight's gradient by itself, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        made = gradients[0].flatten(0, -2).t() @ x.flatten(0, -2)
+        weight.grad = made if weight.grad is None else weight.grad + made
+        return gradients[0] @ weight.detach(), None
+
+
+class AccumulatingMlp(Mlp):
+    def __init__(self) -> None:
+        super().__init__(same, same)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(Accumulating.apply(x, self.up.weight)))
+
+
+def written_gradient() -> Any:
+    return text(AccumulatingMlp)
+
+
+def compiled_part() -> Any:
+    """By a backend that only follows the code: what is asked is whether rules meet it."""
+    return text(lambda: Mlp(torch.compile(lambda x: torch.relu(x) * 2, backend="eager"), same))
+
+
+# ---------------------------------------------------------------- parameters of other kinds
+
+
+class ComplexMlp(Mlp):
+    """Turns pairs of features by complex weights; a mask of truth values and a whole number are parameters too."""
+
+    def __init__(self) -> None:
+        super().__init__(same, same)
+        self.turn = nn.Parameter(torch.randn(2 * WIDTH, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.complex(*self.up(x).chunk(2, -1)) * self.turn
+        return x + self.down(torch.cat([turned.real, turned.imag.tanh()], -1))
+
+
+def complex_weights() -> Any:
+    return text(ComplexMlp)
+
+
+class MaskedMlp(Mlp):
+    def __init__(self) -> None:
+        super().__init__(torch.relu, same)
+        self.kept = nn.Parameter(torch.arange(WIDTH) % 3 > 0, requires_grad=False)
+        self.times = nn.Parameter(torch.tensor(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.kept * self.times
+
+
+def truth_values() -> Any:
+    return text(MaskedMlp)
+
+
+# ---------------------------------------------------------------- what other stages do not have
+
+PENALTIES: list[Tensor] = []
+
+
+class PenaltyMlp(Mlp):
+    def __init__(self) -> None:
+        super().__init__(torch.relu, same)
+
+    def forward(self, x: Tensor) -> Tensor:
+        PENALTIES.append(x.square().mean())
+        return super().forward(x)
+
+
+class Emptying(Text):
+    def forward(self, ids: Tensor) -> Tensor:
+        PENALTIES.clear()
+        return super().forward(ids)
+
+
+def with_penalties(output: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten()) + 0.1 * sum(PENALTIES)
+
+
+def loss_of_a_variable() -> Any:
+    """The loss reads what blocks left in a variable of the file."""
+    return Emptying(PenaltyMlp), text_batch(), with_penalties
+
+
+class Peeking(Text):
+    """Looks at a block's output by a hook that it adds for the time of its forward."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        seen: dict[str, Tensor] = {}
+        handle = self.blocks[0].register_forward_hook(lambda module, given, made: seen.update(middle=made))
+        output = super().forward(ids)
+        handle.remove()
+        return output + self.head(seen["middle"])
+
+
+def hook_in_forward() -> Any:
+    return Peeking(lambda: Mlp(torch.relu, same)), text_batch()
+
+
+def block_backward_hook() -> Any:
+    model = Text(lambda: Mlp(torch.relu, same))
+    for block in model.blocks:
+        block.register_full_backward_hook(lambda module, inner, outer: (inner[0] / 2,))
+    return model, text_batch()
+
+
+class OwnLoss(Text):
+    """Cannot be called without labels, and looks them up."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        wanted = F.one_hot(labels, VOCABULARY).to(self.head.weight.dtype)
+        return {"loss": (super().forward(ids) - wanted).square().mean()}
+
+
+def needs_labels() -> Any:
+    return OwnLoss(lambda: Mlp(torch.relu, same)), text_batch()
+
+
+def frozen_below() -> Any:
+    """Only the upper half is trained."""
+    model = Text(lambda: Mlp(torch.relu, same), depth=4)
+    for part in (model.table, *model.blocks[:2]):
+        part.requires_grad_(False)
+    return model, text_batch()
+
+
+class FollowingMlp(Mlp):
+    """An average of a weight that starts at the weight: the first forward writes the value that is there."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.relu, same)
+        self.register_buffer("slow", self.up.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.lerp_(self.up.weight, 0.1)
+        return super().forward(x) + (x @ self.slow.t()).mean(-1, keepdim=True)
+
+
+def following_average() -> Any:
+    return text(FollowingMlp)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.capture.capture import capture_source
 from meshwright.cli.train_folder import lay_out_on
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import ModelError, PlanError
 from meshwright.core.request import PlanRequest, plain_plan
 from meshwright.measure.mean_loss import check_mean_loss, depends_on_batch, find_whole_batch_loss
 from meshwright.measure.parity import ParityResult, compare
@@ -159,6 +159,25 @@ def test_a_plan_that_does_not_cut_the_batch_runs_a_contrast(pool: Pools, cut: di
     request = PlanRequest(global_batch=8, microbatch=8, precision="fp64", **cut)  # type: ignore[arg-type]
     for found in pool(2).run(compare_on_rank, request):
         assert found.ok, found.first_difference
+
+
+class RunningMean:
+    """Divides by a mean of the losses it has seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        loss = tokens(output, batch)
+        self.seen.append(float(loss.detach()))
+        return loss / (sum(self.seen) / len(self.seen))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_loss_that_changes_from_call_to_call_is_refused(num_microbatches: int) -> None:
+    objective = Objective(RunningMean(), DEFAULT.count)
+    with pytest.raises(ModelError, match="another value for the same model and batch"):
+        check_mean_loss(build(), batch(), objective, plan_of(Case("gpt", 0, "none", num_microbatches), 1))
 
 
 def test_a_loss_may_say_that_it_belongs_to_each_microbatch() -> None:

@@ -41,12 +41,18 @@ AT_PARITY = [
     ("scripted", "tp"), ("scripted", "tokens"), ("scripted", "cp"),
     *((name, plan) for name in ("changed_in_place", "changed_in_the_middle") for plan in ("tp", "tokens", "cp")),
     ("physics", "tp"), ("gradient_penalty", "tp"), ("gradient_penalty", "cp"),
+    ("node_hook", "tp"), ("node_hook", "zero3"), ("compiled_part", "tp"), ("compiled_part", "zero3"),
+    ("complex_weights", "tp"), ("complex_weights", "pp"), ("truth_values", "zero3"), ("needs_labels", "tp"),
+    ("loss_of_a_variable", "tp"), ("hook_in_forward", "tp"), ("block_backward_hook", "tp"),
+    ("following_average", "zero3"), ("frozen_below", "zero3"),
     *((name, plan) for name in ("own_checkpoints", "reentrant_checkpoints") for plan in ("tp", "cp", "pp", "zero3")),
 ]  # fmt: skip
 REFUSED = [
     ("parameter_hook", "tp", "head.weight"), ("parameter_hook", "cp", "head.weight"),
     ("parameter_hook", "pp", "head.weight"), ("parameter_hook", "zero3", "own_backward.py, line"),
-    ("module_hook", "cp", "backward hook"),
+    ("module_hook", "cp", "backward hook"), ("node_hook", "cp", "grad_fn.register_hook"),
+    ("loss_of_a_variable", "pp", "the loss reads a tensor"), ("hook_in_forward", "pp", "a forward hook of block 'blocks.0'"),
+    ("block_backward_hook", "pp", "a full backward hook of block 'blocks.0'"),
 ]  # fmt: skip
 
 
@@ -75,6 +81,20 @@ def test_second_derivatives_are_refused_where_parameters_are_forgotten(pool: Poo
     with pytest.raises(
         RankError, match=r"ModelError: the forward takes a gradient through block '.*' with create_graph=True"
     ):
+        pool(2).run(compare_on_rank, model, plain_plan_of_small(model, PLANS[plan], 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "words"),
+    [
+        ("written_gradient", "tp", r"writes the gradient of parameter 'blocks.0.mlp.up.weight'.*'Accumulating'"),
+        ("frozen_below", "pp", r"pp coordinate 0 .* hold no parameter that is trained"),
+        ("complex_weights", "zero3", "parameter 'blocks.0.mlp.turn' is complex"),
+    ],
+)
+def test_ranks_refuse_it_by_name(pool: Pools, name: str, plan: str, words: str) -> None:
+    model = f"{FILE}:{name}"
+    with pytest.raises(RankError, match=f"PlanError: .*{words}"):
         pool(2).run(compare_on_rank, model, plain_plan_of_small(model, PLANS[plan], 2))
 
 

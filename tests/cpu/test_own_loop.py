@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,61 @@ def test_norms_between_microbatches_are_refused(pool: Pools, asked: dict[str, An
     plan = plan_of(GPT, 2, microbatch=1, **asked)
     for said in pool(2).run(refused_reading, plan, "between"):
         assert f"after 1 of {plan.num_microbatches} microbatches" in said
+
+
+def after_wrap(asked: dict[str, Any], doing: str) -> str:
+    """What a loop is told."""
+    source, plan = source_of(GPT), plan_of(GPT, 2, **asked)
+    module = source.build().double()
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    kind = torch.optim.LBFGS if doing == "lbfgs" else torch.optim.SGD
+    optimizer = kind(matrices if doing == "two optimizers" else module.parameters(), lr=0.1)
+    assert source.example is not None
+    batch = source.example(plan.microbatch)
+    try:
+        model, _ = wrap(module, optimizer, plan, this_rank().device)
+        if doing == "copy":
+            copy.deepcopy(model)
+        loss = source.objective.loss(call(model, batch), batch)
+        if doing == "autograd.grad":
+            torch.autograd.grad(loss, list(model.parameters()))
+        loss.backward(retain_graph=True)
+        if doing == "backward again":
+            loss.backward()
+        if doing == "freeze":
+            next(model.parameters()).requires_grad_(False)
+            call(model, batch)
+        if doing == "count":
+            return str(sum(p.grad.numel() for p in model.parameters() if p.grad is not None))
+    except MeshwrightError as error:
+        return str(error)
+    return "nothing"
+
+
+SPLIT, REPLICAS, SHARDS = {"tp": 2}, {"microbatch": 2}, {"zero": 3, "microbatch": 2}
+
+
+@pytest.mark.parametrize(
+    ("asked", "doing", "said"),
+    [
+        (SPLIT, "two optimizers", "the optimizer that wrap was given does not hold it. Under tp=2"),
+        (SHARDS, "two optimizers", "does not hold it. Under ZeRO 3"),
+        (REPLICAS, "two optimizers", "nothing"),  # they are the user's own tensors still
+        (SPLIT, "autograd.grad", "torch.autograd.grad with respect to parameter"),
+        (REPLICAS, "autograd.grad", "torch.autograd.grad with respect to parameter"),
+        (SPLIT, "copy", "cannot be copied"),
+        (SHARDS, "copy", "cannot be copied"),
+        (REPLICAS, "backward again", "a second backward goes through one forward"),
+        (SPLIT, "backward again", "nothing"),
+        (REPLICAS, "freeze", "had requires_grad=True when the model was wrapped"),
+        (SPLIT, "freeze", "nothing"),
+        (SHARDS, "lbfgs", "LBFGS looks at whole tensors, but with ZeRO 3"),
+        (SPLIT, "count", str(sum(p.numel() for p in source_of(GPT).build().parameters()))),
+    ],
+)
+def test_a_loop_is_told_what_it_cannot_do(pool: Pools, asked: dict[str, Any], doing: str, said: str) -> None:
+    for found in pool(2).run(after_wrap, asked, doing):
+        assert said in found
 
 
 # Saving by oneself

@@ -8,9 +8,8 @@ from torch import nn
 
 from meshwright.core.errors import MeshwrightError, PlanError
 from meshwright.core.plan import Plan
-from meshwright.measure.exact import exact, widened_batch
+from meshwright.measure.exact import exact, widened, widened_batch
 from meshwright.measure.silence import silence, silence_modules
-from meshwright.models.faked.attributes import widen_attributes
 from meshwright.models.source import ModelSource
 from meshwright.runtime.pipeline.cut import stage_of_blocks
 from meshwright.runtime.pipeline.draw import draw
@@ -25,7 +24,7 @@ def check_stages(source: ModelSource, plan: Plan) -> None:
     """source: small. In float64, and without randomness, as `parity` runs it."""
     if plan.mesh.pp == 1 or source.example is None:
         return
-    module = widen_attributes(source.build().double())
+    module = widened(source.build())
     silence_modules(module)
     try:
         with exact(), silence():

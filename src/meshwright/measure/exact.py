@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.models.faked.attributes import widen_attributes
 from meshwright.models.loss_reads import read_by
 from meshwright.models.objective import Batch, Objective, map_batch
 
@@ -64,6 +65,14 @@ def _wide(argument: Any) -> Any:
     if isinstance(argument, torch.dtype):
         return WIDE.get(argument, argument)
     return CLASSES.get(argument, argument) if isinstance(argument, str) else argument
+
+
+def widened(module: nn.Module) -> nn.Module:
+    """The module in float64: parameters, buffers and other tensors that its parts hold; complex ones too, which `double` leaves."""
+    module.double()
+    if any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())):
+        module._apply(lambda tensor: tensor.to(torch.complex128) if tensor.is_complex() else tensor)
+    return widen_attributes(module)
 
 
 def widened_batch(batch: Batch) -> Batch:

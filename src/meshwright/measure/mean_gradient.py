@@ -5,7 +5,9 @@
 
 Autograd's own gradients do. A backward that a user wrote need not: a hook or a function that clips, normalises or rounds what it
 is given sees the gradient of one microbatch, at that rank's scale, where one process sees that of the whole batch. Such a model
-is refused for plans that cut the batch, with the functions and hooks that it meets. Asked when a comparison has failed.
+is refused for plans that cut the batch, with the functions and hooks that it meets. A backward that writes `parameter.grad` itself
+(fused accumulation) writes to the tensor it was given, which is a gathered copy under most plans: nobody adds that up over ranks.
+Asked when a comparison has failed.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
+from meshwright.core.result import describe
 from meshwright.measure.exact import exact, widened_batch
 from meshwright.measure.mean_loss import cuts_batch
 from meshwright.measure.silence import silence
@@ -33,6 +37,7 @@ Gradients = dict[str, Tensor]
 
 def refuse_own_gradient(build: Callable[[], nn.Module], batch: Batch, objective: Objective, plan: Plan) -> None:
     """build: gives the same small module at every call."""
+    _refuse_written(build(), batch, objective, plan)
     if not cuts_batch(plan):
         return
     module = build()
@@ -48,6 +53,23 @@ def refuse_own_gradient(build: Callable[[], nn.Module], batch: Batch, objective:
     first = _first_difference({name: 2 * gradient for name, gradient in whole.items()}, doubled)
     if first is not None and plan.mesh.dp > 1:
         raise PlanError(_words("does not double with the loss, so that ranks' averages differ,", first, names, plan))
+
+
+def _refuse_written(module: nn.Module, batch: Batch, objective: Objective, plan: Plan) -> None:
+    """`torch.autograd.grad` hands gradients to its caller: what then stands on a parameter, a backward of the model's wrote."""
+    trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    names: set[str] = set()
+    with exact(), silence(None), functions_met(names):
+        moved = widened_batch(batch)
+        torch.autograd.grad(objective.loss(call(module, moved), moved), list(trained.values()), allow_unused=True)
+    written = [name for name, one in trained.items() if one.grad is not None]
+    if written:
+        met = ", ".join(sorted(names)) or "none"
+        raise PlanError(
+            f"a backward writes the gradient of parameter '{written[0]}' itself (functions met: {met}), "
+            f"and under {describe(plan)} that is a copy, or a part, of the tensor that is trained: what is written there is lost. "
+            "Return the gradient from backward, or use dp with zero 0 and a plan without tp, cp and ep"
+        )
 
 
 def _gradients(module: nn.Module, parts: list[Batch], objective: Objective, scale: float = 1.0) -> Gradients:

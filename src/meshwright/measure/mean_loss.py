@@ -21,10 +21,9 @@ from torch import nn
 
 from meshwright.core.errors import MeshwrightError, ModelError, PlanError
 from meshwright.core.plan import Plan
-from meshwright.measure.exact import exact, widened_batch, widened_loss
+from meshwright.measure.exact import exact, widened, widened_batch, widened_loss
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.examples import repeat_samples
-from meshwright.models.faked.attributes import widen_attributes
 from meshwright.models.labels import IGNORED_LABEL, LABELS, SHIFTED, TAKEN, check_shift, taken_labels
 from meshwright.models.objective import Batch, Objective, call, num_samples, slice_batch
 from meshwright.models.source import ModelSource
@@ -93,7 +92,8 @@ def depends_on_batch(module: nn.Module, objective: Objective) -> bool:
 
 
 def check_mean_loss(build: Callable[[], nn.Module], batch: Batch, objective: Objective, plan: Plan) -> None:
-    """Refuse a plan that cuts the batch of a loss that sees all of it."""
+    """Refuse a plan that cuts the batch of a loss that sees all of it, and a loss that changes from call to call."""
+    check_same_again(build, batch, objective)
     found = find_whole_batch_loss(build, batch, objective) if cuts_batch(plan) else None
     if found is not None:
         raise found.refusal(plan)
@@ -106,7 +106,27 @@ def find_in_source(source: ModelSource) -> WholeBatchLoss | None:
         torch.manual_seed(0)
         return source.build()
 
-    return None if source.example is None else find_whole_batch_loss(build, source.example(SAMPLES), source.objective)
+    if source.example is None:
+        return None
+    check_same_again(build, source.example(SAMPLES), source.objective)
+    return find_whole_batch_loss(build, source.example(SAMPLES), source.objective)
+
+
+def check_same_again(build: Callable[[], nn.Module], batch: Batch, objective: Objective) -> None:
+    """Refuse a loss of the user's that keeps something from call to call (a running mean, a counter of steps): it is called
+    once for every microbatch, on every rank that computes losses, and each would keep something else."""
+    if not objective.is_given:
+        return
+    batch = repeat_samples(batch)(SAMPLES)
+    parts = (batch, slice_batch(batch, 0, FIRST), batch)
+    before, _, after = (loss_in_one_process(build(), part, objective) for part in parts)
+    if not _is_close(before, after):
+        raise ModelError(
+            f"the loss gives another value for the same model and batch when it is called again ({before:.6g}, then {after:.6g}): "
+            "it keeps something from call to call, and a plan calls it once for every microbatch on every rank. Compute it from "
+            "the output and the batch alone: keep running means as buffers that the model's forward updates and returns, and "
+            "give coefficients that change by step as entries of the batch"
+        )
 
 
 def find_whole_batch_loss(build: Callable[[], nn.Module], batch: Batch, objective: Objective) -> WholeBatchLoss | None:
@@ -141,7 +161,7 @@ def masked_unevenly(batch: Batch) -> Batch:
 
 
 def masked_if_taken(build: Callable[[], nn.Module], batch: Batch, objective: Objective) -> Batch:
-    """The same, where the loss can be computed so: one of the user's may look labels up that are none."""
+    """The same, where the loss can be computed so: one of the user's, or the model's own, may look labels up that are none."""
     masked = masked_unevenly(batch)
     return masked if masked is batch or takes_masked(build, batch, objective) else batch
 
@@ -157,7 +177,7 @@ def takes_masked(build: Callable[[], nn.Module], batch: Batch, objective: Object
 
 def loss_in_one_process(module: nn.Module, batch: Batch, objective: Objective) -> float:
     """In float64, without random parts; the module is changed for that."""
-    module = widen_attributes(module.double())
+    module = widened(module)
     silence_modules(module)
     for part in module.modules():
         if isinstance(part, BATCH_NORMS):

@@ -34,13 +34,12 @@ from meshwright.core.errors import MeshwrightError, ModelError
 from meshwright.core.plan import Plan
 from meshwright.measure.called import check_called
 from meshwright.measure.carried import carries_state, from_one_state
-from meshwright.measure.exact import exact, widened_batch, widened_loss
+from meshwright.measure.exact import exact, widened, widened_batch, widened_loss
 from meshwright.measure.failing import explained
 from meshwright.measure.mean_gradient import refuse_own_gradient
 from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly, takes_masked
-from meshwright.measure.rounding import GROWTH, MOST, enlarged, move_parameters
+from meshwright.measure.rounding import GROWTH, MOST, enlarged, largest, largest_difference, move_parameters
 from meshwright.measure.silence import silence, silence_modules
-from meshwright.models.faked.attributes import widen_attributes
 from meshwright.models.objective import Batch, Objective, call, map_batch, slice_batch, tensors_of
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
@@ -51,6 +50,7 @@ from meshwright.runtime.places import places_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.rank import lines_of
 from meshwright.runtime.ranks import Rank, joined
+from meshwright.runtime.uncompiled import uncompiled
 from meshwright.runtime.watchdog import TIMEOUT_SECONDS
 
 SLACK = 4096.0
@@ -136,7 +136,7 @@ def _compare(
                 _step(twin, batch, source, plan)
                 tally.enlarge(_gradients(reference.module), _gradients(twin.module))
                 _update(twin)
-        with explained(plan, program.module), _surroundings(plan.precision == "fp64", None):
+        with explained(plan, program.module), _surroundings(plan.precision == "fp64", None, plan.compile):
             found = program.step(batch).loss
         tally.loss(step, found, expected)
         tally.gradients(step, gradients, _gradients(reference.module))
@@ -177,9 +177,11 @@ def _in_one_process() -> Iterator[None]:
 
 
 @contextmanager
-def _surroundings(is_exact: bool, silenced: set[str] | None) -> Iterator[None]:
-    """What a step runs in. silenced: gets the names of functions that would have drawn."""
+def _surroundings(is_exact: bool, silenced: set[str] | None, is_compiled: bool = False) -> Iterator[None]:
+    """What a step runs in. silenced: gets the names of functions that would have drawn. is_compiled: by the plan."""
     with ExitStack() as stack:
+        if not is_compiled:
+            stack.enter_context(uncompiled())
         if is_exact:
             stack.enter_context(exact())
         stack.enter_context(silence(silenced))
@@ -214,7 +216,7 @@ def _build(source: ModelSource) -> nn.Module:
 
 def _drawing(source: ModelSource) -> nn.Module:
     torch.manual_seed(SEED)
-    return widen_attributes(source.build().double())
+    return widened(source.build())
 
 
 def _reference(source: ModelSource, microbatch: Batch) -> tuple[_Reference, set[str]]:
@@ -295,7 +297,10 @@ def _parameters(module: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, 
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.detach().to("cpu", torch.float64) for name, buffer in module.named_buffers()}
+    found = module.named_buffers()
+    return {
+        name: one.detach().to("cpu", torch.complex128 if one.is_complex() else torch.float64) for name, one in found
+    }
 
 
 def _whole(tensors: Mapping[str, Tensor], module: nn.Module, mesh: DeviceMesh | None) -> dict[str, Tensor]:
@@ -358,8 +363,8 @@ class _Tally:
                     kind, f"{words}{name} has shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}", float("inf")
                 )
                 continue
-            scale = max(_largest(tensor), floor, 1e-30)
-            self._note(kind, f"{words}{name}", _largest(found[name] - tensor) / scale)
+            scale = max(largest(tensor), floor, 1e-30)
+            self._note(kind, f"{words}{name}", largest_difference(found[name], tensor) / scale)
 
     def _note(self, kind: str, words: str, difference: float) -> None:
         wrong = not difference <= self.bound  # also true for NaN
@@ -391,8 +396,4 @@ class _Tally:
 
 
 def _floor(expected: Mapping[str, Tensor]) -> float:
-    return FLOOR * max((_largest(tensor) for tensor in expected.values()), default=0.0)
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    return FLOOR * max((largest(tensor) for tensor in expected.values()), default=0.0)

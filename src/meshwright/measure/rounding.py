@@ -24,19 +24,32 @@ SEED = 77
 
 
 def move_parameters(module: nn.Module) -> None:
-    """Each entry by one ε, up or down."""
+    """Each entry by one ε, up or down; those of whole numbers, which nothing trains, stay."""
     random = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
-        for parameter in module.parameters():
+        for parameter in (one for one in module.parameters() if one.is_floating_point() or one.is_complex()):
             signs = torch.randint(0, 2, parameter.shape, generator=random, dtype=torch.long) * 2 - 1
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs.to(parameter.dtype))
 
 
 def enlarged(tensors: Mapping[str, Tensor], moved: Mapping[str, Tensor], floor: float) -> float:
     """The rounding that two runs of one process show: tensors of the model as it is, and of its moved twin."""
-    largest = 0.0
+    found = 0.0
     for name, tensor in tensors.items():
         if name in moved and tensor.numel():
-            scale = max(float(tensor.abs().max()), floor, 1e-30)
-            largest = max(largest, float((tensor - moved[name]).abs().max()) / scale)
-    return GROWTH * largest
+            scale = max(largest(tensor), floor, 1e-30)
+            found = max(found, largest_difference(tensor, moved[name]) / scale)
+    return GROWTH * found
+
+
+def largest(tensor: Tensor) -> float:
+    return float(_numbers(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    return largest(_numbers(one) - _numbers(other))
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Parameters that nothing trains may be truth values, which cannot be subtracted."""
+    return tensor.long() if tensor.dtype == torch.bool else tensor

@@ -190,6 +190,8 @@ class Discovery(Follower):
             read = list(reading.found.values())
         except UNKNOWN:
             pass
+        if reading.stray:
+            raise self._stray(reading.stray, "the loss")
         self._note(OBJECTIVE, OBJECTIVE, read, [], None)
 
     def _run_block(
@@ -304,11 +306,13 @@ class _Hidden(TorchFunctionMode):
 
 
 class _Reading(Follower):
-    """Notes the numbered tensors that functions read; their results have no numbers."""
+    """Notes the numbered tensors that functions read; their results have no numbers. `stray`: a function that reads a tensor which
+    a block made and did not hand on."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__(fakes)
         self.found: dict[int, Tensor] = {}
+        self.stray = ""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         arguments, options = arguments, options or {}
@@ -316,6 +320,8 @@ class _Reading(Follower):
             number = number_of(leaf)
             if number is not None:
                 self.found[number] = leaf
+            elif isinstance(leaf, Tensor) and MADE_AT in vars(leaf):
+                self.stray = self.stray or _name(function)
         result, _ = self.on_shapes(function, arguments, options)
         return result
 

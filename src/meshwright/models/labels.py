@@ -195,6 +195,13 @@ def name_labels(batch: Batch, name: str) -> Batch:
     return {name if key == LABELS else key: tensor for key, tensor in batch.items()}
 
 
+def handed_to_both(module: nn.Module, batch: Batch) -> Batch:
+    """The same batch for a loss of the user's, which reads its labels; a model that cannot be called without them gets them too."""
+    if isinstance(batch, Mapping) and LABELS in batch and TAKEN not in batch and _needs_labels(module):
+        return {**batch, TAKEN: batch[LABELS]}
+    return batch
+
+
 def _takes_labels(module: nn.Module) -> bool:
     return LABELS in inspect.signature(type(module).forward).parameters  # its instance's may be wrapped
 
@@ -206,6 +213,12 @@ def _answers_in_place(module: nn.Module, batch: Batch) -> bool:
 
 def _is_of_library(module: nn.Module) -> bool:
     return any(base.__module__.startswith(LIBRARY) for base in type(module).__mro__) and _takes_labels(module)
+
+
+def _needs_labels(module: nn.Module) -> bool:
+    """Whether its forward cannot be called without them."""
+    asked = inspect.signature(type(module).forward).parameters.get(LABELS)
+    return asked is not None and asked.default is inspect.Parameter.empty
 
 
 def _lacks_decoder_inputs(module: nn.Module, batch: Batch) -> bool:

@@ -27,6 +27,7 @@ from meshwright.models.labels import IGNORED_LABEL as IGNORED_LABEL
 from meshwright.models.labels import Batch as Batch
 from meshwright.models.labels import (
     arguments_of,
+    handed_to_both,
     is_number,
     labels_of,
     name_labels,
@@ -150,7 +151,7 @@ def default_count(batch: Batch) -> int:
 
 def answered(module: nn.Module, batch: Batch, objective: Objective) -> Batch:
     """The batch as the module is called with it: labels go to the model where it, and no loss of the user's, answers them."""
-    return batch if objective.is_given else name_labels(batch, who_answers(module, batch))
+    return handed_to_both(module, batch) if objective.is_given else name_labels(batch, who_answers(module, batch))
 
 
 DEFAULT = Objective(loss=default_loss, count=default_count, is_given=False)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import MeshwrightError, PlanError
 from meshwright.core.flow import OUTSIDE
+from meshwright.models.block_hooks import check_block_hooks
 from meshwright.models.discovery import Discovery
 from meshwright.models.experts import idle_experts
 from meshwright.models.faked.attributes import plain_tensors
@@ -72,8 +73,11 @@ class Sketch:
         discovery = self._discovery = Discovery(self)
         self._untouched.restore()  # what an earlier forward left behind is not what this one begins with
         try:
-            with no_log_of_fakes():
-                with unchanged(self.module), self.computing(), discovery:
+            with (
+                no_log_of_fakes(),
+                unchanged(self.module),
+            ):  # until the loss has read what the forward left in variables
+                with self.computing(), discovery:
                     output = self._call(batch)
                 discovery.objective(objective, output, batch)
         finally:
@@ -114,4 +118,5 @@ class Sketch:
 
     def _forward(self, name: str, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         assert self._discovery is not None
+        check_block_hooks(name, self.module.get_submodule(name))
         return self._discovery.block(name, forward, arguments, options)

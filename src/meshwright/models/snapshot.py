@@ -35,7 +35,9 @@ class Snapshot:
             for name in _attributes(part).keys() - attributes.keys():
                 del vars(part)[name]
             vars(part).update(attributes)
-            part._buffers.update(buffers)
+            for name, buffer in buffers.items():
+                if name not in part._buffers or part._buffers[name] is not buffer:
+                    part._buffers[name] = buffer
         for container, items in self.items.values():
             if not _is_same(container, items):
                 _fill(container, items)

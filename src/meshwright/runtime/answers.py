@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from meshwright.models.labels import check_shift, has_targets, name_labels, who_answers
+from meshwright.models.labels import check_shift, handed_to_both, has_targets, name_labels, who_answers
 from meshwright.models.objective import Batch
 from meshwright.runtime.gather import is_so_anywhere
 
@@ -20,7 +20,7 @@ class Answers:
     def named(self, module: nn.Module, share: Batch) -> Batch:
         """The batch with its labels under the name that says who answers them."""
         if self.is_given:
-            return share
+            return handed_to_both(module, share)
         if self._name is None:
             self._name = who_answers(module, share)
         return name_labels(share, self._name)

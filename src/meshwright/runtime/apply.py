@@ -33,6 +33,7 @@ from meshwright.runtime.offload.optimizer import HostOptimizer, step_on_host
 from meshwright.runtime.offload.threads import ranks_here
 from meshwright.runtime.optimizer import OptimizerFactory, check_optimizer, make_optimizer, named_parameters
 from meshwright.runtime.own_backward import check_hooks
+from meshwright.runtime.own_loop.limits import check_holds_all, refuse_copies
 from meshwright.runtime.own_loop.loop import OwnLoop
 from meshwright.runtime.pipeline.cut import cut
 from meshwright.runtime.pipeline.draw import draw
@@ -126,7 +127,9 @@ def wrap(
         )
     if plan.offload.what == "parameters":
         raise PlanError("a plan that streams its parameters runs backward block by block: use apply(...).step")
+    check_holds_all(module, optimizer, plan)
     found = _spread(module, plan, optimizer, device, Watch(None), DEFAULT)
+    refuse_copies(found.module)
     loop = OwnLoop(found.module, plan, found.mesh, found.split)
     found.module.register_forward_pre_hook(loop.before_forward)
     found.module.register_forward_hook(loop.after_forward)

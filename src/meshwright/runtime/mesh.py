@@ -79,6 +79,12 @@ def check_model(module: nn.Module, plan: Plan) -> None:
 
 
 def check_precision(module: nn.Module, plan: Plan) -> None:
+    for name, parameter in module.named_parameters():
+        if plan.zero and parameter.is_complex():
+            raise PlanError(
+                f"parameter '{name}' is complex, and ZeRO {plan.zero} shards tensors of one dtype together: use zero 0, or keep it "
+                "as a real tensor with a last dim of 2 (torch.view_as_real) and read it with torch.view_as_complex"
+            )
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     if plan.zero and plan.precision in ("bf16", "fp16") and any(isinstance(part, norms) for part in module.modules()):
         raise PlanError(

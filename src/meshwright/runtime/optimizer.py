@@ -25,6 +25,8 @@ def check_optimizer(optimizer: Optimizer | OptimizerFactory, plan: Plan) -> None
     cutting = ("tp", "ep", "dp") if plan.offload.what == "parameters" else ("tp", "ep")
     axes = [f"{axis}={degree}" for axis in cutting if (degree := getattr(plan.mesh, axis)) > 1]
     kind = _class_of(optimizer)
+    if plan.zero and any(one.__name__ == "LBFGS" for one in kind.__mro__):
+        axes.append(f"ZeRO {plan.zero}")
     found = next((one.__name__ for one in kind.__mro__ if one.__name__ in LOOK_AT_WHOLE_TENSORS), None)
     if axes and found is not None:
         raise PlanError(

@@ -21,7 +21,7 @@ from meshwright.runtime._torch import gradient_hooks
 
 def check_hooks(module: nn.Module, plan: Plan) -> None:
     """To be called before anything is changed."""
-    reason = _what_replaces_parameters(plan)
+    reason = what_replaces_parameters(plan)
     if not reason:
         return
     for name, parameter in module.named_parameters():
@@ -32,7 +32,7 @@ def check_hooks(module: nn.Module, plan: Plan) -> None:
             )
 
 
-def _what_replaces_parameters(plan: Plan) -> str:
+def what_replaces_parameters(plan: Plan) -> str:
     """The part of the plan under which the user's own tensors are not those that are trained."""
     axes = [f"{axis}={degree}" for axis in ("tp", "cp", "pp", "ep") if (degree := getattr(plan.mesh, axis)) > 1]
     if axes:

@@ -25,16 +25,15 @@ LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def store(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
     """The module's tensors on the device, floating ones in the dtype the plan stores."""
-    kept = [
-        (part, name, buffer)
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-        if buffer.is_complex()
-    ]
-    module.to(device=device, dtype=STORED[plan.precision])
-    for part, name, buffer in kept:  # `to` would have dropped the imaginary half
-        setattr(part, name, buffer.to(device))
+    module._apply(lambda tensor: tensor.to(device=device, dtype=_stored(tensor, plan)))
     return module
+
+
+def _stored(tensor: Tensor, plan: Plan) -> torch.dtype:
+    """Complex tensors stay complex: `Module.to` would drop their imaginary halves."""
+    if tensor.is_complex():
+        return torch.complex128 if plan.precision == "fp64" else tensor.dtype
+    return STORED[plan.precision] if tensor.is_floating_point() else tensor.dtype
 
 
 def compute_context(

@@ -83,9 +83,9 @@ class SyncedBuffers:
         if name not in self._before:
             return self.written is None
         before, version, value = self._before[name]
-        if value is None:
-            return buffer is before and buffer._version != version
-        return value.shape == buffer.shape and not torch.equal(value, buffer.detach())
+        if buffer is before and buffer._version != version:
+            return True  # if with the value it had: an average that starts at what it follows
+        return value is not None and value.shape == buffer.shape and not torch.equal(value, buffer.detach())
 
     def _check(self, found: list[str]) -> None:
         assert self.written is not None

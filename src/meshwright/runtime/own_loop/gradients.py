@@ -4,7 +4,7 @@ Under tp, ep and ZeRO a rank's `p.grad` is its part of the gradient. Code that a
 `clip_grad_norm_` first of all, must get the norm of the whole gradient, the same on every rank. So from the end of a backward
 until the update these gradients are tensors of a class of their own, and torch hands each function called on them to us:
 
-    norms, sum, mean, max, min, any, all, count_nonzero    over all parts: one all-reduce an axis, the same answer on all ranks
+    norms, sum, mean, max, min, any, all, numel, …         over all parts: one all-reduce an axis, the same answer on all ranks
     element by element, and views                          on this rank's part; what comes of it is a part too
     statistics that parts do not add up to, concatenation  refused
     anything else                                          on this rank's part
@@ -34,6 +34,7 @@ from meshwright.runtime.clip import Axes, local
 NOTE = "_meshwright_gradient"
 NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 FOREACH_NORM = "_foreach_norm"
+COUNTS = ("numel", "nelement")
 TOTALS = {
     "sum": dist.ReduceOp.SUM, "nansum": dist.ReduceOp.SUM, "count_nonzero": dist.ReduceOp.SUM, "any": dist.ReduceOp.MAX,
     "all": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "amax": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
@@ -179,7 +180,9 @@ class Gradients:
             return together[0].to(part.dtype).as_subclass(Whole)
 
     def count(self, gradient: Tensor, axes: Axes) -> int:
-        return int(self.total(torch.tensor(local(gradient).numel(), device=gradient.device), axes, dist.ReduceOp.SUM))
+        with DisableTorchFunction():
+            own = torch.tensor(local(gradient).numel(), device=gradient.device)
+        return int(self.total(own, axes, dist.ReduceOp.SUM))
 
     def _reduce(self, together: Tensor, axes: list[Axes], operation: Any) -> None:
         for axis, group in self.groups.items():
@@ -229,6 +232,8 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             f"'{name}' of gradients that lie over {', '.join(sorted(axes))}: each rank has its part, and the answer would be "
             "another on each; use norms, sums or mw.clip_grad_norm_, or gather the gradients first"
         )
+    if name in COUNTS:
+        return home.count(marked[0], axes)
     if name == FOREACH_NORM:
         return _foreach_norm(home, *args, **kwargs)
     if name in NORMS:

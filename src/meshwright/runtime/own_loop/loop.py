@@ -24,6 +24,7 @@ from meshwright.runtime._torch import at_end_of_backward, tree_leaves
 from meshwright.runtime.clip import axes_of_parameters
 from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, reduce_scalars
 from meshwright.runtime.own_loop.gradients import Gradients
+from meshwright.runtime.own_loop.limits import HandedOut, Replicas
 from meshwright.runtime.reach import reach
 from meshwright.runtime.same_samples import SameSamples
 from meshwright.runtime.split.model import SplitModel, whole_output
@@ -44,11 +45,13 @@ class OwnLoop:
         self.gradients = Gradients(axes_of_parameters(own, plan), dividing_groups(own, plan, mesh))
         self.samples = SameSamples(plan, mesh.get_local_rank("dp"))
         self._is_settled = self._in_backward = False
+        self.handed_out, self.replicas = HandedOut(own), Replicas(module)
 
     def before_forward(self, module: nn.Module, arguments: Any) -> None:
         self._in_backward = False  # one that ended in an error never said so
         if module.training and torch.is_grad_enabled():
             self.done += 1
+            self.replicas.before_forward(self.module)
             prepare_microbatch(self.module, self.plan, is_last=self._is_last())
             self.buffers.before_forward()
 
@@ -83,6 +86,7 @@ class OwnLoop:
         if self._in_backward:
             return  # by another tensor of the output
         self._in_backward = True
+        self.replicas.begin_backward()
         self.gradients.unmark()
         if self._is_settled and self.split is not None:
             self.split.unsettle_gradients(inner(self.module))
@@ -91,6 +95,7 @@ class OwnLoop:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        self.handed_out.check()
         self.gradients.unreduced = "" if self._is_last() else self._between_microbatches()
         if self._is_last():
             self._settle()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.models.sketch import Sketch
@@ -54,6 +55,7 @@ def cut(module: nn.Module, plan: Plan, sketch: Sketch, coordinate: int) -> Cut:
     """Drop what other coordinates hold, and untie what several stages hold."""
     stage_of = stage_of_blocks(plan)
     homes = {name: stage_of.get(_block_of(name, stage_of), 0) for name, _ in _named(module)}
+    _check_all_train(module, plan, homes)
     ties = tuple(_ties(module, homes))
     found = _by_stage(module, plan, homes)
     _untie(module, homes)
@@ -62,6 +64,18 @@ def cut(module: nn.Module, plan: Plan, sketch: Sketch, coordinate: int) -> Cut:
         if owner is not None and plan.stages[owner].coordinate != coordinate:
             _replace(module, name, sketch.parameter(name))
     return Cut(found, ties)
+
+
+def _check_all_train(module: nn.Module, plan: Plan, homes: dict[str, int]) -> None:
+    """All ranks ask of all coordinates, and answer alike."""
+    training = {plan.stages[homes[name]].coordinate for name, parameter in _named(module) if parameter.requires_grad}
+    for stage in plan.stages:
+        if stage.coordinate not in training:
+            raise PlanError(
+                f"the stages of pp coordinate {stage.coordinate} (blocks {', '.join(stage.blocks)}) hold no parameter that is "
+                "trained, so that their ranks would have nothing to update: give the stages in a plan file so that each coordinate "
+                "has one, or set pp to 1"
+            )
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from meshwright.runtime.split.layout import (
 )
 from meshwright.runtime.split.rules.arguments import Args, Options, spelled
 from meshwright.runtime.split.saved import gathered_again, was_gathered
+from meshwright.runtime.uncompiled import uncompiled
 
 STREAM_DIMS = 3
 """Samples, tokens, features: only such tensors are laid over tp by their tokens."""
@@ -95,6 +97,8 @@ class Splitter(TorchFunctionMode):
         """Buffers of batch norms of which this rank follows its own channels, by identity, with where those lie."""
         self.shared: dict[tuple[int, int, Axis], tuple[Tensor, Tensor]] = {}
         """What was made of tensors, with the tensor, until the block ends (runtime/split/border.py)."""
+        self.uncompiled: list[AbstractContextManager[None]] = []
+        """One for each time that it is active: parts of the model that are compiled run as they are written."""
         self.reading = ""
         """The user's function whose forward runs now: it was given whole tensors, and may read no others."""
 
@@ -132,11 +136,14 @@ class Splitter(TorchFunctionMode):
     def __enter__(self) -> Any:
         _active.splitter = self
         functions.begin_watching()
+        self.uncompiled.append(uncompiled())
+        self.uncompiled[-1].__enter__()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *details: Any) -> Any:
         _active.splitter = None
         functions.end_watching()
+        self.uncompiled.pop().__exit__(None, None, None)
         return super().__exit__(*details)  # type: ignore[no-untyped-call]
 
     @property

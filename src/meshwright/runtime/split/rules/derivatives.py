@@ -71,6 +71,23 @@ def _on_whole(split: Splitter, layout: Layout, hook: Hook) -> Hook:
     return run
 
 
+class NodeOverRanks:
+    """In the place of the node that made a tensor's part: it is there, and nothing else can be said of it. Its own gradients are
+    those of a part, and its inputs others than those of the node that one process has."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotSplit(
+            f"'grad_fn.{name}' of a tensor that lies over ranks: its node sees gradients of a part; use Tensor.register_hook"
+        )
+
+
+def node(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
+    """`grad_fn`, which hooks can be put on. Along cp the gradient of a whole tensor is a summand too."""
+    found = function(*args, **kwargs)
+    is_whole = not layout_of(args[0]) and not any(map(exchange.sums_gradients, split.axes.values()))
+    return found if found is None or is_whole else NodeOverRanks()
+
+
 def gradients(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     """`torch.autograd.grad`: of whole outputs, with respect to tensors as they lie."""
     outputs, inputs, slopes, *rest = (*args, None, None, None)[: max(3, len(args))]

@@ -102,14 +102,15 @@ SINGLE: dict[str, Rule] = {
     "size": pointwise.shape, "numel": pointwise.numel, "nelement": pointwise.numel, "__len__": pointwise.length,
 }  # fmt: skip
 """Functions with a rule of their own."""
+NODE = "grad_fn"
 GETTERS: dict[str, Rule] = {
     "shape": pointwise.shape, "data": pointwise.unary, "T": views.turn_last_two, "mT": views.turn_last_two,
     "H": views.adjoint, "mH": views.adjoint, "real": pointwise.unary, "imag": pointwise.unary, "nbytes": pointwise.nbytes,
-    "grad": pointwise.question, "_grad": pointwise.question,
+    "grad": pointwise.question, "_grad": pointwise.question, NODE: derivatives.node, "_grad_fn": derivatives.node,
 }  # fmt: skip
 """Attributes that depend on sizes or values."""
 ALIKE = """
-    dtype device ndim requires_grad is_leaf grad_fn _grad_fn layout itemsize output_nr retains_grad is_cpu is_cuda is_ipu is_maia
+    dtype device ndim requires_grad is_leaf layout itemsize output_nr retains_grad is_cpu is_cuda is_ipu is_maia
     is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu names name _version
     _backward_hooks _post_accumulate_grad_hooks _python_dispatch _base volatile grad_dtype _has_symbolic_sizes_strides
 """
@@ -179,6 +180,6 @@ def rule_of(function: Any, args: Args, kwargs: Options) -> Rule:
     return rule
 
 
-ALWAYS = frozenset((*_objects("embedding"), Tensor.register_hook, torch.autograd.grad))
+ALWAYS = frozenset((*_objects("embedding"), Tensor.register_hook, torch.autograd.grad, getattr(Tensor, NODE).__get__))
 """Asked about whole tensors too: tokens of the batch are cut where they are looked up, and along cp gradients of whole tensors
 are summands."""
