@@ -27,7 +27,7 @@ from meshwright.runtime.program import Program
 from meshwright.train import checkpoint
 from meshwright.train.checkpoint import restore
 from meshwright.train.contents import read_contents
-from meshwright.train.manifest import Manifest
+from meshwright.train.manifest import Manifest, read_manifest
 from meshwright.train.plain_values import like, to_plain
 
 Pools = Callable[[int], RankPool]
@@ -58,7 +58,7 @@ def resume_aloud(case: Case, folder: Path) -> tuple[int, list[float], list[str]]
 def test_tensors_are_safetensors_and_the_rest_is_json(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(run_and_save, case_of("odd", 0, 1), tmp_path)
     folder = tmp_path / "step-00000002"
-    contents = read_contents(folder)
+    contents = read_contents(folder, read_manifest(folder))
     tensors = load_file(folder / "rank-00000.safetensors")
     assert set(tensors) == set(contents.tensors), "one process writes whole tensors, under their own names"
     for name, tensor in tensors.items():

@@ -6,6 +6,7 @@ import io
 import json
 import os
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 
 import msgspec
@@ -102,6 +103,38 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         port = int(address.rpartition(":")[2])
         with pytest.raises(InputError, match="choose another, or 0"), served_page(folder, port, 1.0):
             pass
+
+
+@pytest.mark.parametrize(
+    ("hosts", "status"),
+    [
+        (["localhost:{port}"], 200),
+        (["127.0.0.1:{port}"], 200),
+        (["LOCALHOST"], 200),
+        (["[::1]:{port}"], 200),
+        (["localhost:9999"], 200),
+        (["evil.example:{port}"], 421),
+        (["localhost.evil.example"], 421),
+        (["127.0.0.1.evil.example:{port}"], 421),
+        (["localhost:{port}@evil.example"], 421),
+        (["localhost:"], 421),
+        (["[::1]x:{port}"], 421),
+        (["localhost", "evil.example"], 421),
+        ([], 421),
+    ],
+)
+def test_only_requests_for_this_machine_are_answered(tmp_path: Path, hosts: list[str], status: int) -> None:
+    """A page elsewhere may give its own name this machine's address, and then read what is served here."""
+    with served_page(going(tmp_path), 0, 1.0) as address:
+        port = int(address.rpartition(":")[2])
+        connection = HTTPConnection("127.0.0.1", port)
+        connection.putrequest("GET", "/", skip_host=True)
+        for host in hosts:
+            connection.putheader("Host", host.format(port=port))
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert answer.status == status
+        assert ("step 4 of 100" in answer.read().decode()) == (status == 200)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")

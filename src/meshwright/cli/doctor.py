@@ -88,7 +88,9 @@ def _as_a_rank(out: str, device: str, backend: str, console: Console, as_json: b
 
     from meshwright.measure.checkup.between import check_between
     from meshwright.measure.checkup.checkup import check_machine
-    from meshwright.runtime.gather import all_ranks, wait_for_all
+    from meshwright.measure.checkup.finding import Finding
+    from meshwright.runtime.gather import wait_for_all
+    from meshwright.runtime.messages.exchange import all_ranks
     from meshwright.runtime.rank import leave
     from meshwright.runtime.ranks import joined
 
@@ -96,9 +98,9 @@ def _as_a_rank(out: str, device: str, backend: str, console: Console, as_json: b
         host = f"{socket.gethostname()} (host {os.environ.get('GROUP_RANK', '0')})"
         own = check_machine(Path(out)) if rank.local_number == 0 else []
         seen = [msgspec.structs.replace(finding, host=host) for finding in own]
-        findings = [finding for one in all_ranks(seen) for finding in one] + check_between(rank)
+        findings = [finding for one in all_ranks(seen, list[Finding]) for finding in one] + check_between(rank)
         has_problem = _show(findings, console, as_json) if rank.is_first else False
-        has_problem = any(all_ranks(has_problem))
+        has_problem = any(all_ranks(has_problem, bool))
         wait_for_all()  # no rank leaves before the first has printed: the launcher would end it
     leave(int(has_problem))
 

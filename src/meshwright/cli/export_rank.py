@@ -67,7 +67,7 @@ def _restore(module: nn.Module, folder: RunFolder, rank: Rank) -> int:
     graph = identity(list_parameters(module))
     optimizer = partial(torch.optim.SGD, lr=0.0)  # it keeps nothing: what the run's own kept is not read
     program = apply(module, in_one_process(Plan.load(folder.plan)), optimizer=optimizer, device=rank.device)
-    return restore(program, graph, places_of(folder), rank).step
+    return restore(program, graph, places_of(folder), rank, wanted="weights").step
 
 
 def in_one_process(plan: Plan) -> Plan:

@@ -24,14 +24,13 @@ def continued(settings: Settings, resume: bool, rank: Rank, console: Console) ->
     """
     from meshwright.cli.restarting import resumable_step
     from meshwright.cli.train_settings import as_before
-    from meshwright.runtime.gather import all_ranks
-    from meshwright.runtime.ranks import first_rank_decides
+    from meshwright.runtime.messages.exchange import all_ranks, from_first
     from meshwright.runtime.restarts import launcher
     from meshwright.train.folder import RunFolder
 
     folder = RunFolder(settings.folder)
-    launchers = all_ranks(launcher())
-    step = first_rank_decides(lambda: resumable_step(folder) if _is_same_job(folder, launchers) else None, rank)
+    launchers = all_ranks(launcher(), str)
+    step = from_first(lambda: resumable_step(folder) if _is_same_job(folder, launchers) else None, int | None)
     if step is None:
         return settings, resume, False
     if rank.is_first:
@@ -49,10 +48,10 @@ def _is_same_job(folder: RunFolder, launchers: list[str]) -> bool:
 def note_launchers(folder: RunFolder, rank: Rank) -> None:
     """For the next start. Every rank calls it."""
     from meshwright.core.codec import write_whole
-    from meshwright.runtime.gather import all_ranks
+    from meshwright.runtime.messages.exchange import all_ranks
     from meshwright.runtime.restarts import launcher
 
-    launchers = all_ranks(launcher())
+    launchers = all_ranks(launcher(), str)
     if rank.is_first:
         write_whole(folder.launchers, "\n".join(sorted(set(launchers))))
 

@@ -1,9 +1,14 @@
-"""The page of a running job, served on this machine alone."""
+"""The page of a running job, served on this machine alone.
+
+A browser on this machine may be told by any page it shows to ask this server under a name of that page's own (DNS rebinding), and
+would let that page read the answer. So requests are answered only where they ask for this machine by a name of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -12,6 +17,10 @@ if TYPE_CHECKING:
     from meshwright.report.live_view import Live
     from meshwright.train.folder import RunFolder
 
+ADDRESS = "127.0.0.1"
+NAMES = ("localhost", ADDRESS, "[::1]")
+"""By which this machine may be asked, with any port: one that is forwarded has another number elsewhere."""
+
 
 @contextmanager
 def served_page(folder: RunFolder, port: int, every: float) -> Iterator[str]:
@@ -19,7 +28,7 @@ def served_page(folder: RunFolder, port: int, every: float) -> Iterator[str]:
     from meshwright.core.errors import InputError
 
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), _handler(folder, every))
+        server = ThreadingHTTPServer((ADDRESS, port), _handler(folder, every))
     except OSError as error:
         raise InputError(f"--port {port}: {error.strerror}: choose another, or 0 for any that is free") from error
     thread = Thread(target=server.serve_forever, daemon=True)
@@ -35,6 +44,9 @@ def served_page(folder: RunFolder, port: int, every: float) -> Iterator[str]:
 def _handler(folder: RunFolder, every: float) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if not is_for_this_machine(self.headers.get_all("Host", [])):
+                self.send_error(HTTPStatus.MISDIRECTED_REQUEST, explain=f"ask for one of {', '.join(NAMES)}")
+                return
             if self.path.split("?")[0] != "/":
                 self.send_error(404)
                 return
@@ -50,6 +62,15 @@ def _handler(folder: RunFolder, every: float) -> type[BaseHTTPRequestHandler]:
             """Requests are not news."""
 
     return Handler
+
+
+def is_for_this_machine(hosts: list[str]) -> bool:
+    """hosts: the values of all Host headers of a request; there must be one."""
+    if len(hosts) != 1:
+        return False
+    name, colon, port = hosts[0].strip().lower().partition("]:" if "]" in hosts[0] else ":")
+    name += "]" if colon == "]:" else ""
+    return name in NAMES and (not colon or (port.isascii() and port.isdigit()))
 
 
 def _answer(folder: RunFolder, every: float) -> tuple[int, str]:

@@ -22,8 +22,9 @@ def join_launched(settings: Settings, resume: bool, console: Console, as_json: b
     from meshwright.cli.train_summary import show_again, show_summary
     from meshwright.measure.probe import measure_cluster
     from meshwright.runtime.gather import wait_for_all
+    from meshwright.runtime.messages.exchange import from_first
     from meshwright.runtime.rank import leave
-    from meshwright.runtime.ranks import first_rank_decides, joined
+    from meshwright.runtime.ranks import joined
     from meshwright.train.folder import RunFolder
     from meshwright.train.lock import RunLock
 
@@ -31,13 +32,15 @@ def join_launched(settings: Settings, resume: bool, console: Console, as_json: b
     folder = RunFolder(settings.folder)
     with joined(settings.device, settings.backend, settings.timeout, folder.hang) as rank:
         settings, resume, goes_on = continued(settings, resume, rank, console)
-        if resume and first_rank_decides(lambda: show_again(settings, console, as_json) is not None, rank):
+        if resume and from_first(lambda: show_again(settings, console, as_json) is not None, bool):
             leave(0)
         cluster = measure_cluster(rank) if settings.cluster == "local" and not goes_on else None
 
         lock = RunLock(settings.folder, is_same_job=goes_on)
 
-        def plan_it() -> tuple[Decision, dict[str, Any]]:
+        decided: list[Decision] = []  # on the first rank, which shows it in the end
+
+        def plan_it() -> dict[str, Any]:
             lock.take()
             try:
                 if goes_on:
@@ -47,14 +50,15 @@ def join_launched(settings: Settings, resume: bool, console: Console, as_json: b
             except Exception:
                 lock.release()
                 raise
-            return decision, make_payload(folder.path, console, as_json, resume=resume, verify=verify and not goes_on)
+            decided.append(decision)
+            return make_payload(folder.path, console, as_json, resume=resume, verify=verify and not goes_on)
 
-        decision, payload = first_rank_decides(plan_it, rank)
+        payload = from_first(plan_it, dict[str, Any])
         note_launchers(folder, rank)
         with placed():
             summary = run_rank(payload, rank)
         if rank.is_first:
-            show_summary(settings, decision, msgspec.to_builtins(summary), console, as_json)
+            show_summary(settings, decided[0], msgspec.to_builtins(summary), console, as_json)
             lock.release()
         wait_for_all()  # no rank leaves before the first has printed: the launcher would end it
     leave(0)

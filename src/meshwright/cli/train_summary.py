@@ -74,6 +74,7 @@ def show_again(settings: Settings, console: Console, as_json: bool) -> Decision 
     from meshwright.train.checkpoint import latest
     from meshwright.train.folder import RunFolder
     from meshwright.train.kept import step_of
+    from meshwright.train.manifest import DamagedError
     from meshwright.train.metrics import last_values
     from meshwright.train.places import places_of
     from meshwright.train.position import read_progress
@@ -83,7 +84,10 @@ def show_again(settings: Settings, console: Console, as_json: bool) -> Decision 
     newest = latest(places_of(folder))
     if newest is None or not folder.trace.exists() or step_of(newest) < settings.steps:
         return None
-    check_same_run(newest, read_progress(newest).run, read_id(folder.path))
+    try:
+        check_same_run(newest, read_progress(newest).run, read_id(folder.path))
+    except DamagedError:
+        return None  # the ranks look closer, and go on from the one before it
     console.print(f"{folder.path} has all its {settings.steps} steps already: give more with --steps", highlight=False)
     values = last_values(folder.metrics)
     summary = {

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.cluster import Link
-from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.ranks import Rank
 
 SMALL_BYTES = 8
@@ -47,7 +47,7 @@ def measure_host_links(rank: Rank, per_host: int) -> tuple[HostLink, ...]:
     for one, other in pairs_of(rank.num_ranks // per_host):
         dist.barrier()
         mine = _measure(rank, one * per_host, other * per_host)
-        (link,) = [seen for seen in all_ranks(mine) if seen is not None]
+        (link,) = [seen for seen in all_ranks(mine, Link | None) if seen is not None]
         found.append(HostLink(one, other, link))
     return tuple(found)
 

@@ -44,8 +44,9 @@ from meshwright.models.objective import Batch, Objective, call, map_batch, slice
 from meshwright.models.source import ModelSource, resolve
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import building
-from meshwright.runtime.gather import all_ranks, is_so_anywhere, put_together
+from meshwright.runtime.gather import is_so_anywhere, put_together
 from meshwright.runtime.mesh import axis_groups
+from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.places import places_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.rank import lines_of
@@ -314,7 +315,7 @@ def _of_all_stages(held: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
     if plan.mesh.pp == 1:
         return held
     found: dict[str, Tensor] = {}
-    for part in all_ranks(held):
+    for part in all_ranks(held, dict[str, Tensor]):
         found.update(part)
     return found
 

@@ -42,6 +42,7 @@ from meshwright.measure.sharding import measure_shard_call
 from meshwright.measure.splitting import measure_halves_launch, measure_split_launch
 from meshwright.runtime.host_memory import physical_bytes
 from meshwright.runtime.launch import launch
+from meshwright.runtime.messages.exchange import from_first
 from meshwright.runtime.offload.threads import ranks_here
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
@@ -179,22 +180,21 @@ def measure_cluster(rank: Rank) -> Cluster:
 def _measure_alone(rank: Rank, together: list[Rate]) -> Alone:
     """The first rank's figures while all others wait. Never below what it reached among them, which noise could make it."""
     dist.barrier()
-    found = [""]
-    if rank.number == 0:
-        rates = kernels.measure_rates(rank.device)
-        forward, backward, *_ = kernels.measure_launches(rank.device)
-        alone = Alone(
-            rates=tuple(
-                msgspec.structs.replace(rate, per_second=max(rate.per_second, other.per_second))
-                for rate, other in zip(rates, together, strict=True)
-            ),
-            launch_seconds=forward,
-            backward_launch_seconds=backward,
-            update_elements_per_second=kernels.measure_update(rank.device),
-        )
-        found = [alone.to_json()]
-    dist.broadcast_object_list(found)
-    return Alone.from_json(found[0])
+    return from_first(lambda: _measured_alone(rank, together), Alone)
+
+
+def _measured_alone(rank: Rank, together: list[Rate]) -> Alone:
+    rates = kernels.measure_rates(rank.device)
+    forward, backward, *_ = kernels.measure_launches(rank.device)
+    return Alone(
+        rates=tuple(
+            msgspec.structs.replace(rate, per_second=max(rate.per_second, other.per_second))
+            for rate, other in zip(rates, together, strict=True)
+        ),
+        launch_seconds=forward,
+        backward_launch_seconds=backward,
+        update_elements_per_second=kernels.measure_update(rank.device),
+    )
 
 
 def ranks_per_host(rank: Rank) -> int:

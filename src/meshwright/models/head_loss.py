@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.core.compile_cache import use_own_compile_cache
 from meshwright.core.names import is_list_item
 from meshwright.core.pieces import PIECE_BYTES
 from meshwright.runtime._torch import DisableTorchFunction
@@ -129,6 +130,7 @@ def slopes_of(
 @cache
 def _compiled_slopes() -> Slopes:
     """In two passes over the logits, instead of eight."""
+    use_own_compile_cache()
     return torch.compile(slopes_of, dynamic=False)
 
 

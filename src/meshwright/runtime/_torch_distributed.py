@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,10 +17,17 @@ from torch._C import _distributed_c10d
 # Groups of a mesh take no time limit when they are made; these two find all groups of the process and set it afterwards.
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
+# What hosts tell each other when they meet is pickled by torch: a backend of ours writes it in another form, and needs its classes.
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
 # What torch remembers of operations on DTensors holds their meshes, and takes equal ones for the same: forgotten with the groups.
 from torch.distributed.tensor import _redistribute, debug
 
-__all__ = ["_distributed_c10d", "_redistribute", "_set_pg_timeout", "_world", "debug"]
+__all__ = [
+    "_NodeDesc", "_RendezvousState", "_distributed_c10d", "_redistribute", "_set_pg_timeout", "_world", "debug",
+]  # fmt: skip
+NODES = ("participants", "last_heartbeats")
+LISTS = ("wait_list", "redundancy_list")
 
 
 def known_collectives() -> list[dict[str, Any]]:
@@ -65,3 +73,22 @@ def rendezvous_with(name: str, make_store: Callable[[str, int], Any]) -> Any:
             return make_store(master_addr, master_port)
 
     return Rendezvous
+
+
+def meeting_of(pickled: bytes) -> dict[str, Any]:
+    """What torch's rendezvous of this process has just pickled, as plain values; hosts as (address, process, number)."""
+    state = vars(pickle.loads(pickled))
+    nodes = {name: [(_host(node), value) for node, value in state[name].items()] for name in NODES}
+    return {**state, **nodes, **{name: [_host(node) for node in state[name]] for name in LISTS}}
+
+
+def pickled_meeting(plain: dict[str, Any]) -> bytes:
+    """The other way, for torch's rendezvous of this process to unpickle: plain values were made into these objects here."""
+    state = _RendezvousState()
+    nodes = {name: {_NodeDesc(*node): value for node, value in plain[name]} for name in NODES}
+    vars(state).update({**plain, **nodes, **{name: {_NodeDesc(*node) for node in plain[name]} for name in LISTS}})
+    return pickle.dumps(state)
+
+
+def _host(node: Any) -> tuple[str, int, int]:
+    return (node.addr, node.pid, node.local_id)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from meshwright.core.compile_cache import use_own_compile_cache
 from meshwright.core.errors import PlanError
 from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
@@ -40,6 +41,7 @@ def compile_blocks(module: nn.Module, plan: Plan) -> None:
     if not plan.compile:
         return
     _check_links(module)
+    use_own_compile_cache()
     compile_replicas_whole()
     for name in find_experts(module):
         part = module.get_submodule(name)

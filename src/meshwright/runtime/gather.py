@@ -1,9 +1,8 @@
-"""Small values from every rank to every rank."""
+"""Tensors put together from the parts that ranks hold, and answers that all ranks share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,38 +10,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.collective import Axis
+from meshwright.runtime.messages.exchange import all_ranks, device_of_messages
 from meshwright.runtime.places import Place
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Cut
 
-T = TypeVar("T")
-
-
-def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value each rank gave, in the order of ranks: of a group, or all."""
-    values: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values  # type: ignore[return-value]
-
 
 def is_so_anywhere(answer: bool) -> bool:
     """Whether some rank says yes; the same on all ranks."""
-    flag = torch.tensor(float(answer), device=_device_of_messages())
+    flag = torch.tensor(float(answer), device=device_of_messages())
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
 
 
 def send_from_first_rank(tensor: Tensor) -> None:
     """Its values to all ranks, whatever device and memory layout they have there."""
-    sent = tensor.detach().to(_device_of_messages(), copy=True).contiguous()
+    sent = tensor.detach().to(device_of_messages(), copy=True).contiguous()
     dist.broadcast(sent, src=0)
     tensor.detach().copy_(sent)
-
-
-def _device_of_messages() -> torch.device:
-    """Small messages go over the host where the group can: a device need not be waited for."""
-    backends = dist.get_backend_config()
-    return torch.device("cpu" if "cpu:" in backends else "cuda")
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -52,7 +37,7 @@ def whole(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cuda" and dist.get_backend() == "gloo":
         # torch 2.11 frees the buffers of this exchange too early and the process dies; shards along dim 0 can go by hand
         shards = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
-        return torch.cat(all_ranks(tensor.to_local().detach().cpu(), shards))
+        return torch.cat(all_ranks(tensor.to_local().detach().cpu(), Tensor, shards))
     gathered: Tensor = tensor.full_tensor()
     return gathered.detach()
 

@@ -26,7 +26,7 @@ from meshwright.core.errors import ModelError
 from meshwright.models.follow import carry_back
 from meshwright.models.snapshot import Snapshot
 from meshwright.runtime._torch import DisableTorchFunction, drop_gather_ahead, tree_leaves
-from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.passed_over import PassedOver
 from meshwright.runtime.read_outside import ReadOutside
 from meshwright.runtime.replicas import checksum
@@ -212,7 +212,7 @@ def own_shard(gathered: Tensor, shard: DTensor) -> Tensor:
 
 def check_alike(written: dict[str, int], group: dist.ProcessGroup | None) -> None:
     """written: parameters that the first forward wrote, and their bits; every rank of the group asks."""
-    answers = all_ranks(written, group) if group is not None and group.size() > 1 else []
+    answers = all_ranks(written, dict[str, int], group) if group is not None and group.size() > 1 else []
     for other in answers:
         odd = next((name for name in {**written, **other} if written.get(name) != other.get(name)), None)
         if odd is not None:

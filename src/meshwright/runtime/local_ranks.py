@@ -22,6 +22,7 @@ from types import FrameType
 
 from meshwright.core.errors import RunError
 from meshwright.runtime.host_ranks import EndedRank
+from meshwright.runtime.messages.seal import KEY, new_key
 from meshwright.runtime.rank import LAUNCHER
 from meshwright.runtime.rendezvous import LOOPBACK, listening_store, local_only
 from meshwright.runtime.template import LOG_LEVEL, RANK_LOG_LEVEL, STOPPING, template_at_hand
@@ -79,9 +80,10 @@ class LocalRanks:
                 self._kill()
 
     def _start(self, port: int) -> None:
-        run_id = uuid.uuid4().hex
+        run_id, key = uuid.uuid4().hex, new_key()
         for rank in range(self.num_ranks):
             environment = rank_environment(rank, self.num_ranks, port, run_id)
+            environment[KEY] = key
             environment["TORCHELASTIC_ERROR_FILE"] = str(self._report(rank))
             environment[PARENT] = str(self.reports)
             self._running[rank] = self._forked(rank, environment) or self._spawned(environment)

@@ -16,6 +16,7 @@ from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
 from meshwright.runtime.communicators import AXES, axes_mesh
 from meshwright.runtime.experts import expert_spread_of
+from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.standing import name_world
 
 
@@ -52,8 +53,7 @@ def check_world(plan: Plan) -> None:
 
 def check_same_plan(plan: Plan) -> None:
     """All ranks must hold the same plan; the odd one out is named."""
-    hashes: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hashes, plan.hash)
+    hashes = all_ranks(plan.hash, str)
     usual, _ = Counter(hashes).most_common(1)[0]
     odd = [str(rank) for rank, found in enumerate(hashes) if found != usual]
     if odd:

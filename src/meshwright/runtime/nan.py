@@ -24,7 +24,7 @@ from meshwright.core.plan import Plan
 from meshwright.models.objective import Batch
 from meshwright.runtime._torch import DisableTorchFunction, tree_leaves
 from meshwright.runtime.clip import local
-from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.messages.exchange import all_ranks
 
 
 class Finding(Value, kw_only=True):
@@ -72,7 +72,7 @@ class NanFinder:
 
     def earliest(self) -> Finding | None:
         """The first of all ranks; every rank must ask."""
-        found = [one for one in all_ranks(self.found) if one is not None]
+        found = [one for one in all_ranks(self.found, Finding | None) if one is not None]
         return min(found, key=lambda one: (one.step, one.seconds), default=None)
 
     def _before(self, part: nn.Module, arguments: Any, options: Any) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ModelError
 from meshwright.runtime._torch import pass_through, tree_leaves
-from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.messages.exchange import all_ranks
 
 
 class PassedOver:
@@ -92,7 +92,8 @@ class PassedOver:
             raise self._refusal(number)
 
     def _agree(self) -> None:
-        answers: list[tuple[set[int], set[int]]] = all_ranks((self.called, self.without_gradient), self.group)
+        kind = tuple[set[int], set[int]]
+        answers = all_ranks((self.called, self.without_gradient), kind, self.group)
         self.called = set.union(*(called for called, _ in answers))
         self.without_gradient = set.union(*(without for _, without in answers))
         odd = self.called & self.without_gradient

@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from meshwright.core.errors import InputError, MeshwrightError, RunError
+from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.runtime.messages.exchange import from_first
 from meshwright.runtime.rank import leave, report, started_by_launcher
 from meshwright.runtime.rendezvous import local_only
 from meshwright.runtime.watchdog import TIMEOUT_SECONDS, Watchdog, is_first_to_say, remember_collectives
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 BackendChoice = Literal["auto", "gloo", "nccl"]
-
-T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 LEAST_JOIN_SECONDS = 20.0
@@ -76,7 +75,7 @@ def joined(
     rank = join(device, backend, timeout_seconds)
     watchdog = None
     if timeout_seconds and rank.num_ranks > 1:
-        attempt = first_rank_decides(lambda: uuid.uuid4().hex, rank)
+        attempt = from_first(lambda: uuid.uuid4().hex, str)
         watchdog = Watchdog(rank.number, rank.num_ranks, timeout_seconds, end_with, attempt, hang_report)
         watchdog.start()
     try:
@@ -139,18 +138,3 @@ def backend_name(device: torch.device, choice: BackendChoice) -> str:
             raise InputError("backend 'nccl' needs GPUs: use gloo")
         return "gloo"
     return "gloo" if choice == "gloo" else "cpu:gloo,cuda:nccl"
-
-
-def first_rank_decides(make: Callable[[], T], rank: Rank) -> T:
-    """A value that only rank 0 computes, on every rank. A failure on rank 0 is raised everywhere."""
-    box: list[Any] = [None]
-    if rank.is_first:
-        try:
-            box = [make()]
-        except Exception as error:
-            dist.broadcast_object_list([RunError(f"rank 0 failed: {error}")])
-            raise
-    dist.broadcast_object_list(box)
-    if isinstance(box[0], RunError):
-        raise box[0]
-    return cast(T, box[0])

@@ -22,6 +22,7 @@ from meshwright.core.errors import InputError, RunError
 from meshwright.runtime.host_ranks import EndedRank, Ending, HostRanks, Look
 from meshwright.runtime.launch import Interrupted, describe_failure
 from meshwright.runtime.local_ranks import SHUTDOWN_SECONDS
+from meshwright.runtime.messages.seal import KEY, new_key
 from meshwright.runtime.rendezvous import INTERFACES, LOOPBACK, local_only
 
 LOOK_SECONDS = 0.2
@@ -177,7 +178,7 @@ def start_ranks(ray: Any, job: RayJob, hosts: list[Any]) -> None:
     shared = {
         "WORLD_SIZE": job.num_ranks, "LOCAL_WORLD_SIZE": job.ranks_per_host, "GROUP_WORLD_SIZE": job.num_hosts,
         "MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "ray", **_interfaces(job),
+        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "ray", KEY: new_key(), **_interfaces(job),
     }  # fmt: skip
     environments: list[dict[int, dict[str, str]]] = [{} for _ in hosts]
     for number in range(job.num_ranks):

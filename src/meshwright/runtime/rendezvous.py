@@ -50,6 +50,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
     from meshwright.runtime._torch_distributed import rendezvous_with
+    from meshwright.runtime.messages.meeting import SealedBackend
     from meshwright.runtime.unanswered import PatientBackend
 
     host, port = parse_endpoint(parameters.endpoint)
@@ -60,7 +61,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     handler: RendezvousHandler = rendezvous_with(BACKEND, listening_store).from_backend(
         parameters.run_id,
         store,
-        PatientBackend(C10dRendezvousBackend(store, parameters.run_id)),
+        PatientBackend(SealedBackend(C10dRendezvousBackend(store, parameters.run_id))),
         parameters.min_nodes,
         parameters.max_nodes,
         address_of(own) if own else address_towards(address),

@@ -29,11 +29,14 @@ from meshwright.core.errors import CorruptionError
 from meshwright.core.fault import Fault
 from meshwright.runtime.clip import local
 from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
-from meshwright.runtime.gather import all_ranks, is_so_anywhere
+from meshwright.runtime.gather import is_so_anywhere
+from meshwright.runtime.messages.exchange import all_ranks
 
 if TYPE_CHECKING:  # which reads checksums too
     from meshwright.runtime.program import Program
 
+Odd = tuple[tuple[int, ...], str, int]
+"""The odd ranks, the first parameter in which they differ, and in how many others."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,12 +55,12 @@ class Replicas:
         found = next(filter(None, (self._odd(group, held) for group in self.shared)), None)
         if not is_so_anywhere(found is not None):
             return
-        answers = all_ranks((found, socket.gethostname()))
+        answers = all_ranks((found, socket.gethostname()), tuple[Odd | None, str])
         ranks, name, num_more = next(answer for answer, _ in answers if answer is not None)
         raise _error(ranks, name, num_more, step, answers[ranks[0]][1], len(answers))
 
-    def _odd(self, group: dist.ProcessGroup, held: Mapping[str, Tensor]) -> tuple[tuple[int, ...], str, int] | None:
-        """The odd ranks, the first parameter in which they differ, and in how many others."""
+    def _odd(self, group: dist.ProcessGroup, held: Mapping[str, Tensor]) -> Odd | None:
+        """Among the ranks of one group."""
         names = self.shared[group]
         own = torch.stack([checksum(local(held[name])).to(self.program.device) for name in names])
         sums = [torch.empty_like(own) for _ in range(group.size())]

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.runtime._torch import tree_leaves
-from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.messages.exchange import all_ranks
 
 
 class SameSamples:
@@ -31,7 +31,7 @@ class SameSamples:
         if self.plan.world == self.plan.mesh.dp or self.num_batches.bit_count() > 1:
             return
         first: dict[int, tuple[int, int]] = {}
-        for rank, (replica, found) in enumerate(all_ranks((self.replica, checksum(batch)))):
+        for rank, (replica, found) in enumerate(all_ranks((self.replica, checksum(batch)), tuple[int, int])):
             known = first.setdefault(replica, (rank, found))
             if known[1] != found:
                 raise InputError(self._words(known[0], rank))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import InputError
+from meshwright.runtime.messages.seal import KEY, KEY_BYTES
 from meshwright.runtime.rendezvous import BACKEND, INTERFACES
 
 NOTICE_SECONDS = 180
@@ -105,6 +106,8 @@ def _body(job: SlurmJob) -> list[str]:
         f"first={first}",
         f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))",
         "attempt=${SLURM_RESTART_COUNT:-0}",
+        "# Known to the processes of this job alone: srun hands it to all hosts in their environment.",
+        f'export {KEY}="$(head -c {KEY_BYTES} /dev/urandom | od -An -v -tx1 | tr -d \' \\n\')"',
         *exports,
         "",
         "resume=()",

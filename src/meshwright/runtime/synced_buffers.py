@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.core.errors import ModelError
 from meshwright.runtime._torch import FakeTensor
 from meshwright.runtime.experts import expert_parameters_of
-from meshwright.runtime.gather import all_ranks
 from meshwright.runtime.gathered import check_alike
+from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.replicas import checksum
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -59,7 +59,7 @@ class SyncedBuffers:
         """Every rank of the group calls it."""
         found = [name for name, buffer in self._buffers().items() if self._is_written(name, buffer)]
         if self.written is None:
-            everywhere = all_ranks(found, self.group) if self._before and self.group.size() > 1 else [found]
+            everywhere = all_ranks(found, list[str], self.group) if self._before and self.group.size() > 1 else [found]
             self.written = sorted({name for names in everywhere for name in names})
             now = self._checksums()
             check_alike({name: bits for name, bits in now.items() if self._bits.get(name) != bits}, self.group)

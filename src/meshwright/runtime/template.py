@@ -28,6 +28,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+import msgspec
+
 from meshwright.core.errors import RunError
 from meshwright.runtime.process import children
 
@@ -88,10 +90,10 @@ class Template:
     def _ask(self, birth: Birth) -> int:
         """0 where nothing came of it. A template that does not answer is of no more use."""
         try:
-            self._channel.send(birth)
+            self._channel.send_bytes(msgspec.msgpack.encode(birth))
             if self._channel.poll(ANSWER_SECONDS):
-                return int(self._channel.recv())
-        except (EOFError, OSError):
+                return msgspec.msgpack.decode(self._channel.recv_bytes(), type=int)
+        except (EOFError, OSError, msgspec.DecodeError):
             pass
         self._is_gone = True
         return 0
@@ -172,10 +174,10 @@ def serve(channel: Connection) -> NoReturn:
     gc.freeze()  # what was loaded stays: a collection in a rank need not look through it, nor copy the pages it lies on
     while True:
         try:
-            birth = channel.recv()
-        except (EOFError, OSError):
+            birth = msgspec.msgpack.decode(channel.recv_bytes(), type=Birth)
+        except (EOFError, OSError, msgspec.DecodeError):
             os._exit(0)
-        channel.send(_bear(birth, channel, handlers))
+        channel.send_bytes(msgspec.msgpack.encode(_bear(birth, channel, handlers)))
 
 
 def _bear(birth: Birth, channel: Connection, handlers: Handlers) -> int:

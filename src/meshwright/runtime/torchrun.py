@@ -5,6 +5,7 @@ Takes torchrun's own arguments. A rank that was killed is named in our words; on
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -17,11 +18,14 @@ def main() -> None:
 
     from meshwright.core.errors import MeshwrightError
     from meshwright.runtime.launch import describe_failure, quiet_launcher
+    from meshwright.runtime.messages.seal import KEY, new_key
     from meshwright.runtime.rendezvous import register
 
     register()
     quiet_launcher()
     given = parse_args(sys.argv[1:])
+    if str(given.nnodes) in ("1", "1:1"):  # several hosts are given theirs by whoever starts them
+        os.environ.setdefault(KEY, new_key())
     try:
         run(given)
     except ChildFailedError as error:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.messages.exchange import all_ranks
 
 USAGE = "_meshwright_usage"
 
@@ -48,7 +48,7 @@ class Usage:
         if self.is_over:
             return
         left_out = set(range(len(self.parameters))) - self.used
-        everywhere: list[set[int]] = all_ranks(left_out, self.group)
+        everywhere = all_ranks(left_out, set[int], self.group)
         for number in set.intersection(*everywhere):
             self.parameters[number].grad = None
         self.used.clear()

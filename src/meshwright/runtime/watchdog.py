@@ -30,6 +30,8 @@ from meshwright.core.errors import HangError
 from meshwright.core.fault import Fault
 from meshwright.runtime._torch_distributed import pending_collectives, set_group_timeouts
 from meshwright.runtime.hang_report import compose, culprits_of, silent_ranks, write_report
+from meshwright.runtime.messages.form import MessageError
+from meshwright.runtime.messages.seal import seal, unseal
 from meshwright.runtime.stacks import answer_signals, own_machine, stacks_of
 from meshwright.runtime.standing import (
     Standing,
@@ -56,6 +58,7 @@ LATER = timedelta(minutes=10)
 BUFFER_SIZE = "128"
 """Collectives torch keeps in mind."""
 KEY = "meshwright/watchdog"
+FORGED = "a rank hangs, and what others left in the job's store is not of this job: another process writes into it"
 
 
 class Watchdog:
@@ -91,7 +94,7 @@ class Watchdog:
     def start(self) -> None:
         self._store = open_store(min(STORE_SECONDS, max(1.0, self.timeout_seconds)))
         stacks = answer_signals()
-        self._store.set(f"{self.key}/process/{self.rank}", f"{own_machine()} {os.getpid()} {stacks or -1}")
+        self._leave(f"process/{self.rank}", f"{own_machine()} {os.getpid()} {stacks or -1}")
         self._lengthen()
         self._heard = time.monotonic()
         self._thread.start()
@@ -139,13 +142,13 @@ class Watchdog:
         return max((seconds_pending(entry) for entry in pending_collectives()), default=on_stack)
 
     def _strike(self) -> None:
-        self._store.set(f"{self.key}/rank/{self.rank}", standing().to_json())
+        self._leave(f"rank/{self.rank}", standing().to_json())
         if self._store.add(f"{self.key}/struck", 1) == 1:
-            self._store.set(f"{self.key}/fault", self._find_fault().to_json())
+            self._leave("fault", self._find_fault().to_json())
         self._store.wait([f"{self.key}/fault"], timedelta(seconds=self.answer_seconds + 30))
-        fault = Fault.from_json(self._store.get(f"{self.key}/fault"))
+        found = self._found("fault")
         if not self._ended.is_set():
-            self.bark(HangError(fault.words, fault))
+            self.bark(HangError(FORGED) if found is None else _as_error(Fault.from_json(found)))
 
     def _find_fault(self) -> Fault:
         """Put together what the ranks say, and leave it in the report. Ranks that said nothing are ended."""
@@ -187,8 +190,8 @@ class Watchdog:
         deadline = time.monotonic() + self.answer_seconds
         while len(found) < self.num_ranks and time.monotonic() < deadline:
             for rank in set(range(self.num_ranks)) - set(found):
-                if self._store.check([f"{self.key}/rank/{rank}"]):
-                    found[rank] = Standing.from_json(self._store.get(f"{self.key}/rank/{rank}"))
+                if (said := self._found(f"rank/{rank}")) is not None:
+                    found[rank] = Standing.from_json(said)
             time.sleep(0.05)
         return found
 
@@ -202,8 +205,20 @@ class Watchdog:
         return found[0].partition(",")[0] if found else "unknown"
 
     def _note(self, rank: int) -> list[str] | None:
-        key = f"{self.key}/process/{rank}"
-        return self._store.get(key).decode().rsplit(maxsplit=2) if self._store.check([key]) else None
+        found = self._found(f"process/{rank}")
+        return found.decode().rsplit(maxsplit=2) if found is not None else None
+
+    def _leave(self, name: str, text: str) -> None:
+        """For the other ranks. Every process of the machine can write into the store, and one that is named there may be ended."""
+        self._store.set(f"{self.key}/{name}", seal(f"{self.key}/{name}", text.encode()))
+
+    def _found(self, name: str) -> bytes | None:
+        """What another rank has left; None where it has left nothing, or what is there is not of this job."""
+        key = f"{self.key}/{name}"
+        try:
+            return unseal(key, self._store.get(key)) if self._store.check([key]) else None
+        except MessageError:
+            return None
 
     def _cut_off(self) -> HangError:
         collective = last_collective()
@@ -216,6 +231,10 @@ class Watchdog:
             collective=collective, words=words,
         )  # fmt: skip
         return HangError(words, fault)
+
+
+def _as_error(fault: Fault) -> HangError:
+    return HangError(fault.words, fault)
 
 
 def open_store(timeout_seconds: float = STORE_SECONDS) -> Any:

@@ -8,8 +8,9 @@
       plan.json, settings.toml  of the run
 
 A checkpoint is written to a draft folder and renamed when every rank is done (`saver.py`): a reader never meets half of one, and
-a full disk or a crash leaves the previous one as it was. torch's distributed checkpoint plans who writes and reads what
-(`checkpoint_files.py`). Nothing in a checkpoint is pickled, so that to load one cannot run anything.
+a full disk or a crash leaves the previous one as it was. torch's distributed checkpoint says what a rank holds and needs
+(`checkpoint_files.py`). Nothing in a checkpoint is pickled, so that to load one cannot run anything. What it must be and hold is
+looked at before anything of it is taken over (`checked/`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar, cast
 
-import torch.distributed.checkpoint as dcp
-
 from meshwright.core.errors import CheckpointError, InputError
-from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
-from meshwright.train.checkpoint_files import ALL, FileReader, PartsPlanner, flatten, with_values
-from meshwright.train.contents import Contents, read_contents
+from meshwright.train.checked.schema import Schema, Wanted, differences, schema_of, unknown
+from meshwright.train.checked.schema import words as differing
+from meshwright.train.checked.whole import Whole, check_whole
+from meshwright.train.checkpoint_files import FileReader, Flat, flatten, with_values
+from meshwright.train.contents import MODEL, Contents, read_contents
 from meshwright.train.kept import Where, all_of, latest, set_aside
-from meshwright.train.manifest import DamagedError, check_files, read_manifest
-from meshwright.train.position import Progress, check_format, read_progress
+from meshwright.train.manifest import DamagedError, read_manifest
+from meshwright.train.position import Progress, read_progress
 from meshwright.train.run_id import check_same_run
 from meshwright.train.saved import SavedState
 from meshwright.train.saver import Saver
@@ -37,8 +39,6 @@ from meshwright.train.writing import words
 __all__ = ["Progress", "Shapes", "check_same_model", "latest", "restore", "save"]
 
 T = TypeVar("T")
-MODEL = "model."
-"""Before the names of parameters and buffers."""
 Shapes = Mapping[str, tuple[int, ...]]
 """Of whole parameters and buffers, by name."""
 
@@ -55,31 +55,56 @@ def restore(
     rank: Rank,
     say: Callable[[str], None] = lambda text: None,
     run: str = "",
+    wanted: Wanted = "training",
 ) -> Progress:
     """Load the newest checkpoint that is whole, laid out as the plan that runs now says. Every rank calls it.
 
-    say: told when a newer one is damaged, and which is taken in its place. run: whose checkpoint it must be.
+    say: told when a newer one is damaged, and which is taken in its place. run: whose checkpoint it must be. wanted: weights alone
+    where the program will not train.
     """
-    chosen = newest_whole(folder, rank, say)
-    progress, contents = _together(lambda: (read_progress(chosen), read_contents(chosen)))
-    check_same_run(chosen, progress.run, run)
+    whole = newest_whole(folder, rank, say)
+    path, progress, contents = whole.path, whole.progress, whole.contents
+    check_same_run(path, progress.run, run)
     state = SavedState(program, rank)
-    state.expect(contents)
     saved = state.saved()
-    own = {name: tuple(tensor.shape) for name, tensor in saved["model"].items()}
+    schema = schema_of(saved, program.plan.hash, rank.num_ranks, is_state_known=program.host is None)
     if graph and progress.graph != graph:
-        shapes = {name: shape for part in all_ranks(own) for name, shape in part.items()}
-        raise CheckpointError(difference(chosen, progress, graph, contents, shapes))
-    _together(lambda: _check_has(chosen, contents, own))
+        own = {name: form.shape for name, form in schema.model.items()}
+        shapes = {name: shape for part in all_ranks(own, dict[str, tuple[int, ...]]) for name, shape in part.items()}
+        raise CheckpointError(difference(path, progress, graph, contents, shapes))
+    check_schema(schema, whole, wanted)
+    if program.host is not None:
+        state.expect(contents)
+        saved = state.saved()
     if progress.num_ranks != rank.num_ranks:
         del saved["random"]  # random states belong to ranks: another number of ranks draws anew
-    planner = PartsPlanner()
-    try:
-        dcp.load({ALL: flatten(saved)}, storage_reader=FileReader(chosen, contents), planner=planner)
-    except (Exception, dcp.CheckpointException) as error:
-        raise CheckpointError(f"{chosen} cannot be read: {words(error)}") from error
-    state.take(with_values(saved, planner.values))
+    state.take(with_values(saved, _together(lambda: _load(whole, flatten(saved)))))
     return progress
+
+
+def check_schema(schema: Schema, whole: Whole, wanted: Wanted) -> None:
+    """Every rank calls it. What is not as this run needs it is refused on all of them, before anything is changed."""
+    _together(lambda: _refuse(whole.path, list(differences(schema, whole, wanted))))
+    names = [*whole.contents.tensors, *whole.contents.values]
+    strange = set(unknown(schema, whole.contents, wanted))
+    marks = all_ranks(bytes(name in strange for name in names), bytes)
+    nobodys = [name for name, *said in zip(names, *marks, strict=True) if all(said)]
+    _refuse(whole.path, [f"it holds '{name}', which nothing here has" for name in nobodys])
+
+
+def _refuse(path: Path, found: list[str]) -> None:
+    if found:
+        raise CheckpointError(
+            f"{path} is not of this run: {differing(found)}; resume with the model, optimizer and plan that wrote it"
+        )
+
+
+def _load(whole: Whole, state: Flat) -> Flat:
+    """What this rank needs, by itself; returns what is no tensor."""
+    try:
+        return FileReader(whole.path, whole.contents).load(state)
+    except Exception as error:
+        raise CheckpointError(f"{whole.path} cannot be read: {words(error)}") from error
 
 
 def check_same_model(folder: Where, graph: str, shapes: Callable[[], Shapes], run: str = "") -> Progress:
@@ -89,13 +114,13 @@ def check_same_model(folder: Where, graph: str, shapes: Callable[[], Shapes], ru
     """
     for path in reversed(_all(folder)):
         try:
-            progress = read_progress(path)
-            read_manifest(path)
+            manifest = read_manifest(path)
+            progress = read_progress(path, manifest)
         except (InputError, DamagedError):
             continue  # the ranks look closer, and say what they find
         check_same_run(path, progress.run, run)
         if graph and progress.graph != graph:
-            raise CheckpointError(difference(path, progress, graph, read_contents(path), shapes()))
+            raise CheckpointError(difference(path, progress, graph, read_contents(path, manifest), shapes()))
         return progress
     raise CheckpointError(f"no checkpoint in {_home(folder)} is whole: start without --resume")
 
@@ -117,38 +142,36 @@ def difference(path: Path, progress: Progress, graph: str, contents: Contents, s
     return f"{head}: names and shapes are the same, but other parameters are tied or frozen"
 
 
-def newest_whole(folder: Where, rank: Rank, say: Callable[[str], None]) -> Path:
+def newest_whole(folder: Where, rank: Rank, say: Callable[[str], None]) -> Whole:
     """Each rank checks its share of the files; a damaged checkpoint is set aside, and the one before it is tried."""
-    found = all_ranks(_all(folder))[0]  # others may see the folder of a moment ago
+    found = [Path(path) for path in all_ranks([str(path) for path in _all(folder)], list[str])[0]]
     damages: list[str] = []
     while found:
         path = found.pop()
-        damage = _damage(path, rank)
-        if not damage:
-            return path
-        damages.append(damage)
+        whole = _looked_at(path, rank)
+        if isinstance(whole, Whole):
+            return whole
+        damages.append(whole)
         if rank.is_first:
-            _put_away(path, damage, found, say)
+            _put_away(path, whole, found, say)
     raise CheckpointError(f"no checkpoint in {_home(folder)} is whole: {'; '.join(damages)}; start without --resume")
 
 
-def _damage(path: Path, rank: Rank) -> str:
-    """What is wrong with a checkpoint, the same words on all ranks; empty where nothing is."""
-    damage = problem = ""
+def _looked_at(path: Path, rank: Rank) -> Whole | str:
+    """A checkpoint, where no rank finds anything wrong with it; else what is wrong, the same words on all ranks."""
+    whole, damage, problem = None, "", ""
     try:
-        check_format(path)
-        manifest = read_manifest(path)
-        names = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
-        check_files(path, manifest, names[rank.number :: rank.num_ranks])
+        whole = check_whole(path, rank.number, rank.num_ranks)
     except DamagedError as error:
         damage = str(error)
     except (CheckpointError, OSError) as error:
         problem = str(error)
-    answers = all_ranks((damage, problem))
+    answers = all_ranks((damage, problem), tuple[str, str])
     for _, problem in answers:
         if problem:
             raise CheckpointError(problem)
-    return next((damage for damage, _ in answers if damage), "")
+    found = next((damage for damage, _ in answers if damage), "")
+    return found or cast(Whole, whole)
 
 
 def _put_away(path: Path, damage: str, older: list[Path], say: Callable[[str], None]) -> None:
@@ -167,22 +190,10 @@ def _together(work: Callable[[], T]) -> T:
         result = work()
     except (CheckpointError, InputError) as error:
         problem = str(error)
-    for said in all_ranks(problem):
+    for said in all_ranks(problem, str):
         if said:
             raise CheckpointError(said)
     return cast(T, result)
-
-
-def _check_has(path: Path, contents: Contents, own: Shapes) -> None:
-    """Every parameter and buffer of this rank must be there, in its shape."""
-    for name, shape in own.items():
-        found = contents.tensors.get(f"{MODEL}{name}")
-        if found is None:
-            raise CheckpointError(f"{path} cannot be read: it lacks '{name}'")
-        if found.shape != shape:
-            raise CheckpointError(
-                f"{path} cannot be read: '{name}' is {list(found.shape)} there and {list(shape)} here"
-            )
 
 
 def _all(folder: Where) -> list[Path]:

@@ -1,8 +1,7 @@
 """torch's distributed checkpoint on our own files: its planner decides which rank writes and reads what; nothing is pickled.
 
-saving    (all) plan → (first) make room → (all) take the tensors over → (first) contents
-          The tensors are not written here: a writer holds them until they are (`saver.py`), so that the ranks talk to each
-          other only now, and never while training goes on.
+saving    a rank takes over its share of the tensors (`dividing.py`), and holds them until they are written (`saver.py`): the ranks
+          talk to each other before that, and never while training goes on
 loading   every rank reads the boxes of the files that its own tensors need
 """
 
@@ -10,17 +9,14 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -32,28 +28,17 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from meshwright.core.errors import CheckpointError
-from meshwright.train.contents import Box, Contents, SavedTensor, key_of
+from meshwright.train.contents import Box, Contents, SavedTensor, file_of, key_of
+from meshwright.train.dividing import Offer, piece_of
 from meshwright.train.plain_values import like, to_plain
 from meshwright.train.staging import Staging
-from meshwright.train.tensors_file import NAMES, Entry, check_dtype
+from meshwright.train.tensors_file import Entry, check_dtype
 
 Flat = dict[str, Any]
 ALL = "state"
 """What torch is handed: one entry, of which our planners take the inside. It would look at every entry by itself, at length."""
-
-
-@dataclass(frozen=True)
-class Allowance:
-    """What a rank says when a save is planned, and what it is told."""
-
-    host_bytes: int | None
-    """That it could take for copies; None where that is not known."""
-    copies: bool = True
-    """Whether tensors are copied, so that training may go on while they are written."""
 
 
 class ValuesPlanner(DefaultSavePlanner):
@@ -71,97 +56,60 @@ class ValuesPlanner(DefaultSavePlanner):
         return object
 
 
-class FileWriter(StorageWriter):
-    """Takes over this rank's part of a state.
+class FileWriter:
+    """Takes over this rank's share of a state.
 
-    make_room: called on the first rank with the bytes that all of it takes, before anything is copied or written.
     staging: for copies; None where tensors are to be written from where they are.
     """
 
-    def __init__(self, rank: int, make_room: Callable[[int], None], staging: Staging | None) -> None:
-        self.rank, self.make_room, self.staging = rank, make_room, staging
+    def __init__(self, rank: int, staging: Staging | None) -> None:
+        self.rank, self.staging = rank, staging
         self.entries: list[Entry] = []
         self.values: Flat = {}
         """This rank's part of what is no tensor."""
         self.tensors: dict[str, SavedTensor] = {}
         """On the first rank: what lies where, of all ranks."""
-        self.plan: SavePlan | None = None
         self.copied = False
 
     @property
     def file(self) -> str:
-        return f"rank-{self.rank:05d}.safetensors"
+        return file_of(self.rank)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.entries, self.values, self.tensors = [], {}, {}
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def offer(self, state: Flat) -> tuple[list[WriteItem], Offer]:
+        """What this rank holds of a state."""
+        items = planner_of(state).create_local_plan().items
         room = self.staging.available_bytes() if self.staging is not None else None
-        return replace(plan, storage_data=Allowance(room, self.staging is not None))
+        return items, Offer(pieces=tuple(map(piece_of, items)), copies=self.staging is not None, host_bytes=room)
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        needed = [sum(_bytes(item) for item in plan.items) for plan in plans]
-        self.make_room(sum(needed))
-        fits = all(
-            plan.storage_data.copies and (plan.storage_data.host_bytes is None or own <= plan.storage_data.host_bytes)
-            for plan, own in zip(plans, needed, strict=True)
-        )
-        return [replace(plan, storage_data=Allowance(None, fits)) for plan in plans]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = []
-        self.plan = plan
+    def take(self, plan: SavePlan, state: Flat) -> None:
+        """What the plan names, of a state of the form that the plan was made for."""
+        planner = planner_of(state)
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        self.copied = plan.storage_data.copies and self.staging is not None
+        self.copied = plan.storage_data and self.staging is not None
         if self.copied and self.staging is not None:
-            self.staging.begin(sum(_bytes(item) for item in tensors))
+            self.staging.begin(sum(piece_of(item).num_bytes for item in tensors))
         for item in tensors:
-            results.append(self._take(item, planner))
+            self._take(item, planner)
         if self.copied and self.staging is not None:
             self.staging.finish()
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 self.values[item.index.fqn] = to_plain(item.index.fqn, planner.resolve_data(item))
-                results.append(WriteResult(item.index, 0, None))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank: what lies where."""
-        boxes: dict[str, list[Box]] = defaultdict(list)
-        for result in (result for of_rank in results for result in of_rank):
-            if result.storage_data is not None:
-                boxes[result.index.fqn].append(result.storage_data)
-        for name, found in boxes.items():
-            described: Any = metadata.state_dict_metadata[name]
-            dtype = NAMES[described.properties.dtype]
-            self.tensors[name] = SavedTensor(dtype=dtype, shape=tuple(described.size), boxes=tuple(found))
-
-    def take_again(self, plan: SavePlan, state: Flat) -> None:
-        """A state of the same shape as the one that the plan was made for: no other rank is asked."""
-        planner = ValuesPlanner()
-        planner.set_up_planner({ALL: state})
-        self.write_data(plan, planner)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # nobody names one: a writer is made for its draft
-
-    def _take(self, item: WriteItem, planner: SavePlanner) -> WriteResult:
+    def _take(self, item: WriteItem, planner: SavePlanner) -> None:
         assert item.tensor_data is not None
         found: Any = planner.resolve_data(item)
         data, chunk = item.tensor_data, item.tensor_data.chunk
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        key = key_of(item.index.fqn, offsets, sizes == tuple(data.size))
+        key = key_of(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes) == tuple(data.size))
         check_dtype(key, found.dtype)
         kept = self.staging.copy(found) if self.copied and self.staging is not None else found.detach()
         self.entries.append(Entry(key, kept))
-        box = Box(offsets=offsets, sizes=sizes, file=self.file, key=key)
-        return WriteResult(item.index, self.entries[-1].num_bytes, box)
+
+
+def planner_of(state: Flat) -> ValuesPlanner:
+    planner = ValuesPlanner()
+    planner.set_up_planner({ALL: state})
+    return planner
 
 
 class PartsPlanner(DefaultLoadPlanner):
@@ -179,27 +127,19 @@ class PartsPlanner(DefaultLoadPlanner):
         self.values[read_item.dest_index.fqn] = json.loads(value.getvalue())
 
 
-class FileReader(StorageReader):
+class FileReader:
     def __init__(self, folder: Path, contents: Contents) -> None:
         self.folder, self.contents = folder, contents
         self.boxes = {(name, box.offsets): box for name, tensor in contents.tensors.items() for box in tensor.boxes}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+    def load(self, state: Flat) -> Flat:
+        """Into the tensors of a state; returns what is no tensor. A rank asks no other: torch would have them exchange pickles."""
+        planner = PartsPlanner()
+        planner.set_up_planner({ALL: state}, self.contents.metadata(), is_coordinator=True)
+        self._read(planner.finish_plan(planner.create_local_plan()), planner)
+        return planner.values
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.contents.metadata()
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         by_file: dict[str, list[tuple[ReadItem, Box]]] = defaultdict(list)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -210,13 +150,6 @@ class FileReader(StorageReader):
                 by_file[box.file].append((item, box))
         for file, wanted in by_file.items():
             self._read_file(self.folder / file, wanted, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
 
     def _read_file(self, path: Path, wanted: list[tuple[ReadItem, Box]], planner: LoadPlanner) -> None:
         try:
@@ -261,9 +194,3 @@ def _cut(file: Any, item: ReadItem, box: Box) -> Tensor:
     starts = tuple(item.storage_offsets)
     part: Tensor = view[tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))]
     return part
-
-
-def _bytes(item: WriteItem) -> int:
-    if item.tensor_data is None:
-        return 0
-    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -17,7 +17,7 @@ from pathlib import Path
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import Value, write_whole
 from meshwright.core.disk import free_name
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CheckpointError, InputError
 from meshwright.core.estimate import Estimate
 from meshwright.core.forecast import Forecast
 from meshwright.core.plan import Plan
@@ -25,6 +25,7 @@ from meshwright.core.result import SearchResult
 from meshwright.core.trace import Trace
 from meshwright.train.folder import RunFolder
 from meshwright.train.kept import all_of
+from meshwright.train.manifest import read_listed, read_manifest
 from meshwright.train.run_id import RunId
 from meshwright.train.settings import Settings
 
@@ -140,9 +141,12 @@ def _restored(folder: RunFolder, path: Path) -> str:
     """From the newest checkpoint that has it; its name."""
     kind: type[Value] = Settings if path == folder.settings else Plan
     for checkpoint in reversed(all_of(folder.checkpoints)):
+        where = str(checkpoint / path.name)
         try:
-            kind.load(checkpoint / path.name).save(path)
-        except InputError:
+            text = read_listed(checkpoint, read_manifest(checkpoint), path.name)
+            value = kind.from_toml(text.decode(), where) if path.suffix == ".toml" else kind.from_json(text, where)
+            value.save(path)
+        except (InputError, CheckpointError, UnicodeDecodeError):
             continue
         return checkpoint.name
     raise InputError(f"{path} is damaged, and no checkpoint has a copy of it: start the run without --resume")

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from meshwright.core.errors import RunError
 from meshwright.core.trace import Trace
-from meshwright.runtime.gather import all_ranks, is_so_anywhere
+from meshwright.runtime.gather import is_so_anywhere
+from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
 from meshwright.runtime.replicas import Replicas
@@ -82,7 +83,7 @@ class Loop:
                 next_step, stopped = self._steps()
                 self._check_replicas(next_step - 1)
                 saved = self._save_last(next_step)
-            traces = all_ranks(self.program.trace())
+            traces = all_ranks(self.program.trace(), Trace)
         finally:
             self.saving.close()
             self.journal.close()

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from meshwright.core.codec import Value, load
-from meshwright.core.errors import CheckpointError
+from meshwright.core.codec import Value
+from meshwright.core.errors import CheckpointError, InputError
+from meshwright.train.manifest import DamagedError, Manifest, check_plain, damage_of, read_listed, read_manifest
 
 FILE = "progress.json"
 FORMAT = 2
+MOST = 1 << 62
+"""Of steps or samples: no run gets there."""
+MOST_RANKS = 1 << 24
+Count = Annotated[int, Meta(ge=0, le=MOST)]
 
 
 class Progress(Value, kw_only=True):
     format: Literal[2] = 2
-    step: int
+    step: Count
     """That comes next."""
-    cursor: int
+    cursor: Count
     """Samples consumed."""
     plan: str
     graph: str
-    num_ranks: int
-    num_steps: int | None = None
+    num_ranks: Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+    num_steps: Count | None = None
     """What the learning rate's schedule counts to."""
     learning_rate: float | None = None
     """Of the step that comes next, by that schedule."""
@@ -33,10 +39,16 @@ class Progress(Value, kw_only=True):
     """Id of the run that wrote it (`run_id.py`)."""
 
 
-def read_progress(folder: Path) -> Progress:
-    """Of a checkpoint."""
+def read_progress(folder: Path, manifest: Manifest | None = None) -> Progress:
+    """Of a checkpoint, by its manifest."""
     check_format(folder)
-    return load(folder / FILE, Progress)
+    text = read_listed(folder, read_manifest(folder) if manifest is None else manifest, FILE)
+    try:
+        return Progress.from_json(text, str(folder / FILE))
+    except InputError as error:
+        raise damage_of(error) from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise DamagedError(f"{folder / FILE} cannot be read: {error}") from error
 
 
 def check_format(folder: Path) -> None:
@@ -51,6 +63,7 @@ def check_format(folder: Path) -> None:
 def format_of(folder: Path) -> object:
     """What a checkpoint says it is; None where it does not say."""
     try:
+        check_plain(folder / FILE)
         return msgspec.json.decode((folder / FILE).read_bytes())["format"]
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+    except (OSError, DamagedError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
         return None

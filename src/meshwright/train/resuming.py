@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from meshwright.runtime.messages.exchange import from_first
 from meshwright.runtime.program import Program
-from meshwright.runtime.ranks import Rank, first_rank_decides
+from meshwright.runtime.ranks import Rank
 from meshwright.train import checkpoint
 from meshwright.train.job import Job
 from meshwright.train.optimizers import set_learning_rate
 from meshwright.train.places import places_of
 from meshwright.train.position import Progress
 from meshwright.train.stream import Stream
-from meshwright.train.verify import recorded_after, replay
+from meshwright.train.verify import Recorded, recorded_after, replay
 
 
 def resume(job: Job, rank: Rank, program: Program, graph: str, train: Stream, console: Console) -> int:
@@ -32,7 +33,7 @@ def resume(job: Job, rank: Rank, program: Program, graph: str, train: Stream, co
     if progress.learning_rate not in (None, rate):
         say(_other_rate(progress, rate, job.settings.steps))
     if job.verify:
-        recorded = first_rank_decides(lambda: recorded_after(progress, job.folder.metrics), rank)
+        recorded = from_first(lambda: recorded_after(progress, job.folder.metrics), Recorded)
         set_learning_rate(program.optimizer, rate)
         say(replay(program, train.next(), progress, recorded))
         program.forget_steps()

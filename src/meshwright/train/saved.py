@@ -54,8 +54,7 @@ class SavedState:
 
     def expect(self, contents: Contents) -> None:
         """Room for the state that a checkpoint has of parameters whose first update makes it, on the host."""
-        if self.program.host is None:
-            return
+        assert self.program.host is not None
         saved = contents.optimizer_state()
         for name, zeros in zeros_of(self.program.host).items():
             first, own = self._first(name), self.optimizer["state"].setdefault(name, {})

@@ -17,23 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from meshwright.core.errors import CheckpointError
 from meshwright.core.units import format_bytes
-from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.program import Program
 from meshwright.runtime.rank import is_broken_link
 from meshwright.runtime.ranks import Rank
-from meshwright.train.checkpoint_files import ALL, FileWriter, Flat, ValuesPlanner, flatten
+from meshwright.train.checkpoint_files import FileWriter, Flat, flatten
 from meshwright.train.contents import SavedTensor
+from meshwright.train.dividing import Offer, check_complete, divided
 from meshwright.train.kept import clear_drafts, draft_of, latest, name_of, publish
 from meshwright.train.position import Progress
 from meshwright.train.saved import SavedState
 from meshwright.train.staging import Staging
-from meshwright.train.writing import Writing, innermost, is_of_disk, words
+from meshwright.train.writing import Writing, is_of_disk, words
 
 SEEN_SECONDS = 120.0
 """For the first rank to see what others have written: file systems of a network take their time."""
@@ -88,22 +88,17 @@ class Saver:
         """The state of now will be written. Where the host has no memory for a copy of it, it is written at once."""
         assert self._writing is None, "a checkpoint is under way: settle first"
         self.program.sync_buffers()
-        draft, problem = draft_of(self.folder, progress.step), ""
-        writer = FileWriter(self.rank.number, lambda needed: self._make_room(draft, needed), self.staging)
+        draft = draft_of(self.folder, progress.step)
+        writer = FileWriter(self.rank.number, self.staging)
         try:
             state = flatten(SavedState(self.program, self.rank).saved())
-            known = self._known_to_all(state, draft)
-            if known is None:
-                self._plan(writer, state)
-        except (Exception, dcp.CheckpointException) as error:
-            if (cause := innermost(error)) is not error and is_broken_link(cause):
-                raise cause from None  # a rank is gone: not a matter of this checkpoint
-            if is_broken_link(error):
+            known = self._known_to_all(state, draft) or self._divided(writer, state, draft)
+        except Exception as error:
+            if is_broken_link(error):  # a rank is gone: not a matter of this checkpoint
                 raise
             raise self._failed(progress.step, words(error)) from error
-        if known is not None:
-            problem = _attempt(lambda: writer.take_again(known.plan, state))
-            writer.tensors = known.tensors
+        problem = _attempt(lambda: writer.take(known.plan, state))
+        writer.tensors = known.tensors
         self._writing = Writing(writer, progress, draft, self.rank, self.attached, self._publish, problem)
         self._writing.start()
         if not writer.copied:
@@ -114,13 +109,13 @@ class Saver:
         writing, self._writing = self._writing, None
         if writing is None:
             return None
-        problem = _first(all_ranks("" if self.rank.is_first else writing.wait()))
+        problem = _first(all_ranks("" if self.rank.is_first else writing.wait(), str))
         if self.rank.is_first:
             # all others are done: a full disk may not even have taken the note of one that failed
             writing.hurry(0.0 if problem else SEEN_SECONDS)
             own = writing.wait()
             problem = problem or (f"rank 0: {own}" if own else "")
-        problem = all_ranks(problem)[0]
+        problem = all_ranks(problem, str)[0]
         if problem:
             raise self._failed(writing.progress.step, problem)
         return self.folder / name_of(writing.progress.step)
@@ -134,23 +129,32 @@ class Saver:
         if self.staging is not None:
             self.staging.close()
 
-    def _plan(self, writer: FileWriter, state: Flat) -> None:
-        """All ranks together: who writes what. The answer is kept for the next time."""
+    def _divided(self, writer: FileWriter, state: Flat, draft: Path) -> Known:
+        """All ranks together: who writes what. The answer is kept for the next time, where tensors are copied."""
         self._known = None
-        dcp.save({ALL: state}, storage_writer=writer, planner=ValuesPlanner())
-        if writer.copied and writer.plan is not None:
-            self._known = Known(_form(state), writer.plan, writer.tensors)
+        items: list[WriteItem] = []
+        try:
+            items, offer = writer.offer(state)
+        except Exception as error:
+            offer = Offer(problem=words(error))
+        division = divided(offer)
+        tensors = division.tensors()
+        check_complete(tensors)
+        problem = _attempt(lambda: self._make_room(draft, division.num_bytes)) if self.rank.is_first else ""
+        _raise_first(all_ranks(problem, str))
+        known = Known(_form(state), division.plan_of(self.rank.number, items), tensors)
+        self._known = known if division.copies else None
+        return known
 
     def _known_to_all(self, state: Flat, draft: Path) -> Known | None:
         """The plan of last time, where no rank's state has another form now: ranks exchange a word in place of plans."""
         known = self._known
         is_same = known is not None and known.form == _form(state)
         problem = _attempt(lambda: self._make_room(draft, self._needed)) if is_same and self.rank.is_first else ""
-        answers = all_ranks((is_same, problem))
+        answers = all_ranks((is_same, problem), tuple[bool, str])
         if not all(is_same for is_same, _ in answers):
             return None
-        if answers[0][1]:
-            raise CheckpointError(f"rank 0: {answers[0][1]}")
+        _raise_first([problem for _, problem in answers])
         return known
 
     def _make_room(self, draft: Path, needed: int) -> None:
@@ -190,6 +194,11 @@ def _attempt(work: Callable[[], None]) -> str:
     except Exception as error:
         return words(error)
     return ""
+
+
+def _raise_first(problems: list[str]) -> None:
+    if found := _first(problems):
+        raise CheckpointError(found)
 
 
 def _first(problems: list[str]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import CheckpointError
-from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
 from meshwright.train.position import Progress
@@ -88,7 +88,7 @@ class Saving:
                 return self._anywhere(progress)
             except UnwrittenError as error:
                 gives_up = time.monotonic() >= deadline or num_signals() > signals
-                if any(all_ranks(gives_up)):
+                if any(all_ranks(gives_up, bool)):
                     self.say(f"the last checkpoint is given up: {error}")
                     raise
                 if str(error) != said:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch.distributed.checkpoint as dcp
 
 from meshwright.core.codec import Value
 from meshwright.core.disk import FileFacts, flush_folder, write_file
@@ -19,7 +18,7 @@ from meshwright.core.errors import CheckpointError
 from meshwright.runtime.ranks import Rank
 from meshwright.train import contents, manifest, position
 from meshwright.train.checkpoint_files import FileWriter
-from meshwright.train.contents import Contents
+from meshwright.train.contents import contents_of, file_of
 from meshwright.train.manifest import Manifest
 from meshwright.train.position import Progress
 from meshwright.train.tensors_file import write_tensors
@@ -107,7 +106,7 @@ class Writing:
                 note = msgspec.json.decode((self.draft / _note_name(number)).read_bytes(), type=Note)
                 if note.facts is None:
                     raise CheckpointError(f"rank {number}: {note.problem}")
-                found[f"rank-{number:05d}.safetensors"] = note.facts
+                found[file_of(number)] = note.facts
                 self._values |= note.values
                 (self.draft / _note_name(number)).unlink()
             missing -= there
@@ -123,7 +122,7 @@ class Writing:
     def _complete(self, files: dict[str, FileFacts]) -> None:
         """The first rank: the small files, the manifest last, then the rename."""
         small = {
-            contents.FILE: Contents(tensors=self.writer.tensors, values=self._values).encoded(),
+            contents.FILE: contents_of(self.writer.tensors, self._values).encoded(),
             position.FILE: self.progress.to_json().encode(),
             **{name: text.encode() for name, text in self.attached.items()},
         }
@@ -135,18 +134,12 @@ class Writing:
 
 
 def words(error: BaseException) -> str:
-    """The innermost cause, with the rank it happened on: torch wraps what the disk said in several layers."""
+    """The innermost cause: what the disk said is often wrapped in several layers."""
     cause = innermost(error)
-    whose = (
-        f"rank {next(iter(error.failures))}: " if isinstance(error, dcp.CheckpointException) and error.failures else ""
-    )
-    return whose + (str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}")
+    return str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
 
 
 def innermost(error: BaseException) -> BaseException:
-    if isinstance(error, dcp.CheckpointException) and error.failures:
-        failure = next(iter(error.failures.values()))
-        return innermost(failure[0] if isinstance(failure, tuple) else failure)
     return error if error.__cause__ is None else innermost(error.__cause__)
 
 

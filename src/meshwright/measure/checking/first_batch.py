@@ -29,7 +29,8 @@ from meshwright.measure.checking.live import (
 )
 from meshwright.measure.checking.reduced import needs_check
 from meshwright.models.objective import Batch, Objective, num_samples
-from meshwright.runtime.ranks import first_rank_decides, join
+from meshwright.runtime.messages.exchange import from_first
+from meshwright.runtime.ranks import join
 
 
 class FirstBatch:
@@ -53,7 +54,7 @@ class FirstBatch:
         if not self.is_wanted:
             return Checked(status="not needed")
         self.is_wanted = False
-        found = first_rank_decides(lambda: self._on_first_rank(batch), self.rank)
+        found = from_first(lambda: self._on_first_rank(batch), Checked | str)
         if isinstance(found, str):
             raise PlanError(found)
         return found

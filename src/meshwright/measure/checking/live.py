@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.errors import MeshwrightError, ModelError
+from meshwright.core.errors import MeshwrightError, ModelError, RunError
+from meshwright.core.trusted import distrust
 from meshwright.models.examples import repeat_samples
 from meshwright.models.objective import Batch, Objective, map_batch
 from meshwright.models.old_norms import without_computed_weights
@@ -60,6 +61,8 @@ class LiveModel:
             raise CannotCopyError(
                 "the package cloudpickle is not installed, which sends a module to other processes"
             ) from None
+        if danger := distrust(path.parent):
+            raise CannotCopyError(f"it would be sent through a folder that is not safe, since {danger}: set TMPDIR")
         by_value = [one for one in self._modules_of_code() if not _can_be_imported(one)]
         for one in by_value:
             cloudpickle.register_pickle_by_value(one)
@@ -85,6 +88,8 @@ class LiveModel:
     def read(path: Path) -> LiveModel:
         import pickle
 
+        if danger := distrust(path):  # to read it is to run what is in there
+            raise RunError(f"{path} is not read, since {danger}: set TMPDIR to a folder that nobody else can write")
         found: LiveModel = pickle.loads(path.read_bytes())
         return found
 

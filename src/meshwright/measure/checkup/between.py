@@ -19,7 +19,7 @@ from meshwright.measure.checkup.finding import Finding, ok, problem, warning
 from meshwright.measure.host_links import measure_host_links
 from meshwright.measure.probe import ranks_per_host
 from meshwright.measure.stopwatch import typical_seconds
-from meshwright.runtime.gather import all_ranks
+from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.ranks import Rank, joined
 
 LARGE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
@@ -45,7 +45,7 @@ def check_sum(rank: Rank) -> Finding:
     dist.all_reduce(numbers)
     wrong = [
         number
-        for number, value in enumerate(all_ranks(float(numbers.mean())))
+        for number, value in enumerate(all_ranks(float(numbers.mean()), float))
         if value != sum(range(rank.num_ranks + 1))
     ]
     where = f"between {rank.num_ranks} ranks over {dist.get_backend()}"
@@ -56,7 +56,7 @@ def check_sum(rank: Rank) -> Finding:
     size = LARGE_BYTES[rank.device.type]
     tensors = {count: torch.zeros(count // 4, device=rank.device) for count in (8, size)}
     small, large = (
-        max(all_ranks(typical_seconds(lambda t=tensor: dist.all_reduce(t), rank.device, together=True)))  # type: ignore[misc]
+        max(all_ranks(typical_seconds(lambda t=tensor: dist.all_reduce(t), rank.device, together=True), float))  # type: ignore[misc]
         for tensor in tensors.values()
     )
     return ok(

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.core.cache import cache_folder
 from meshwright.measure.checkup.finding import Finding, ok, problem, warning
 from meshwright.runtime.offload.kernel import Kernel, find_compiler, try_kernel
 
@@ -86,6 +87,8 @@ def check_compiler() -> Finding:
 def check_update() -> Finding:
     """The compiled update of offloaded state, made as a run makes it: by the same compiler, with the same options."""
     found = try_kernel()
+    if isinstance(found, Kernel) and found.note:
+        return warning("offloaded updates", found.note, f"chmod -R go-w {cache_folder()}, or remove it")
     if isinstance(found, Kernel):
         return ok("offloaded updates", f"compiled by {find_compiler()}")
     return warning(

@@ -3,15 +3,21 @@ needs too.
 
 Python's interpreter lock is free while it runs. Where there is no compiler, updates run op by op through torch (rules.py), which
 takes longer: the first rank says so.
+
+A library is loaded from the cache only where nobody else can have put it there (core/trusted.py). Else it is compiled into a folder
+of this command's own, and the first rank says that.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +25,8 @@ from torch import Tensor
 
 from meshwright.core.cache import cache_folder
 from meshwright.core.errors import RunError
+from meshwright.core.trusted import distrust
+from meshwright.runtime.temporary import PARENT, temporary_folder
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("adam.c", "queue.c"))
 OPTIONS = (
@@ -47,7 +55,9 @@ class AdamWork(ctypes.Structure):
 class Kernel:
     """The functions of adam.c on tensors. Gradients and moments are fp32 or bf16, everything else fp32."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, note: str = "") -> None:
+        """note: what the user should know about where the library came from."""
+        self.note = note
         pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._open, self._hand = library.meshwright_open, library.meshwright_hand
         self._wait, self._close = library.meshwright_wait, library.meshwright_close
@@ -124,14 +134,50 @@ def try_kernel() -> Kernel | str:
     compiler = find_compiler()
     if compiler is None:
         return "there is no C compiler (looked for cc, gcc, clang)"
-    library = _folder() / f"adam-{_identity(compiler)}.so"
+    name = f"adam-{_identity(compiler)}.so"
+    library = _made(cache_folder() / "kernels") / name
+    danger = distrust(library)
+    if danger is None:
+        return _load(compiler, library)
+    with _private_folder() as folder:
+        danger_there = distrust(folder)
+        if danger_there is not None:
+            return f"neither {library.parent} nor {folder} is safe to load it from: {danger}; {danger_there}"
+        note = (
+            f"the compiled update in {library.parent} is not loaded, since {danger}; it was compiled for this run alone: correct "
+            "the owner and the mode there (chmod go-w), so that it is kept"
+        )
+        return _load(compiler, _made(folder) / name, note)
+
+
+def _load(compiler: str, library: Path, note: str = "") -> Kernel | str:
+    """What is not there yet is compiled."""
     trouble = None if library.exists() else _compile(compiler, library)
     if trouble is not None:
         return f"{compiler} cannot compile it: {trouble}"
     try:
-        return Kernel(ctypes.CDLL(str(library)))
+        return Kernel(ctypes.CDLL(str(library)), note)
     except OSError as error:
         return f"{library} cannot be loaded: {error}"
+
+
+def _made(folder: Path) -> Path:
+    """With the cache around it, for nobody else to write; where it cannot be made, compiling says why."""
+    for one in (folder.parent.parent, folder.parent, folder):
+        with suppress(OSError):
+            one.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """In the launcher's temporary folder, for all its ranks; without a launcher, one that goes once the library is loaded."""
+    shared = os.environ.get(PARENT)
+    if shared is not None and Path(shared).is_dir():
+        yield Path(shared) / "kernels"
+        return
+    with temporary_folder() as folder:
+        yield folder / "kernels"
 
 
 def find_compiler() -> str | None:
@@ -141,21 +187,17 @@ def find_compiler() -> str | None:
 def _compile(compiler: str, library: Path) -> str | None:
     """What went wrong, if anything did. Under another name first: several ranks may be at it."""
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             draft = Path(folder) / library.name
             command = [compiler, *OPTIONS, *map(str, SOURCES), "-o", str(draft), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            draft.chmod(0o500)  # whatever the umask: others must not write what will be loaded
             draft.replace(library)
     except subprocess.CalledProcessError as error:
         return str((error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[0])
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     return None
-
-
-def _folder() -> Path:
-    return cache_folder() / "kernels"
 
 
 def _identity(compiler: str) -> str:

@@ -181,9 +181,12 @@ def _nothing() -> None:
 def find_rule(optimizer: Optimizer, dtype: torch.dtype, num_threads: int) -> Rule:
     """dtype: of the master weights."""
     kernel = try_kernel() if is_plain_adam(optimizer) and dtype == torch.float32 else None
+    is_first = os.environ.get("RANK", "0") == "0"
     if isinstance(kernel, Kernel):
+        if kernel.note and is_first:
+            warnings.warn(kernel.note, RuntimeWarning, stacklevel=2)
         return AdamRule(kernel, type(optimizer) is AdamW, num_threads)
-    if kernel is not None and os.environ.get("RANK", "0") == "0":
+    if kernel is not None and is_first:
         warnings.warn(
             f"updates on the host run op by op, several times slower than compiled ones: {kernel}; install one, and see "
             "`meshwright doctor`",

@@ -11,7 +11,6 @@ sender knows.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -21,29 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.errors import ModelError
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
 from meshwright.runtime.communicators import link_groups
-from meshwright.runtime.split.layout import Layout, lay, layout_of
-
-HEADER_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class Form:
-    """What is known of a tensor before it arrives."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    layout: Layout | None = None
-
-    def empty(self, device: torch.device) -> Tensor:
-        return lay(torch.empty(self.shape, dtype=self.dtype, device=device), self.layout)
-
-
-def form_of(tensor: Tensor) -> Form:
-    return Form(tuple(tensor.shape), tensor.dtype, layout_of(tensor))
+from meshwright.runtime.pipeline.forms import HEADER_BYTES, Form, form_of, header, read_header
 
 
 @dataclass(frozen=True)
@@ -83,7 +63,7 @@ class Links:
             return
         if key not in self.known:
             self.known[key] = tuple(map(form_of, tensors))
-            self._post(coordinate, _header(self.known[key], self.device), action)
+            self._post(coordinate, header(self.known[key], self.device), action)
         self.send_like(coordinate, [tensor.detach() for tensor in tensors], action)
 
     def send_like(self, coordinate: int, tensors: list[Tensor], action: Action) -> None:
@@ -95,8 +75,8 @@ class Links:
     def read_header(self, coordinate: int, key: Hashable) -> None:
         """The first message of a kind is preceded by one."""
         if key not in self.known:
-            header = Form((HEADER_BYTES,), torch.uint8)
-            self.known[key] = _read(self.take(self.ask(coordinate, (header,)))[0])
+            expected = Form((HEADER_BYTES,), torch.uint8)
+            self.known[key] = read_header(self.take(self.ask(coordinate, (expected,)))[0])
 
     def ask(self, coordinate: int, forms: tuple[Form, ...]) -> Coming:
         """Post the receives of a message; nothing is waited for."""
@@ -133,15 +113,3 @@ class Links:
         leaving = tensor.cpu() if self.over_host else tensor
         work = dist.isend(leaving, self.ranks[coordinate], group=self.groups[self.here, coordinate])
         self.under_way.append(Sent(work, leaving, action))
-
-
-def _header(forms: tuple[Form, ...], device: torch.device) -> Tensor:
-    written = pickle.dumps(forms)
-    if len(written) > HEADER_BYTES:
-        raise ModelError(f"{len(forms)} tensors cross between two stages: cut the model at a narrower place")
-    padded = written.ljust(HEADER_BYTES, b"\0")
-    return torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
-
-
-def _read(header: Tensor) -> tuple[Form, ...]:
-    return tuple(pickle.loads(bytes(header.cpu().numpy())))

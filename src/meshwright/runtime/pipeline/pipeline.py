@@ -35,7 +35,8 @@ from meshwright.runtime.communicators import state_mesh
 from meshwright.runtime.data_parallel import give_up_gathered
 from meshwright.runtime.pipeline.arrivals import Arrivals
 from meshwright.runtime.pipeline.cut import Cut, stage_of_blocks
-from meshwright.runtime.pipeline.links import Coming, Links, form_of
+from meshwright.runtime.pipeline.forms import form_of
+from meshwright.runtime.pipeline.links import Coming, Links
 from meshwright.runtime.pipeline.run import LeftEarly, StageRun
 from meshwright.runtime.pipeline.state import StageState
 from meshwright.runtime.pipeline.tied import TiedTensors

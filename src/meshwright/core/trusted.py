@@ -1,0 +1,47 @@
+"""Whether a file may be loaded as code: only this user, or the administrator, can have put it there.
+
+What is code to load is a compiled kernel in a cache. Whoever can write the file, or a folder on the way to it, decides what runs.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+ADMINISTRATOR = 0
+
+
+def distrust(path: Path) -> str | None:
+    """Why others could have written it, in words; None where they could not. Of a file that is not there, its folders count."""
+    for place in _on_the_way(path):
+        try:
+            found = os.lstat(place)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{place} cannot be looked at ({error.strerror})"
+        if problem := _problem(found):
+            return f"{place} {problem}"
+    return None
+
+
+def _on_the_way(path: Path) -> Iterator[Path]:
+    """The path and all its folders, as it is given and where its links lead; the outermost first."""
+    given, real = path.absolute(), path.resolve()
+    for one in (given,) if given == real else (given, real):
+        yield from reversed(one.parents)
+        yield one
+
+
+def _problem(found: os.stat_result) -> str | None:
+    if found.st_uid not in (os.getuid(), ADMINISTRATOR):
+        return f"belongs to another user (number {found.st_uid})"
+    if stat.S_ISLNK(found.st_mode):
+        return None  # its mode means nothing; what it leads to is looked at
+    is_shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if is_shared and not is_sticky:  # in a sticky folder, as /tmp is, others cannot replace what is there
+        return f"can be written by others than its owner (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
