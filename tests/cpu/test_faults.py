@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from injection import alive, children, drafts, inject, ranks_of, shared_memory, 
 
 from meshwright.core.fault import Fault
 from meshwright.core.plan import Plan
+from meshwright.runtime import standing
 from meshwright.runtime.hang_report import differences
 from meshwright.runtime.rank import without_chatter
 from meshwright.runtime.standing import Call, Standing
@@ -120,6 +122,19 @@ def test_plain_processes_take_over_where_the_template_is_lost(
     assert "restart 1 of 2: 2 ranks go on from step" in ended.out
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(STEPS))
     assert not alive(template)
+
+
+def test_a_frame_that_stands_on_no_line() -> None:
+    """As another thread's does for a moment: the watchdog that looks at it goes on, and names the function."""
+
+    def here() -> FrameType:
+        return sys._getframe()
+
+    code = here.__code__.replace(co_linetable=b"", co_filename=standing.__file__)
+    frame = FunctionType(code, globals())()
+    assert frame.f_lineno is None
+    assert not standing.is_wait(frame)
+    assert f"{standing.__file__}:{code.co_firstlineno} in here" in standing.line_of(frame)
 
 
 BETWEEN = """

@@ -221,6 +221,25 @@ def test_a_temporary_folder_without_room_costs_the_samples_and_not_the_run(
         assert ended.err == ""
 
 
+def test_lines_follow_their_path(tmp_path: Path) -> None:
+    """The folder is moved away and back, then removed and made anew: every line is where it is looked for."""
+    folder, away = tmp_path / "run", tmp_path / "away"
+    folder.mkdir()
+    metrics = Metrics(RunFolder(folder), 0)
+    metrics.write(0, {"loss": 0.0})
+    folder.rename(away)
+    metrics.write(1, {"loss": 1.0})
+    away.rename(folder)
+    metrics.write(2, {"loss": 2.0})
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [0, 1, 2]
+    shutil.rmtree(folder)
+    metrics.write(3, {"loss": 3.0})
+    folder.mkdir()
+    metrics.write(4, {"loss": 4.0})
+    assert metrics.close()
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [3, 4]
+
+
 # Files that may not grow: the system's own limit, which needs no rights.
 
 

@@ -6,15 +6,18 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from cases import ASSETS
 from command import Cli, Started, losses, wait_for
 from injection import alive
 
-from meshwright.runtime.process import Process
+from meshwright.runtime.process import Process, process_of
+from meshwright.train.lock import Holder
 
 RUN = {"model": f"{ASSETS}/faulty.py:told", "checkpoint": {"every": 5}}
 
@@ -86,6 +89,38 @@ def test_what_a_killed_launcher_left_goes_at_the_next_start(
     assert not owned_by(run.process.pid)
     assert not [path for path in folder.rglob(".*") if path.is_file()]
     assert len(list((folder / "checkpoints").iterdir())) == 2
+
+
+def test_what_is_left_of_a_run_that_has_ended_goes_when_it_is_shown_again(
+    cli: Cli, settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its launcher was killed after the last checkpoint: nothing is left to do but to clear."""
+    file, folder = settings(steps=2), tmp_path / "run"
+    assert cli("train", file).code == 0
+    killed = subprocess.Popen(["sleep", "600"])
+    process = process_of(killed.pid)
+    (folder / "run.lock").write_text(Holder(process=process, token="of-before", since="").to_json())
+    temporary = Path(tempfile.mkdtemp(prefix="meshwright-"))
+    (temporary / "owner.json").write_text(process.to_json())
+    (folder / "checkpoints/.step-00000002.draft").mkdir()
+    killed.kill()
+    killed.wait()
+    again = cli("train", "--resume", folder)
+    assert (again.code, "has all its 2 steps already" in again.out) == (0, True), again.err
+    assert not (folder / "run.lock").exists()
+    assert not (folder / "checkpoints/.step-00000002.draft").exists()
+    assert not temporary.exists()
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "estimate.json", "plan.json"])
+def test_a_run_that_has_ended_is_shown_again_without_a_file(
+    cli: Cli, settings: Callable[..., Path], tmp_path: Path, file: str
+) -> None:
+    assert cli("train", settings(steps=2)).code == 0
+    (tmp_path / "run" / file).unlink()
+    again = cli("train", "--resume", tmp_path / "run")
+    assert again.code == 0, again.err
+    assert "Traceback" not in again.err
 
 
 def owned_by(process: int) -> list[Path]:

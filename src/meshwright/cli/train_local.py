@@ -21,9 +21,26 @@ def run_ranks(
     from meshwright.train.lock import RunLock
 
     if resume and (done := show_again(settings, console, as_json)):
+        _clear(settings.folder)
         return None, done
     with stoppable(), RunLock(settings.folder) as lock:
         return _run(settings, resume, console, as_json, quiet, verify, lock)
+
+
+def _clear(folder: str) -> None:
+    """What a launcher left that was killed at the very end of its run. A folder that another holds, or nobody may write, stays."""
+    from contextlib import suppress
+    from pathlib import Path
+    from tempfile import gettempdir
+
+    from meshwright.core.errors import InputError
+    from meshwright.runtime.temporary import clear_abandoned
+    from meshwright.train.folder import RunFolder
+    from meshwright.train.lock import RunLock
+
+    clear_abandoned(Path(gettempdir()))
+    with suppress(InputError), RunLock(folder):
+        RunFolder(folder).clear_left()
 
 
 def _run(

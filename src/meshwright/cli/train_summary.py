@@ -67,7 +67,7 @@ def _figures(
 
 
 def show_again(settings: Settings, console: Console, as_json: bool) -> Decision | None:
-    """A run that has all its steps is shown again, not run again."""
+    """A run that has all its steps is shown again, not run again. Files that are gone are made by running it, without a step."""
     from meshwright.cli.decision import Decision
     from meshwright.core.estimate import Estimate
     from meshwright.core.plan import Plan
@@ -82,16 +82,19 @@ def show_again(settings: Settings, console: Console, as_json: bool) -> Decision 
 
     folder = RunFolder(settings.folder)
     newest = latest(places_of(folder))
-    if newest is None or not folder.trace.exists() or step_of(newest) < settings.steps:
+    needed = (folder.trace, folder.metrics, folder.plan, folder.estimate)
+    if newest is None or step_of(newest) < settings.steps or not all(path.exists() for path in needed):
+        return None
+    values = last_values(folder.metrics)
+    if "loss" not in values:
         return None
     try:
         check_same_run(newest, read_progress(newest).run, read_id(folder.path))
     except DamagedError:
         return None  # the ranks look closer, and go on from the one before it
     console.print(f"{folder.path} has all its {settings.steps} steps already: give more with --steps", highlight=False)
-    values = last_values(folder.metrics)
     summary = {
-        "loss": values.get("loss"),
+        "loss": values["loss"],
         "validation_loss": values.get("validation_loss"),
         "num_steps": step_of(newest),
         "stopped": None,

@@ -125,7 +125,13 @@ def is_wait(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     if file.startswith(f"{TORCH}/distributed/"):
         return True
-    return file.startswith(OURS) and ".wait(" in linecache.getline(file, frame.f_lineno)
+    return file.startswith(OURS) and ".wait(" in linecache.getline(file, line_number(frame))
+
+
+def line_number(frame: FrameType) -> int:
+    """Of another thread's frame. While one enters a function it stands on no line: then that of the function's head."""
+    number: int | None = frame.f_lineno
+    return frame.f_code.co_firstlineno if number is None else number
 
 
 def line_of(innermost: FrameType) -> str:
@@ -134,7 +140,7 @@ def line_of(innermost: FrameType) -> str:
     while frame is not None and not _is_a_persons(frame.f_code.co_filename):
         frame = frame.f_back
     found = frame or innermost
-    file, number = found.f_code.co_filename, found.f_lineno
+    file, number = found.f_code.co_filename, line_number(found)
     return f"{file}:{number} in {found.f_code.co_name}: {linecache.getline(file, number).strip()}"
 
 

@@ -79,11 +79,11 @@ class RunFolder:
         if not self.settings.exists():
             raise InputError(f"{self.path} holds no run to resume: start it without --resume")
         self._make()
-        self._clear_left()
+        self.clear_left()
         if not run_id.read_id(self.path):  # a run of an earlier version, or one that takes over what it finds
             run_id.write_id(self.path, self._id_in_checkpoints() or run_id.new_id())
 
-    def _clear_left(self) -> None:
+    def clear_left(self) -> None:
         """What earlier starts of this run, killed in the middle of something, have left behind. Its lock is held by now."""
         clear_left(self.checkpoints)
         for folder in (self.path, self.live, self.traces):

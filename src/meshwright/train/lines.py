@@ -1,4 +1,4 @@
-"""A file that grows line by line, and loses none to a disk that is full for a while."""
+"""A file that grows line by line, and loses none to a disk that is full for a while, nor to a folder that is moved or made anew."""
 
 from __future__ import annotations
 
@@ -28,15 +28,27 @@ class LineFile:
     def close(self) -> bool:
         """Returns whether every line is written."""
         self._write()
-        if self._handle is not None:
-            with suppress(OSError):
-                os.close(self._handle)
-            self._handle = None
+        self._let_go()
         return not self._waiting
 
     def _write(self) -> None:
         with suppress(OSError):
+            if self._handle is not None and not self._is_at_its_path(self._handle):
+                self._let_go()
             if self._handle is None:
                 self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             while self._waiting:
                 self._waiting = self._waiting[os.write(self._handle, self._waiting) :]
+
+    def _let_go(self) -> None:
+        if self._handle is not None:
+            with suppress(OSError):
+                os.close(self._handle)
+            self._handle = None
+
+    def _is_at_its_path(self, handle: int) -> bool:
+        """A file that was removed, or whose folder was moved, takes lines that nobody would find."""
+        try:
+            return os.path.samestat(os.fstat(handle), os.stat(self.path))
+        except OSError:
+            return False
