@@ -75,7 +75,7 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
 def _number(kind: type, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
     low = meta.gt if meta.gt is not None else meta.ge
     if kind is int:
-        return st.integers(-(2**53) if low is None else int(low) + (meta.gt is not None), 2**53)
+        return st.integers(-(2**53) if low is None else int(low) + (meta.gt is not None), meta.le or 2**53)
     return st.floats(low, meta.le, exclude_min=meta.gt is not None, allow_nan=False, allow_infinity=False)
 
 

@@ -164,8 +164,8 @@ def test_degrees_that_do_not_make_the_ranks() -> None:
         ({"zero_optimization": True}, "zero_optimization holds True, not keys with values"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4: give 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage is '2': give a whole number"),
-        ({"train_batch_size": True}, "train_batch_size is True: give a whole number of 1 or more"),
-        ({"train_batch_size": 0}, "train_batch_size is 0: give a whole number of 1 or more"),
+        ({"train_batch_size": True}, "train_batch_size is True: give a whole number of 1 to"),
+        ({"train_batch_size": 0}, "train_batch_size is 0: give a whole number of 1 to"),
         ({"bf16": {"enabled": "yes"}}, "bf16.enabled is 'yes': give true, false or 'auto'"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "are both true: keep one"),
         ({"amp": {"enabled": True}}, "amp.enabled: Apex"),
@@ -173,7 +173,7 @@ def test_degrees_that_do_not_make_the_ranks() -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer needs stage 1, 2 or 3"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}, "device is 'gpu': "),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 4}}, "mics_shard_size needs stage 3"),
-        ({"gradient_clipping": -1}, "gradient_clipping is -1: give a number of 0 or more"),
+        ({"gradient_clipping": -1}, "gradient_clipping is -1: give a number of 0 to"),
     ],
 )
 def test_what_deepspeed_would_not_take_is_refused(keys: dict[str, Any], said: str) -> None:
@@ -359,7 +359,7 @@ def test_files_that_cannot_be_read(text: str, said: str, tmp_path: Path) -> None
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is a \.json file"):
         load_deepspeed("config.yaml")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="no such file"):
         load_accelerate(str(tmp_path / "none.yaml"))
     (tmp_path / "config.txt").write_text("")
     with pytest.raises(InputError, match=r"is a \.yaml, \.yml or \.json file"):

@@ -113,7 +113,7 @@ def test_columns_of_degrees_may_be_absent(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none\.csv: cannot be read"):
+    with pytest.raises(InputError, match=r"none\.csv: no such file"):
         read_runs(tmp_path / "none.csv")
 
 

@@ -76,6 +76,7 @@ def read_run(path: str, name: str = "", *, is_live: bool = False) -> Run:
     from meshwright.core.errors import InputError
     from meshwright.core.estimate import Estimate
     from meshwright.core.forecast import Forecast
+    from meshwright.core.given_file import read_given
     from meshwright.core.plan import Plan
     from meshwright.core.result import SearchResult
     from meshwright.report.run import Run
@@ -103,7 +104,7 @@ def read_run(path: str, name: str = "", *, is_live: bool = False) -> Run:
         result=_read(SearchResult, folder.search) if folder.search.exists() else None,
         traces=traces,
         metrics=tuple(_metrics(folder.metrics)),
-        settings=folder.settings.read_text(encoding="utf-8"),
+        settings=read_given(folder.settings),
         remark=_remark(folder, traces),
     )
 
@@ -189,24 +190,21 @@ def _read(kind: type[V], path: Path) -> V:
 
 def _metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a run. The last line of a run that goes on, or was killed, may be cut off: it is left out."""
-    import json
-
+    from meshwright.core.bounds import LARGEST_RECORD_BYTES
     from meshwright.core.errors import InputError
+    from meshwright.core.given_file import read_given
+    from meshwright.core.metric_lines import parse_line
 
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_given(path, LARGEST_RECORD_BYTES).split("\n")
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
-        except ValueError:
+            found += [parse_line(line)] if line else []
+        except InputError as error:
             if number < len(lines):
-                raise InputError(f"{path}, line {number}: not valid JSON: remove the line, or train again") from None
-            continue
-        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
-            raise InputError(f"{path}, line {number}: not what a step leaves: remove the line, or train again")
-        found.append(entry)
+                raise InputError(f"{path}, line {number}: {error}: remove the line, or train again") from None
     return found
 
 

@@ -48,15 +48,10 @@ def score(
 
 
 def _facts(path: str) -> dict[str, Facts]:
-    from pathlib import Path
-
     from meshwright.core.cluster import read_facts
-    from meshwright.core.errors import InputError
+    from meshwright.core.given_file import read_given
 
-    try:
-        return read_facts(Path(path).read_bytes(), path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+    return read_facts(read_given(path), path)
 
 
 def _predictions(console: Console, runs: tuple[Run | Unreadable, ...], facts: dict[str, Facts]) -> list[Prediction]:

@@ -28,13 +28,13 @@ def lay_out(settings: Settings, resume: bool, console: Console, lock: RunLock) -
     from meshwright.cli.decision import world_of_run
     from meshwright.cli.wiring import find_cluster
 
-    _check(settings, resume)
+    check_settings(settings, resume)
     world = world_of_run(settings)
     cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
     return lay_out_on(cluster, settings, world, resume, console, lock)
 
 
-def _check(settings: Settings, resume: bool) -> None:
+def check_settings(settings: Settings, resume: bool) -> None:
     """What can be refused before anything is measured."""
     from meshwright.cli.decision import check_batch
     from meshwright.models.source import resolve

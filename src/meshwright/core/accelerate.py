@@ -13,18 +13,22 @@ dynamo_config        inductor: compiled blocks
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 
-from meshwright.core.codec import decode_json, load
+from meshwright.core.bounds import MOST_NESTED
+from meshwright.core.codec import load
 from meshwright.core.deepspeed import read_deepspeed
 from meshwright.core.errors import InputError
 from meshwright.core.foreign import Foreign, Keys
 from meshwright.core.foreign_keys import ACCELERATE, PARALLELISM
+from meshwright.core.given_file import read_given
 from meshwright.core.graph import Precision
+from meshwright.core.parsing import check_plain
 from meshwright.core.plan import Offload, ZeroStage
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
@@ -40,27 +44,38 @@ ZERO_OF: dict[str, ZeroStage] = {
 def load_accelerate(path: str) -> Foreign:
     """Read the YAML (or JSON) file that `accelerate config` writes."""
     source = Path(path)
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
     if source.suffix == ".json":
-        return read_accelerate(decode_json(text, dict[str, Any], path), path)
+        return read_accelerate(load(path, dict[str, Any]), path)
     if source.suffix not in (".yaml", ".yml"):
         raise InputError(f"{path}: an Accelerate configuration is a .yaml, .yml or .json file")
+    return read_accelerate(_parse_yaml(read_given(source), path), path)
+
+
+def _parse_yaml(text: str, where: str) -> object:
     try:
         raw = yaml.load(text, _Strict)
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    return read_accelerate(raw, path)
+    except RecursionError:
+        raise InputError(f"{where}: lists and objects are nested more than {MOST_NESTED} deep") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that Python does not have
+        raise InputError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+    check_plain(raw, where)
+    return raw
 
 
 class _Strict(yaml.SafeLoader):  # type: ignore[misc]
-    """Plain YAML in which a key may not be given twice."""
+    """Plain YAML in which a key may not be given twice, and nothing stands for something else: a few aliases of aliases are more
+    than a machine can hold."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.events.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read: write the value itself", mark)
+        found: yaml.Node | None = super().compose_node(parent, index)
+        return found
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        twice = next((name for name, count in counts.items() if count > 1), None)
         if twice is not None:
             raise yaml.constructor.ConstructorError(None, None, f"the key '{twice}' is given twice", node.start_mark)
         found: dict[Any, Any] = super().construct_mapping(node, deep)

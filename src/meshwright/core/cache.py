@@ -6,6 +6,10 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from meshwright.core.bounds import LARGEST_RECORD_BYTES
+from meshwright.core.errors import InputError
+from meshwright.core.given_file import read_given
+
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
@@ -14,8 +18,8 @@ def cache_folder() -> Path:
 def content_of(path: Path) -> str:
     """A text file, as part of what a cached answer depends on; empty where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        return read_given(path, LARGEST_RECORD_BYTES)
+    except InputError:
         return ""
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from msgspec import Meta
-
+from meshwright.core.bounds import NotNegative
 from meshwright.core.codec import Value
 
 
@@ -14,7 +11,7 @@ class Claim(Value, kw_only=True):
 
     complete: bool = False
     """Whether every plan that the flags can ask for was costed, or ruled out by a lower bound."""
-    gap: Annotated[float, Meta(ge=0)] | None = None
+    gap: NotNegative | None = None
     """No plan that was searched is faster than the one returned by more than this share; None: nothing is proven."""
     left_out: tuple[str, ...] = ()
     """Plans that were not searched, in words. The gap does not cover them."""

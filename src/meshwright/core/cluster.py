@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
-from msgspec import Meta
 
+from meshwright.core.bounds import MOST_RANKS, Count, CountOrZero, Degree, NotNegative, Positive, Share
 from meshwright.core.codec import Value, check_fields, decode, decode_json, load
 from meshwright.core.collective import CollectiveKind
-from meshwright.core.constants import Constants, Origin, Positive, family_of
+from meshwright.core.constants import Constants, Origin, family_of
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.graph import OpKind
 from meshwright.core.units import GIB
 
-Count = Annotated[int, Meta(ge=1)]
 RateType = Literal["fp64", "fp32", "bf16", "fp16"]
 
 FLOP_KINDS: tuple[OpKind, ...] = ("matmul", "convolution", "attention")
@@ -47,7 +46,7 @@ class CollectiveTime(Value, kw_only=True):
     """Seconds a collective with this many input bytes took between this many ranks."""
 
     kind: CollectiveKind
-    num_ranks: Count
+    num_ranks: Degree
     num_bytes: Count
     seconds: Positive
 
@@ -73,7 +72,7 @@ class Alone(Value, kw_only=True):
 class Device(Value, kw_only=True):
     name: str
     kind: Literal["cpu", "cuda"]
-    memory_bytes: Annotated[int, Meta(gt=0)]
+    memory_bytes: Count
     rates: tuple[Rate, ...]
     launch_seconds: Positive
     """Least time of an op in forward, Python included."""
@@ -85,9 +84,9 @@ class Device(Value, kw_only=True):
     """The same in forward where a schedule runs backward in halves, what that adds to backward included."""
     update_elements_per_second: Positive | None = None
     """How fast AdamW updates parameters held here; without it, memory bandwidth decides."""
-    overlap_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    overlap_share: Share = 1.0
     """How much of the shorter of compute and communication disappears when both run at once."""
-    shard_call_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    shard_call_seconds: NotNegative = 0.0
     """What the host adds to each collective of sharded parameters; nothing where it runs ahead of the device."""
     alone: Alone | None = None
     """Without it, as when all run."""
@@ -107,8 +106,8 @@ class Cluster(Value, kw_only=True):
     format: Literal[1] = 1
     name: str
     origin: Origin
-    num_hosts: Count = 1
-    devices_per_host: Count
+    num_hosts: Degree = 1
+    devices_per_host: Degree
     device: Device
     intra_host: Link | None = None
     inter_host: Link | None = None
@@ -119,10 +118,17 @@ class Cluster(Value, kw_only=True):
     disk_bytes_per_second: Positive | None = None
     """What all ranks of a host together write to its disk, counted when it is there for good."""
     collectives: tuple[CollectiveTime, ...] = ()
-    host_memory_bytes: Annotated[int, Meta(ge=0)] | None = None
+    host_memory_bytes: CountOrZero | None = None
     notes: tuple[str, ...] = ()
-    others_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    others_share: Share = 0.0
     """Of the cores' time, what other programs took while it was measured."""
+
+    def __post_init__(self) -> None:
+        if self.num_devices > MOST_RANKS:
+            raise InputError(
+                f"num_hosts {self.num_hosts} × devices_per_host {self.devices_per_host} are {self.num_devices} devices: a cluster "
+                f"has at most {MOST_RANKS}"
+            )
 
     def seen_by(self, world: int) -> Cluster:
         """As a plan of so many ranks finds it: one rank has the host to itself."""
@@ -155,6 +161,8 @@ class Cluster(Value, kw_only=True):
 def check_hosts(hosts: int) -> int:
     if hosts < 1:
         raise InputError(f"--hosts is {hosts}: a cluster has at least one host")
+    if hosts > MOST_RANKS:
+        raise InputError(f"--hosts is {hosts}: a cluster has at most {MOST_RANKS} hosts")
     return hosts
 
 
@@ -162,7 +170,7 @@ class Facts(Value, kw_only=True):
     """A cluster as its vendor describes it, as in `clusters.json`. Bandwidths are 1e9 bytes per second each way."""
 
     device: str
-    devices_per_host: Count
+    devices_per_host: Degree
     memory_gib: Positive
     hbm_gb_per_second: Positive
     peak_bf16_tflops: Positive | None = None
@@ -173,7 +181,7 @@ class Facts(Value, kw_only=True):
     inter_host: str = ""
     host_link_gb_per_second: Positive | None = None
     host_memory_gib: Positive | None = None
-    host_cores: Count | None = None
+    host_cores: Degree | None = None
     measured_bf16_matmul_tflops: Positive | None = None
     measured_hbm_copy_gb_per_second: Positive | None = None
     measured_host_to_device_gb_per_second: Positive | None = None

@@ -10,10 +10,8 @@ JSON has no NaN and no infinity: the loss of a run that diverged is written as t
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-import tomllib
 from collections.abc import Callable
 from functools import cache
 from math import isfinite
@@ -24,7 +22,10 @@ from typing import Any, Self, TypeVar, Union, dataclass_transform, get_args, get
 import msgspec
 import tomli_w
 
+from meshwright.core.bounds import LARGEST_FILE_BYTES
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.given_file import read_given
+from meshwright.core.parsing import parse_json, parse_toml
 from meshwright.core.units import parse_bytes, parse_seconds
 
 T = TypeVar("T")
@@ -98,17 +99,12 @@ def _field_types(kind: type[Value]) -> dict[str, Any]:
 def load(path: str | os.PathLike[str], kind: type[T]) -> T:
     """Read a value from a `.json` or `.toml` file."""
     source = Path(path)
-    try:
-        text = source.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{source}: no such file{_sibling_hint(source)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{source}: cannot be read: {error}") from error
+    if source.suffix not in (".json", ".toml"):
+        raise _wrong_suffix(source, "read from")
+    text = read_given(source, getattr(kind, "largest_file_bytes", LARGEST_FILE_BYTES))
     if source.suffix == ".toml":
         return decode_toml(text, kind, str(source))
-    if source.suffix == ".json":
-        return decode_json(text, kind, str(source))
-    raise _wrong_suffix(source, "read from")
+    return decode_json(text, kind, str(source))
 
 
 def _wrong_suffix(path: Path, verb: str) -> InputError:
@@ -116,31 +112,11 @@ def _wrong_suffix(path: Path, verb: str) -> InputError:
 
 
 def decode_json(text: str | bytes, kind: type[T], where: str) -> T:
-    try:
-        raw = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise InputError(f"{where}: not valid JSON: {error}") from error
-    try:
-        json.loads(text, object_pairs_hook=_refuse_repeated)  # msgspec would keep the last of two
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-    return decode(raw, kind, where)
-
-
-def _refuse_repeated(pairs: list[tuple[str, object]]) -> None:
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise InputError(f"{key}: the field is given twice: keep one of them")
-        seen.add(key)
+    return decode(parse_json(text, where), kind, where)
 
 
 def decode_toml(text: str, kind: type[T], where: str) -> T:
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{where}: not valid TOML: {error}") from error
-    return decode(raw, kind, where)
+    return decode(parse_toml(text, where), kind, where)
 
 
 def decode(raw: object, kind: type[T], where: str) -> T:
@@ -191,14 +167,14 @@ def _canonical(number: float) -> float | str:
 
 
 def _with_units(raw: object, kind: Any, where: str, path: str) -> object:
-    """Builtins from a file with sizes, times and words for numbers read as numbers."""
+    """Builtins from a file with sizes, times and words for numbers read as numbers. kind: the type that is wanted here."""
     if isinstance(raw, dict):
-        return {key: _with_units(item, kind, where, f"{path}.{key}") for key, item in raw.items()}
+        return {key: _with_units(item, _inside(kind, key), where, f"{path}.{key}") for key, item in raw.items()}
     if isinstance(raw, list):
-        return [_with_units(item, kind, where, f"{path}[{index}]") for index, item in enumerate(raw)]
+        return [_with_units(item, _inside(kind, i), where, f"{path}[{i}]") for i, item in enumerate(raw)]
     if not isinstance(raw, str):
         return raw
-    wanted = _at(kind, path)
+    wanted = _without_none(kind)
     if wanted in (str, Any, None):  # text, or nothing that says it should be a number
         return raw
     if raw in _NOT_FINITE and wanted is float:
@@ -249,11 +225,12 @@ def field_names(kind: Any, path: str) -> list[str]:
 def _at(kind: Any, path: str) -> Any:
     """The type that lies at a path. A union with None counts as its other half."""
     for step in re.findall(r"\[[^\]]*\]|[^.\[\]]+", path):
-        kind = _inside(kind, step)
+        place = step[1:-1]
+        kind = _inside(kind, step if not step.startswith("[") else int(place) if place.isdecimal() else place)
     return _without_none(kind)
 
 
-def _inside(kind: Any, step: str) -> Any:
+def _inside(kind: Any, step: str | int) -> Any:
     kind = _without_none(kind)
     struct = _struct(kind)
     if struct is not None:
@@ -262,13 +239,17 @@ def _inside(kind: Any, step: str) -> Any:
     return arguments[-1] if arguments else None
 
 
-def _field_type(struct: type[msgspec.Struct], step: str) -> Any:
+def _field_type(struct: type[msgspec.Struct], step: str | int) -> Any:
     """By name, or by position in a struct that is written as a list."""
-    types = get_type_hints(struct)
-    if step.startswith("["):
-        index = int(step[1:-1])
-        return list(types.values())[index] if index < len(types) else None
+    types = _plain_types(struct)
+    if isinstance(step, int):
+        return list(types.values())[step] if step < len(types) else None
     return types.get(step)
+
+
+@cache
+def _plain_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return get_type_hints(struct)
 
 
 def _without_none(kind: Any) -> Any:
@@ -280,11 +261,3 @@ def _without_none(kind: Any) -> Any:
 
 def _struct(kind: Any) -> type[msgspec.Struct] | None:
     return kind if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
-
-
-def _sibling_hint(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f": the folder {folder} does not exist either"
-    names = [item.name for item in folder.iterdir() if item.suffix == path.suffix]
-    return f": {nearest(path.name, names)}" if names else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from meshwright.core.bounds import CountOrZero
 from meshwright.core.codec import Value
 
 CollectiveKind = Literal[
@@ -27,8 +28,8 @@ class Collective(Value, kw_only=True):
 
     kind: CollectiveKind
     axis: Axis
-    count: int
-    total_bytes: int
+    count: CountOrZero
+    total_bytes: CountOrZero
 
 
 def total(calls: Iterable[Collective]) -> tuple[Collective, ...]:

@@ -21,18 +21,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from meshwright.core.bounds import Degree, NotNegative, Positive
 from meshwright.core.codec import Value
 
 Origin = Literal["probe", "vendor sheet", "measured elsewhere", "fit", "assumed"]
 Share = Annotated[float, Meta(gt=0, le=1)]
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
 
 
 class Constants(Value, kw_only=True):
     """What the cost model needs to know beyond peaks and links."""
 
-    num_multiprocessors: Annotated[int, Meta(ge=1)] = 132
+    num_multiprocessors: Degree = 132
     matmul_share: Share = 0.82
     matmul_ramp_seconds: NotNegative = 1.9e-6
     matmul_aligned_by_4_share: Share = 0.36

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from meshwright.core.bounds import CountOrZero
 from meshwright.core.codec import Value
 
 PIECE_BYTES = 8 << 20
@@ -19,7 +20,7 @@ PIECE_BYTES = 8 << 20
 class FileFacts(Value, kw_only=True):
     """What a file must be, to be the one that was written."""
 
-    size_bytes: int
+    size_bytes: CountOrZero
     checksum: str
     """CRC-32 of all of it, eight hex digits."""
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from meshwright.core.infeasible import Infeasible
 
 
+MOST_SHOWN = 120
+"""Letters of what somebody gave, in a message about it."""
+
+
 class MeshwrightError(Exception):
     """Base of everything Meshwright raises on purpose."""
 
@@ -89,9 +93,14 @@ class CheckpointError(MeshwrightError):
     """A checkpoint that could not be written or read; an older one is never touched."""
 
 
+def shortened(text: str) -> str:
+    """A text that somebody gave, as far as a message needs it."""
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint naming the closest valid word whatever its case, or all of them when none is close."""
-    words = sorted(set(valid))
+    name, words = name[:MOST_SHOWN], sorted(set(valid))
     folded = {word.casefold(): word for word in words}
     close = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
     if close:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.core.bounds import CountOrZero, NotNegative, Number
 from meshwright.core.codec import Value
 from meshwright.core.collective import Collective
 
@@ -20,16 +21,16 @@ class TimeParts(Value, kw_only=True):
     waiting for communication had of it in the sampled step. Without a sampled step they stay undivided.
     """
 
-    forward: float = 0.0
-    recompute: float = 0.0
-    backward: float = 0.0
-    exposed_gather: float = 0.0
-    exposed_reduce: float = 0.0
-    exposed_inner: float = 0.0
-    bubble: float = 0.0
-    transfer: float = 0.0
-    update: float = 0.0
-    other: float = 0.0
+    forward: Number = 0.0
+    recompute: Number = 0.0
+    backward: Number = 0.0
+    exposed_gather: Number = 0.0
+    exposed_reduce: Number = 0.0
+    exposed_inner: Number = 0.0
+    bubble: Number = 0.0
+    transfer: Number = 0.0
+    update: Number = 0.0
+    other: Number = 0.0
 
     @property
     def total(self) -> float:
@@ -47,14 +48,14 @@ class TimeParts(Value, kw_only=True):
 class MemoryParts(Value, kw_only=True):
     """Bytes on one device at the moment of its peak, by category; they add up to the peak."""
 
-    parameters: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
-    activations: int = 0
-    inputs: int = 0
-    gathered_parameters: int = 0
-    communication_buffers: int = 0
-    temporaries: int = 0
+    parameters: CountOrZero = 0
+    gradients: CountOrZero = 0
+    optimizer_state: CountOrZero = 0
+    activations: CountOrZero = 0
+    inputs: CountOrZero = 0
+    gathered_parameters: CountOrZero = 0
+    communication_buffers: CountOrZero = 0
+    temporaries: CountOrZero = 0
 
     @property
     def total(self) -> int:
@@ -67,32 +68,32 @@ RatesOrigin = Literal["probe", "family", "assumed"]
 
 class Estimate(Value, kw_only=True):
     format: Literal[1] = 1
-    step_seconds: float
+    step_seconds: NotNegative
     time_seconds: TimeParts
-    peak_bytes: int
+    peak_bytes: CountOrZero
     """Of the worst device."""
     memory_bytes: MemoryParts
-    host_bytes: int
-    tokens_per_second: float
-    model_flops_utilisation: float
-    budget_bytes: int
+    host_bytes: CountOrZero
+    tokens_per_second: NotNegative
+    model_flops_utilisation: Number
+    budget_bytes: CountOrZero
     fits: bool
     """Whether `needed_bytes` stay within the budget."""
-    reserved_bytes: int = 0
+    reserved_bytes: CountOrZero = 0
     """What the allocator takes for the peak, its slack included; 0 where memory is not held in reserve (CPU)."""
-    context_bytes: int = 0
+    context_bytes: CountOrZero = 0
     """What driver and libraries hold of the device beside it."""
-    worst_rank: int = 0
+    worst_rank: CountOrZero = 0
     """The first rank of the pp coordinate that needs most."""
     worst_moment: str = ""
     """When in the step that is."""
-    bubble: float = 0.0
+    bubble: Number = 0.0
     """Idle time over ideal time, on the pp coordinate with the most work."""
     collectives: tuple[Collective, ...] = ()
     """Of one rank in one step."""
     rates: RatesOrigin | None = None
     """Where the rates came from that all of its seconds rest on; None in a file of an earlier version."""
-    error_share: float | None = None
+    error_share: Number | None = None
     """The median error of a step that such rates give, as a share of it; None where nobody has compared them with runs."""
 
     @property

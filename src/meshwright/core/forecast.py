@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.core.bounds import LARGEST_RECORD_BYTES, CountOrZero, NotNegative, Number, Samples
 from meshwright.core.codec import Value
 from meshwright.core.schedule import ActionKind
 from meshwright.core.trace import MemoryPoint
@@ -15,16 +16,18 @@ class Planned(msgspec.Struct, frozen=True, array_like=True):
     """When one unit of stage work is to run: `["forward", stage, microbatch, start, end]`, in seconds since the step began."""
 
     kind: ActionKind
-    stage: int
-    microbatch: int
-    start_seconds: float
-    end_seconds: float
+    stage: CountOrZero
+    microbatch: CountOrZero
+    start_seconds: Number
+    end_seconds: Number
 
 
 class Forecast(Value, kw_only=True):
+    largest_file_bytes = LARGEST_RECORD_BYTES
+
     format: Literal[1] = 1
-    step_seconds: float
-    num_microbatches: int
+    step_seconds: NotNegative
+    num_microbatches: Samples
     """How many are shown: fewer than the plan's where the rest of a long step goes on alike."""
     work: tuple[tuple[Planned, ...], ...]
     """One row a pp coordinate."""

@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from meshwright.core.bounds import LARGEST_NUMBER, MOST_SAMPLES
 from meshwright.core.codec import Value
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError, nearest, shortened
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Offload, Plan
 from meshwright.core.recipe import Recipe
@@ -98,9 +99,9 @@ class Keys:
         value = self.values.get(name)
         if value in (None, AUTO):
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_SAMPLES:
             raise InputError(
-                f"{self.where}: {name} is {_shown(value)}: give a whole number of {least} or more, or 'auto'"
+                f"{self.where}: {name} is {_shown(value)}: give a whole number of {least} to {MOST_SAMPLES}, or 'auto'"
             )
         return value
 
@@ -108,8 +109,8 @@ class Keys:
         value = self.values.get(name)
         if value in (None, AUTO):
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise InputError(f"{self.where}: {name} is {_shown(value)}: give a number of 0 or more")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_NUMBER:
+            raise InputError(f"{self.where}: {name} is {_shown(value)}: give a number of 0 to {LARGEST_NUMBER:g}")
         return float(value)
 
     def switch(self, name: str) -> bool | None:
@@ -213,4 +214,4 @@ def _is_on(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    return f"'{value}'" if isinstance(value, str) else f"{value}"
+    return shortened(f"'{value}'" if isinstance(value, str) else f"{value}")

@@ -6,8 +6,9 @@ are taken as the proposal says.
 
 from __future__ import annotations
 
+from meshwright.core.bounds import Degree
 from meshwright.core.codec import Value
-from meshwright.core.plan import BlockSharding, ContextWay, Degree, Plan
+from meshwright.core.plan import BlockSharding, ContextWay, Plan
 
 Key = tuple[int, int, bool, ContextWay]
 """Degrees of tp and cp, sequence parallel, and how attention is done under cp."""

@@ -13,8 +13,11 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from meshwright.core.errors import InputError
+from meshwright.core.bounds import MOST_BLOCKS
+from meshwright.core.errors import InputError, shortened
 
+MOST_DIGITS = 18
+"""Of a number in a name; a module's own name may have more, but is no range."""
 _NUMBER = "0|[1-9][0-9]*"
 _RANGE = re.compile(
     rf"(?P<stem>.*\.)(?P<first>{_NUMBER})-(?P<last>{_NUMBER})(?:/(?P<stride>{_NUMBER}))?(?P<tail>\..*)?"
@@ -24,7 +27,14 @@ _NUMBERED = re.compile(rf"(?P<stem>.*\.)(?P<index>{_NUMBER})")
 
 def expand_names(patterns: Iterable[str]) -> tuple[str, ...]:
     """All names, in order."""
-    return tuple(name for pattern in patterns for name in _expand(pattern))
+    names: list[str] = []
+    for pattern in patterns:
+        names += _expand(pattern)
+        if len(names) > MOST_BLOCKS:
+            raise InputError(
+                f"'{shortened(pattern)}' makes more than {MOST_BLOCKS} blocks, the most that a plan may name"
+            )
+    return tuple(names)
 
 
 def compact_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -50,14 +60,20 @@ def is_list_item(name: str) -> bool:
     return name.rpartition(".")[2].isdigit()
 
 
-@lru_cache(maxsize=4096)  # plans of one model name the same few again and again
+@lru_cache(maxsize=1024)  # plans of one model name the same few again and again
 def _expand(pattern: str) -> tuple[str, ...]:
     match = _RANGE.fullmatch(pattern)
     if match is None:
         return (pattern,)
+    if max(len(match["first"]), len(match["last"]), len(match["stride"] or "")) > MOST_DIGITS:
+        raise InputError(
+            f"'{shortened(pattern)}' has a number of more than {MOST_DIGITS} digits: no model has such a block"
+        )
     first, last, stride = int(match["first"]), int(match["last"]), int(match["stride"] or 1)
     if last < first or stride < 1:
         raise InputError(f"'{pattern}' names no block: give the smaller number first, and a stride of 1 or more")
+    if (last - first) // stride >= MOST_BLOCKS:
+        raise InputError(f"'{pattern}' names {(last - first) // stride + 1} blocks: a plan names at most {MOST_BLOCKS}")
     stem, tail = match["stem"], match["tail"] or ""
     return tuple(f"{stem}{index}{tail}" for index in range(first, last + 1, stride))
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from meshwright.core.bounds import MOST_BLOCKS, MOST_RANKS, CountOrZero, Degree, Samples, Share
 from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Casting, Precision
@@ -34,7 +35,6 @@ __all__ = [
     "casting_of", "placement_of", "stores_16_bits",
 ]  # fmt: skip
 
-Degree = Annotated[int, Meta(ge=1)]
 RecomputeMode = Literal["selective", "full"]
 ZeroStage = Literal[0, 1, 2, 3]
 ContextWay = Literal["heads", "ring"]
@@ -54,6 +54,8 @@ class Mesh(Value, kw_only=True):
         check_fields(self, PlanError)
         if self.dp % self.ep:
             raise PlanError(f"ep={self.ep} does not divide dp={self.dp}: experts live on subgroups of the dp ranks")
+        if self.world > MOST_RANKS:
+            raise PlanError(f"pp · dp · cp · tp = {self.world} ranks: a plan has at most {MOST_RANKS}")
 
     @property
     def world(self) -> int:
@@ -63,7 +65,7 @@ class Mesh(Value, kw_only=True):
 class Stage(Value, kw_only=True):
     """Consecutive blocks on one pp coordinate."""
 
-    coordinate: Annotated[int, Meta(ge=0)]
+    coordinate: CountOrZero
     blocks: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -114,13 +116,13 @@ class Offload(Value, kw_only=True):
     where: Literal["host", "disk"] = "host"
     folder: str = ""
     """On disk: where, on every host; each rank has a folder of its own in it."""
-    share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    share: Share = 1.0
     moments: Literal["fp32", "bf16"] = "fp32"
     """How Adam's two moments are kept on the host: in 16 bits they take 4 bytes a parameter less."""
     delayed: bool = False
-    warmup_steps: Annotated[int, Meta(ge=0)] = 40
+    warmup_steps: CountOrZero = 40
     """Steps before updates may be late: gradients change fastest at the beginning."""
-    window: Annotated[int, Meta(ge=2)] = 2
+    window: Annotated[int, Meta(ge=2, le=MOST_BLOCKS)] = 2
     """Of streamed parameters: how many blocks lie on the device, the one that runs and those on their way."""
     stash: Literal["device", "host"] = "device"
     """Where the inputs of streamed blocks wait for backward."""
@@ -139,7 +141,7 @@ class Plan(Value, kw_only=True, dict=True):
     cluster: str = ""
     """Hash of the cluster it was made for."""
     mesh: Mesh = Mesh()
-    stages: tuple[Stage, ...]
+    stages: Annotated[tuple[Stage, ...], Meta(max_length=MOST_BLOCKS)]
     sharding: tuple[BlockSharding, ...] = ()
     sequence_parallel: bool = False
     context: ContextWay = "heads"
@@ -155,10 +157,10 @@ class Plan(Value, kw_only=True, dict=True):
     schedule: ScheduleKind = "1f1b"
     virtual: Degree = 1
     """Stages on each pp coordinate."""
-    microbatch: Degree
+    microbatch: Samples
     """Samples per microbatch per dp rank."""
-    num_microbatches: Degree
-    global_batch: Degree
+    num_microbatches: Samples
+    global_batch: Samples
     precision: Precision = "fp32"
     compile: bool = False
     sync_batch_norm: bool = False
@@ -195,7 +197,7 @@ class Plan(Value, kw_only=True, dict=True):
     @cached_property
     def blocks(self) -> tuple[str, ...]:
         """Every block, in order."""
-        return tuple(name for names in self.blocks_by_stage for name in names)
+        return expand_names(pattern for stage in self.stages for pattern in stage.blocks)
 
     @cached_property
     def stage_of(self) -> dict[str, int]:

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from meshwright.core.bounds import MOST_ACTIONS
+from meshwright.core.divisors import divisors
 from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.placement import coordinate_of
@@ -42,7 +44,7 @@ def check_experts(counts: Iterable[int], mesh: Mesh) -> None:
     """Experts that stand together are shared out evenly over ep."""
     for count in counts:
         if count % mesh.ep:
-            legal = [str(degree) for degree in range(1, count + 1) if count % degree == mesh.dp % degree == 0]
+            legal = [str(degree) for degree in divisors(count) if mesh.dp % degree == 0]
             raise PlanError(
                 f"{count} experts do not divide over ep={mesh.ep}: with dp={mesh.dp} use {', '.join(legal)}"
             )
@@ -59,6 +61,11 @@ def _check_batch(plan: Plan) -> None:
 
 def _check_stages(plan: Plan) -> None:
     expected = plan.mesh.pp * plan.virtual
+    if expected > 1 and expected * plan.num_microbatches > MOST_ACTIONS:
+        raise PlanError(
+            f"{expected} stages × {plan.num_microbatches} microbatches make a schedule of more than {MOST_ACTIONS} units of work: "
+            "make microbatches larger, or lower pp · virtual"
+        )
     if len(plan.stages) != expected:
         raise PlanError(
             f"plan has {len(plan.stages)} stages but mesh axis 'pp' has degree {plan.mesh.pp} with {plan.virtual} "
@@ -87,10 +94,10 @@ def _check_places(plan: Plan) -> None:
 
 
 def _check_sharding(plan: Plan) -> None:
+    unknown = set(expand_names(name for rule in plan.sharding for name in rule.for_blocks)) - set(plan.blocks)
+    if unknown:
+        raise PlanError(f"sharding is for block '{min(unknown)}', which is in no stage: name blocks of a stage")
     for sharding in plan.sharding:
-        unknown = set(expand_names(sharding.for_blocks)) - set(plan.blocks)
-        if unknown:
-            raise PlanError(f"sharding is for block '{min(unknown)}', which is in no stage: name blocks of a stage")
         for tensor in sharding.tensors:
             _check_axes(tensor)
 
@@ -126,7 +133,7 @@ def _check_sharding_group(plan: Plan) -> None:
 
 
 def _check_recompute(plan: Plan) -> None:
-    counts = Counter(name for rule in plan.recompute for name in expand_names(rule.blocks))
+    counts = Counter(expand_names(name for rule in plan.recompute for name in rule.blocks))
     unknown = set(counts) - set(plan.blocks)
     if unknown:
         raise PlanError(f"recompute names block '{min(unknown)}', which is in no stage: name blocks of a stage")
@@ -142,7 +149,7 @@ def _check_activations(plan: Plan) -> None:
         raise PlanError(
             f"activations of block '{min(unknown)}' are offloaded, but it is in no stage: name blocks of a stage"
         )
-    redone = {name for rule in plan.recompute for name in expand_names(rule.blocks)}
+    redone = set(expand_names(name for rule in plan.recompute for name in rule.blocks))
     both = [name for name in away if name in redone]
     if both:
         raise PlanError(f"block '{both[0]}' is both recomputed and has its activations offloaded: choose one for it")

@@ -14,15 +14,14 @@ import io
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
+from meshwright.core.bounds import Count, Degree, Positive, Samples
 from meshwright.core.codec import Value, decode
 from meshwright.core.errors import InputError, nearest
-
-Count = Annotated[int, Meta(ge=1)]
+from meshwright.core.given_file import read_given
 
 
 class Measured(Value, kw_only=True):
@@ -30,8 +29,8 @@ class Measured(Value, kw_only=True):
 
     id: str
     source_table: str
-    step_seconds: Annotated[float, Meta(gt=0)] | None = None
-    peak_gb: Annotated[float, Meta(gt=0)] | None = None
+    step_seconds: Positive | None = None
+    peak_gb: Positive | None = None
     fits: bool | None = None
 
 
@@ -49,13 +48,13 @@ class Run(Measured, kw_only=True):
     vocab: Count
     seq: Count
     cluster: str
-    num_gpus: Count
-    tp: Count = 1
-    pp: Count = 1
-    dp: Count = 1
-    vpp: Count = 1
-    micro_batch: Count
-    global_batch: Count
+    num_gpus: Degree
+    tp: Degree = 1
+    pp: Degree = 1
+    dp: Degree = 1
+    vpp: Degree = 1
+    micro_batch: Samples
+    global_batch: Samples
     recompute: Literal["none", "selective", "full"] = "none"
     sequence_parallel: bool = False
     zero: Literal[0, 1, 2, 3] = 0
@@ -86,10 +85,7 @@ _NEEDED = {
 
 def read_runs(path: str | Path) -> tuple[Run | Unreadable, ...]:
     """All rows of a file, those that cannot be read with the reason; a file without rows or a needed column is refused."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets begin with a mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+    text = read_given(path, encoding="utf-8-sig")  # spreadsheets begin with a mark
     reader = csv.DictReader(io.StringIO(text))
     columns = set(reader.fieldnames or ())
     for missing in sorted(_NEEDED - columns):

@@ -6,17 +6,18 @@ The search fills what is open; where nothing is searched, `plain_plan` takes the
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
+from meshwright.core.bounds import Degree, Samples, Share
 from meshwright.core.codec import Value, check_fields
 from meshwright.core.context import context_way
+from meshwright.core.divisors import near_divisors
 from meshwright.core.errors import InputError, PlanError
 from meshwright.core.graph import Graph, Precision
 from meshwright.core.names import compact_names
-from meshwright.core.plan import ContextWay, Degree, Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
+from meshwright.core.plan import ContextWay, Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
 from meshwright.core.sharding import plain_sharding
 from meshwright.core.stages import even_stages, plain_virtual
 from meshwright.core.tokens import token_names
@@ -37,13 +38,13 @@ class PlanRequest(Value, kw_only=True):
     hybrid: Degree | None = None
     sequence_parallel: bool | None = None
     context: ContextWay | None = None
-    microbatch: Degree | None = None
-    global_batch: Degree | None = None
+    microbatch: Samples | None = None
+    global_batch: Samples | None = None
     schedule: ScheduleKind | None = None
     recompute: str | None = None
     precision: Precision | None = None
     offload: str | None = None
-    offload_share: Annotated[float, Meta(ge=0, le=1)] | None = None
+    offload_share: Share | None = None
     """Of what is offloaded; without it, all of it."""
     offload_moments: Literal["fp32", "bf16"] | None = None
     """What Adam's moments are kept in where they are offloaded; without it, fp32."""
@@ -175,9 +176,9 @@ def count_microbatches(global_batch: int, dp: int, microbatch: int) -> int:
     """How many microbatches one rank runs in a step."""
     share = share_of_batch(global_batch, dp)
     if share % microbatch:
-        divisors = ", ".join(str(size) for size in range(1, share + 1) if share % size == 0)
+        near = " or ".join(map(str, near_divisors(share, microbatch)))
         raise PlanError(
             f"each of {dp} ranks has {share} samples of the global batch {global_batch}, which do not divide into "
-            f"microbatches of {microbatch}: use one of {divisors}"
+            f"microbatches of {microbatch}: use {near}"
         )
     return share // microbatch

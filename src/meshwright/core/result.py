@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from meshwright.core.bounds import LARGEST_RECORD_BYTES, CountOrZero, NotNegative
 from meshwright.core.claim import Claim
 from meshwright.core.codec import Value
 from meshwright.core.estimate import Estimate
@@ -13,22 +14,24 @@ from meshwright.core.units import format_bytes, format_seconds
 
 class RunnerUp(Value, kw_only=True):
     plan: Plan
-    step_seconds: float
-    peak_bytes: int
+    step_seconds: NotNegative
+    peak_bytes: CountOrZero
     reason: str
     fits: bool = True
 
 
 class SearchResult(Value, kw_only=True):
+    largest_file_bytes = LARGEST_RECORD_BYTES
+
     format: Literal[1] = 1
     plan: Plan
     estimate: Estimate
     runners_up: tuple[RunnerUp, ...]
     """Best first; those that do not fit come last."""
-    num_candidates: int
-    search_seconds: float
+    num_candidates: CountOrZero
+    search_seconds: NotNegative
     method: str = "joint"
-    num_costed: int = 0
+    num_costed: CountOrZero = 0
     """Of the candidates, those that no bound left out."""
     claim: Claim = Claim()
     """What is proven about the plan."""

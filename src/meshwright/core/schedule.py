@@ -15,10 +15,10 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from meshwright.core.bounds import Degree, Samples
 from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import ScheduleError
 from meshwright.core.placement import Placement, coordinate_of
-from meshwright.core.plan import Degree
 from meshwright.core.schedule_kinds import ScheduleKind
 
 ActionKind = Literal[
@@ -46,7 +46,7 @@ Order: TypeAlias = tuple[tuple[Action, ...], ...]
 class Schedule(Value, kw_only=True):
     format: Literal[1] = 1
     kind: ScheduleKind
-    num_microbatches: Degree
+    num_microbatches: Samples
     num_stages: Degree
     placement: Placement
     actions: tuple[tuple[Action, ...], ...]

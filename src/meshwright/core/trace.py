@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from meshwright.core.bounds import LARGEST_RECORD_BYTES, CountOrZero, Degree, Number
 from meshwright.core.codec import Value
 from meshwright.core.collective import Axis, Collective, CollectiveKind
 from meshwright.core.estimate import MemoryParts, TimeParts
@@ -20,11 +21,11 @@ WARMUP_STEPS = 3
 class StepRecord(Value, kw_only=True):
     """One step as one rank saw it."""
 
-    step: int
+    step: CountOrZero
     loss: float
-    seconds: float
+    seconds: Number
     time_seconds: TimeParts
-    tokens: int
+    tokens: CountOrZero
     sampled: bool = False
     """Sampled steps run under the recorder and are left out of the timings."""
 
@@ -47,11 +48,11 @@ class Interval(Value, kw_only=True):
 
     stream: Stream
     part: Part
-    start_seconds: float
+    start_seconds: Number
     """Since the step began."""
-    seconds: float
+    seconds: Number
     axis: Axis | None = None
-    num_bytes: int | None = None
+    num_bytes: CountOrZero | None = None
     """Of a collective's input tensor, or of a copy."""
 
 
@@ -61,42 +62,44 @@ class PartSeconds(Value, kw_only=True):
     stream: Stream
     part: Part
     axis: Axis | None = None
-    seconds: float
-    count: int
+    seconds: Number
+    count: CountOrZero
 
 
 class MemoryPoint(Value, kw_only=True):
     """Bytes in use from one moment of the sampled step to the next point."""
 
-    at_seconds: float
+    at_seconds: Number
     """Since the step began."""
     memory_bytes: MemoryParts
 
 
 class Trace(Value, kw_only=True):
+    largest_file_bytes = LARGEST_RECORD_BYTES
+
     format: Literal[1] = 1
     plan: str
     """Hash of the plan that ran."""
-    rank: int
-    num_ranks: int
-    step_seconds: float
+    rank: CountOrZero
+    num_ranks: Degree
+    step_seconds: Number
     """Median over the steps that count."""
     time_seconds: TimeParts
-    peak_bytes: int | None = None
+    peak_bytes: CountOrZero | None = None
     """Of the worst rank, at the allocator; None when no step was sampled."""
     memory_bytes: MemoryParts | None = None
-    host_bytes: int
+    host_bytes: CountOrZero
     """Peak resident memory of the process."""
-    tokens_per_second: float
+    tokens_per_second: Number
     collectives: tuple[Collective, ...] = ()
     timeline: tuple[Interval, ...] = ()
     """Of the last sampled step, like the three fields around it."""
     part_seconds: tuple[PartSeconds, ...] = ()
-    sampled_at: float | None = None
+    sampled_at: Number | None = None
     """When that step began on this rank, in seconds of the host's clock since 1970: it lays all ranks on one clock."""
     memory_over_time: tuple[MemoryPoint, ...] = ()
     """As many moments as a picture can show (core/curve.py); the peak is one of them."""
-    num_steps: int
+    num_steps: CountOrZero
     steps: tuple[StepRecord, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     """Versions and device names, for reproduction."""

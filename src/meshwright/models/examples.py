@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from meshwright.core.bounds import MOST_SAMPLE_NUMBERS
+from meshwright.core.errors import ModelError
 from meshwright.models.audio import AudioShape, SpeechShape, random_audio, random_speech
 from meshwright.models.image_text import ImageTextShape, random_image_text
 from meshwright.models.objective import IGNORED_LABEL, Batch, map_batch, num_samples
@@ -53,6 +56,12 @@ Example = Callable[[int], Batch]
 
 
 def random_examples(shape: Shape) -> Example:
+    numbers = sample_numbers(shape)
+    if numbers > MOST_SAMPLE_NUMBERS:
+        raise ModelError(
+            f"one sample of this model is {numbers} numbers, and {MOST_SAMPLE_NUMBERS} at most are drawn for an example: lower the "
+            "length of its text or sound, or the size of its images"
+        )
     if isinstance(shape, TextShape):
         return random_text(shape)
     if isinstance(shape, AudioShape | SpeechShape):
@@ -60,6 +69,21 @@ def random_examples(shape: Shape) -> Example:
     if isinstance(shape, ImageTextShape):
         return random_image_text(shape)
     return random_images(shape) if isinstance(shape, ImageShape) else random_vectors(shape)
+
+
+def sample_numbers(shape: Shape) -> int:
+    """How many numbers one sample has, and with it the memory of an example."""
+    if isinstance(shape, TextShape):
+        return shape.seq
+    if isinstance(shape, ImageShape):
+        return shape.channels * shape.size**2
+    if isinstance(shape, AudioShape):
+        return prod(shape.size)
+    if isinstance(shape, SpeechShape):
+        return prod(shape.sound.size) + shape.seq
+    if isinstance(shape, ImageTextShape):
+        return prod(shape.pixels) + shape.seq
+    return shape.width
 
 
 def random_text(shape: TextShape) -> Example:

@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.core.errors import ModelError, nearest
+from meshwright.core.bounds import MOST_LAYERS, MOST_WIDTH
+from meshwright.core.errors import ModelError, nearest, shortened
 from meshwright.models.examples import Example, Shape, random_examples, repeat_samples
 from meshwright.models.faked.copies import copy_module
 from meshwright.models.loss_reads import check_loss_reads_nothing_trained
@@ -27,6 +28,8 @@ from meshwright.models.reference import REFERENCE, Reference
 from meshwright.models.seeded import seeded, seeded_like_torch
 from meshwright.models.userfile import call_function
 
+DEPTHS = ("layers", "depth")
+"""Options that count blocks."""
 SEED = 0
 """Of batches that users' functions draw."""
 
@@ -106,6 +109,9 @@ def _parse_option(name: str, key: str, value: str, default: Any) -> Any:
         raise ModelError(f"model '{name}': option {key}={value} must be at least 1")
     if isinstance(default, float) and not (math.isfinite(number) and number >= 0):
         raise ModelError(f"model '{name}': option {key}={value} must be 0 or more")
+    most = MOST_LAYERS if key in DEPTHS else MOST_WIDTH
+    if isinstance(default, int | float) and number > most:
+        raise ModelError(f"model '{name}': option {key}={shortened(value)} is too large: give {most} or less")
     if key == "dropout" and number >= 1:
         raise ModelError(f"model '{name}': option dropout={value} is a share: give 0 or more, below 1")
     return number

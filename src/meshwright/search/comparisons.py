@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.core.divisors import divisors
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.search.best_first import BestFirst
@@ -46,7 +47,7 @@ def _otherwise(plan: Plan, problem: Problem) -> Iterator[dict[str, object]]:
             yield {**same, "zero": stage}
     yield {"recompute": "none" if plan.recompute else "full"}
     if plan.microbatch > 1:
-        smaller = max(size for size in range(1, plan.microbatch) if plan.microbatch % size == 0)
+        smaller = divisors(plan.microbatch)[-2]
         yield {"microbatch": smaller}
         yield {"microbatch": 1}
     if may_compile(problem, mesh.tp, mesh.cp):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.core.divisors import divisors
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.cost.origin import error_band
 from meshwright.search.best_first import BestFirst
 from meshwright.search.drafts import Drafts
 from meshwright.search.problem import Problem, narrowed
-from meshwright.search.space import divisors, worlds
+from meshwright.search.space import worlds
 
 FEW_OPENED = 500
 """Nodes that a short search opens."""

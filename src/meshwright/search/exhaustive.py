@@ -34,6 +34,7 @@ from math import comb
 
 import msgspec
 
+from meshwright.core.divisors import divisors
 from meshwright.core.errors import PlanError, ScheduleError
 from meshwright.core.estimate import Estimate
 from meshwright.core.limits import check_runs, not_yet
@@ -46,7 +47,7 @@ from meshwright.search.builder import Builder
 from meshwright.search.builder import Point as Point
 from meshwright.search.problem import OffloadKind, Outcome, Problem
 from meshwright.search.shares import FEW_SHARES, coarse_shares, shares_of
-from meshwright.search.space import context_ways, divisors
+from meshwright.search.space import context_ways
 
 MOST_PLANS = 20_000
 """A few minutes for a model of a few blocks."""

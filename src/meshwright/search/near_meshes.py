@@ -12,13 +12,14 @@ from math import inf
 
 import msgspec
 
+from meshwright.core.divisors import divisors
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Mesh, Plan
 from meshwright.search.best_first import BestFirst
 from meshwright.search.dives import FEW_OPENED
 from meshwright.search.drafts import Drafts
 from meshwright.search.problem import Problem, narrowed
-from meshwright.search.space import Point, Shape, divisors, families, meshes, states, tensor_degrees, turns, worlds
+from meshwright.search.space import Point, Shape, families, meshes, states, tensor_degrees, turns, worlds
 
 MOST_MESHES = 24
 """Meshes that are looked at."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from meshwright.core.divisors import divisors
 from meshwright.search.best_first import BestFirst
 from meshwright.search.problem import Problem
-from meshwright.search.space import MOST_VIRTUAL, SMALL_DP, divisors, is_deep, worlds
+from meshwright.search.space import MOST_VIRTUAL, SMALL_DP, is_deep, worlds
 
 SHOWN_NUMBERS = 3
 

@@ -23,6 +23,7 @@ from functools import cached_property
 from itertools import islice
 from math import prod
 
+from meshwright.core.divisors import divisors
 from meshwright.core.plan import MULTI_STAGE_SCHEDULES, ContextWay, Mesh, ScheduleKind, ZeroStage
 from meshwright.core.request import PlanRequest
 from meshwright.search.problem import OffloadKind, Problem
@@ -80,11 +81,6 @@ class Point:
     def casts_ahead(self) -> bool:
         """Whether parameters reach 16 bits before the ops that read them: sharded ones, and those whose masters lie apart."""
         return self.zero > 0 or (self.offload != "none" and self.shape.world == 1)
-
-
-def divisors(number: int) -> list[int]:
-    small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
-    return [*small, *(number // part for part in reversed(small) if part * part != number)]
 
 
 def worlds(problem: Problem) -> list[int]:

@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import product
 from math import inf
 
+from meshwright.core.divisors import divisors
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Stage
@@ -22,7 +23,7 @@ from meshwright.cost.state import Items, items_of
 from meshwright.search.bounds import Bounds
 from meshwright.search.problem import Problem
 from meshwright.search.shardings import Shardings
-from meshwright.search.space import Shape, Way, divisors, may_compile
+from meshwright.search.space import Shape, Way, may_compile
 from meshwright.search.units import units_of
 from meshwright.search.work import Divided, UnitTable, divide_units, make_table
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from meshwright.core.divisors import divisors
 from meshwright.core.estimate import Estimate
 from meshwright.core.infeasible import Infeasible, WayOut
 from meshwright.core.limits import not_yet
@@ -196,7 +197,7 @@ def _on_more(problem: Problem, plan: Plan, factor: int, zero: int) -> Change | N
     larger = replace(problem, cluster=msgspec.structs.replace(cluster, num_hosts=hosts))
     mesh = plan.mesh
     dp, share = mesh.dp * factor, plan.global_batch // (mesh.dp * factor)
-    microbatch = max(size for size in range(1, min(plan.microbatch, share) + 1) if share % size == 0)
+    microbatch = max(size for size in divisors(share) if size <= plan.microbatch)
     more = hosts - cluster.num_hosts
     where = f"{more} more host{'' if more == 1 else 's'}" if more else "the devices that are idle"
     sharded = f" and ZeRO {zero}" if zero != plan.zero else ""

@@ -9,17 +9,19 @@ What is damaged is named and moved aside, never removed. A last line that a cras
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.core.bounds import LARGEST_RECORD_BYTES
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import Value, write_whole
 from meshwright.core.disk import free_name
 from meshwright.core.errors import CheckpointError, InputError
 from meshwright.core.estimate import Estimate
 from meshwright.core.forecast import Forecast
+from meshwright.core.given_file import read_given, read_given_bytes
+from meshwright.core.metric_lines import parse_line
 from meshwright.core.plan import Plan
 from meshwright.core.result import SearchResult
 from meshwright.core.trace import Trace
@@ -66,12 +68,10 @@ def good_lines(text: bytes) -> tuple[list[bytes], str]:
 
 def _is_good(line: bytes) -> bool:
     try:
-        entry = json.loads(line.decode())
-    except (ValueError, RecursionError):
+        parse_line(line)
+    except InputError:
         return False
-    if not line.endswith(b"\n") or not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
-        return False
-    return all(isinstance(value, int | float) for value in entry.values())
+    return line.endswith(b"\n")
 
 
 def _wrong_values(folder: RunFolder) -> Iterator[Damage]:
@@ -103,8 +103,8 @@ def _wrong_kinds(folder: RunFolder) -> Iterator[Damage]:
 
 def _unreadable(path: Path) -> str:
     try:
-        path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        read_given(path, LARGEST_RECORD_BYTES)
+    except InputError as error:
         return str(error)
     return ""
 
@@ -113,9 +113,9 @@ def _wrong_lines(folder: RunFolder) -> Iterator[Damage]:
     if not folder.metrics.exists():
         return
     try:
-        _, words = good_lines(folder.metrics.read_bytes())
-    except OSError as error:
-        words = f"it cannot be read: {error.strerror}"
+        _, words = good_lines(read_given_bytes(folder.metrics, LARGEST_RECORD_BYTES))
+    except InputError as error:
+        words = str(error).removeprefix(f"{folder.metrics}: ")
     if words:
         yield Damage(folder.metrics, words)
 

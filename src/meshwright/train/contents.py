@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from meshwright.core.bounds import CountOrZero
 from meshwright.core.codec import Value
-from meshwright.core.errors import CheckpointError
+from meshwright.core.errors import CheckpointError, InputError
+from meshwright.core.parsing import check_plain
 from meshwright.train.checked.parts import fills
 from meshwright.train.manifest import DamagedError, Manifest, read_listed
 from meshwright.train.tensors_file import DTYPES
@@ -35,7 +37,7 @@ MODEL = "model."
 """Before the names of parameters and buffers."""
 STATE = "optimizer.state."
 SETTINGS = "optimizer.settings."
-Lengths = tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], ...]
+Lengths = tuple[CountOrZero, ...]
 FileName = Annotated[str, Meta(pattern=r"\Arank-[0-9]+\.safetensors\Z", max_length=64)]
 """Nothing outside the checkpoint's own folder."""
 
@@ -117,7 +119,8 @@ def read_contents(folder: Path, manifest: Manifest) -> Contents:
     path, text = folder / FILE, read_listed(folder, manifest, FILE)
     try:
         contents = msgspec.json.decode(text, type=Contents)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        check_plain(contents.values, str(path))
+    except (InputError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if "$.format" in str(error):
             raise CheckpointError(f"{path}: {error}; read it with the version of Meshwright that wrote it") from error
         raise DamagedError(f"{path} cannot be read: {error}") from error

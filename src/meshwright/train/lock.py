@@ -23,6 +23,7 @@ from typing import Literal, Self
 
 from meshwright.core.codec import Value
 from meshwright.core.errors import InputError
+from meshwright.core.given_file import read_given_bytes
 from meshwright.runtime.process import Process, process_of, seen
 
 FILE = "run.lock"
@@ -184,8 +185,8 @@ def _touched(path: Path) -> int | None:
 def _read(path: Path) -> Holder | None:
     """None where there is none, or nothing that can be read."""
     try:
-        return Holder.from_json(path.read_bytes(), str(path))
-    except (OSError, InputError, UnicodeDecodeError):
+        return Holder.from_json(read_given_bytes(path), str(path))
+    except InputError:
         return None
 
 

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from meshwright.core.bounds import LARGEST_RECORD_BYTES
 from meshwright.core.codec import write_whole
+from meshwright.core.errors import InputError
+from meshwright.core.given_file import read_given_bytes
+from meshwright.core.metric_lines import parse_line
 from meshwright.train.boards import Board
 from meshwright.train.folder import RunFolder
 from meshwright.train.lines import LineFile
@@ -58,7 +62,8 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Lines that are not what a step leaves are passed over."""
+    return [entry for line in _lines(path) if (entry := _entry(line))]
 
 
 def last_values(path: Path) -> dict[str, Any]:
@@ -68,8 +73,8 @@ def last_values(path: Path) -> dict[str, Any]:
 
 def values_at(path: Path, step: int) -> dict[str, Any]:
     """What was written down about a step; nothing where it was not reached, or a crash tore its line."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {name: value for line in lines if _step(line) == step for name, value in json.loads(line).items()}
+    lines = read_metrics(path) if path.exists() else []
+    return {name: value for line in lines if line["step"] == step for name, value in line.items()}
 
 
 def last_loss(folder: RunFolder) -> float:
@@ -87,7 +92,7 @@ def _cut(path: Path, first_step: int) -> None:
     """Drop the lines of that step and later ones. They are the last: to shorten a file needs no room on the disk."""
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = _lines(path)
     kept = [line for line in lines if line.endswith(b"\n") and _step(line) < first_step]
     if kept == lines[: len(kept)]:
         os.truncate(path, sum(map(len, kept)))
@@ -95,9 +100,19 @@ def _cut(path: Path, first_step: int) -> None:
         write_whole(path, b"".join(kept).decode(errors="replace"))
 
 
-def _step(line: str | bytes) -> float:
-    """The step of a line; a line that was cut off by a crash belongs to no step that is kept."""
+def _lines(path: Path) -> list[bytes]:
+    """With their ends."""
+    return read_given_bytes(path, LARGEST_RECORD_BYTES).splitlines(keepends=True)
+
+
+def _entry(line: bytes) -> dict[str, Any]:
+    """Empty where it is not what a step leaves, such as a line that was cut off by a crash."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return parse_line(line)
+    except InputError:
+        return {}
+
+
+def _step(line: bytes) -> float:
+    """The step of a line; one that is not whole belongs to no step that is kept."""
+    return float(_entry(line).get("step", "inf"))

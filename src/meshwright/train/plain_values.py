@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core.bounds import MOST_COUNT
 from meshwright.core.errors import CheckpointError
 
 SPELLED = "float"
@@ -31,6 +32,15 @@ def to_plain(name: str, value: Any) -> Any:
         return {key: to_plain(name, item) for key, item in value.items()}
     raise CheckpointError(
         f"'{name}' is a {type(value).__name__}, which cannot be written as JSON: keep numbers, text, lists or tensors there"
+    )
+
+
+def is_plain_number(plain: Any) -> bool:
+    """Whether JSON holds a number here, spelled or not, that a float can hold."""
+    if isinstance(plain, dict):
+        return set(plain) == {SPELLED} and plain[SPELLED] in ("nan", "inf", "-inf")
+    return isinstance(plain, float) or (
+        isinstance(plain, int) and not isinstance(plain, bool) and abs(plain) <= MOST_COUNT
     )
 
 

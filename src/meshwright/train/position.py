@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import msgspec
-from msgspec import Meta
-
+from meshwright.core.bounds import Count, CountOrZero, Degree, NotNegative
 from meshwright.core.codec import Value
 from meshwright.core.errors import CheckpointError, InputError
+from meshwright.core.given_file import read_given_bytes
+from meshwright.core.parsing import parse_json
 from meshwright.train.manifest import DamagedError, Manifest, check_plain, damage_of, read_listed, read_manifest
 
 FILE = "progress.json"
 FORMAT = 2
-MOST = 1 << 62
-"""Of steps or samples: no run gets there."""
-MOST_RANKS = 1 << 24
-Count = Annotated[int, Meta(ge=0, le=MOST)]
 
 
 class Progress(Value, kw_only=True):
     format: Literal[2] = 2
-    step: Count
+    step: CountOrZero
     """That comes next."""
-    cursor: Count
+    cursor: CountOrZero
     """Samples consumed."""
     plan: str
     graph: str
-    num_ranks: Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+    num_ranks: Degree
     num_steps: Count | None = None
     """What the learning rate's schedule counts to."""
-    learning_rate: float | None = None
+    learning_rate: NotNegative | None = None
     """Of the step that comes next, by that schedule."""
     next_loss: float | None = None
     """Of the batch that comes next, without dropout and before its update: measured where a run ends, for `--verify`."""
@@ -64,6 +60,7 @@ def format_of(folder: Path) -> object:
     """What a checkpoint says it is; None where it does not say."""
     try:
         check_plain(folder / FILE)
-        return msgspec.json.decode((folder / FILE).read_bytes())["format"]
-    except (OSError, DamagedError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
+        raw = parse_json(read_given_bytes(folder / FILE), FILE)
+    except (InputError, DamagedError):
         return None
+    return raw.get("format") if isinstance(raw, dict) else None

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
+from meshwright.core.errors import CheckpointError, shortened
 from meshwright.runtime.addresses import Addresses
 from meshwright.runtime.offload.saved import load, masters_of, states_of, zeros_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
 from meshwright.train.contents import Contents
-from meshwright.train.plain_values import like
+from meshwright.train.plain_values import is_plain_number, like
 from meshwright.train.tensors_file import DTYPES
 
 Nest = dict[str, Any]
@@ -103,8 +104,37 @@ class SavedState:
 
     def _loaded_settings(self, group: Nest, loaded: Nest) -> Nest:
         names = [self._first(name) for name in group["params"]]
-        found = dict(loaded["optimizer"]["settings"][names[0]]) if names else {}
+        found = settings_of(names[0], loaded["optimizer"]["settings"][names[0]], group) if names else {}
         return {key: like(group.get(key), value) for key, value in found.items()}
+
+
+def settings_of(name: str, loaded: object, own: Nest) -> Nest:
+    """The settings of a parameter's group, as pairs. One that the optimizer has must be of the kind that it has."""
+    if not isinstance(loaded, list | tuple):
+        raise CheckpointError(f"the checkpoint has no settings of the optimizer for '{name}'")
+    for pair in loaded:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise CheckpointError(
+                f"the checkpoint has {shortened(repr(pair))} among the optimizer's settings for '{name}'"
+            )
+        if not _suits(own.get(pair[0]), pair[1]):
+            raise CheckpointError(
+                f"the checkpoint has {shortened(f'{pair[0]}={pair[1]!r}')} for '{name}', where the optimizer has {own[pair[0]]!r}"
+            )
+    return dict(loaded)
+
+
+def _suits(own: object, loaded: object) -> bool:
+    """Whether a value can take another's place: a number for a number, as many for as many, and anything for None."""
+    if own is None or (isinstance(own, bool) and loaded is None):
+        return True
+    if isinstance(own, bool):
+        return isinstance(loaded, bool)
+    if isinstance(own, int | float | Tensor):
+        return is_plain_number(loaded)
+    if isinstance(own, list | tuple):
+        return isinstance(loaded, list | tuple) and len(own) == len(loaded) and all(map(_suits, own, loaded))
+    return isinstance(loaded, type(own))
 
 
 def _state_dicts(program: Program) -> tuple[Nest, Nest]:

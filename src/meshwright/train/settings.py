@@ -6,13 +6,19 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
+from meshwright.core.bounds import (
+    LARGEST_NUMBER,
+    Count,
+    CountOrZero,
+    Degree,
+    NotNegative,
+    Number,
+    Positive,
+    Share,
+    WholeNumber,
+)
 from meshwright.core.codec import Value
 from meshwright.core.request import PlanRequest
-
-Share = Annotated[float, Meta(ge=0, le=1)]
-Positive = Annotated[float, Meta(gt=0)]
-Count = Annotated[int, Meta(ge=1)]
-CountOrZero = Annotated[int, Meta(ge=0)]
 
 
 class DataSettings(Value, kw_only=True):
@@ -28,7 +34,7 @@ class DataSettings(Value, kw_only=True):
 class OptimizerSettings(Value, kw_only=True):
     kind: str = "AdamW"
     """Any class of torch.optim but LBFGS and SparseAdam."""
-    weight_decay: float = 0.1
+    weight_decay: Number = 0.1
     decay_vectors: bool = False
     """Whether biases and norm weights decay too."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +60,7 @@ class CheckpointSettings(Value, kw_only=True):
     """Steps go on while a copy of the state in host memory is written; else they wait for the disk."""
     elsewhere: str | None = None
     """A folder, best on another disk, for a checkpoint that the run folder does not take. `--resume` looks there too."""
-    wait_seconds: Annotated[float, Meta(ge=0)] = 86400.0
+    wait_seconds: NotNegative = 86400.0
     """How long a run that has ended waits for a disk that does not take its last checkpoint; 0: not at all."""
 
 
@@ -70,7 +76,7 @@ class FaultSettings(Value, kw_only=True):
     led to it."""
     on_spike: Literal["ignore", "stop", "skip", "rollback"] = "ignore"
     """The same for a loss far above those before it."""
-    spike: Annotated[float, Meta(gt=1)] = 3.0
+    spike: Annotated[float, Meta(gt=1, le=LARGEST_NUMBER)] = 3.0
     """A loss is a spike when it is more than so many times the median of the last 50."""
     check_replicas_every: CountOrZero = 100
     """Steps between two comparisons of parameters that data-parallel ranks hold alike; 0 for none."""
@@ -81,7 +87,7 @@ class CompareSettings(Value, kw_only=True):
 
     plans: tuple[str, ...] = ("ddp", "zero3")
     """Short names: one, ddp, zero1, zero2, zero3, tp2, pp2, cp2, ep2, recompute, compile, search; joined by +."""
-    nproc: tuple[Count, ...] = (1, 2)
+    nproc: tuple[Degree, ...] = (1, 2)
     repeat: Count = 1
 
 
@@ -97,17 +103,17 @@ class Settings(Value, kw_only=True):
     plan_file: str | None = None
     """A whole plan; then `plan` and `planner` are not used."""
     cluster: str = "local"
-    hosts: Count = 1
-    memory_bytes: Annotated[int, Meta(gt=0)] | None = None
+    hosts: Degree = 1
+    memory_bytes: Count | None = None
     """Budget per device; without it, all of the device's memory."""
-    nproc: Count | None = None
+    nproc: Degree | None = None
     """Local ranks; without it, one per GPU or core."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     steps: Count = 200
     max_seconds: Positive | None = None
     """Stop, with a checkpoint, at the first step after this long."""
-    timeout: Annotated[float, Meta(ge=0)] = 600.0
+    timeout: NotNegative = 600.0
     """Seconds one rank may wait for another; then the run ends and says which rank hangs, and where. 0: no limit."""
     host_link: Positive | None = None
     """Bytes a second each way between device and host where the device is a CPU: a stand-in for the link of a GPU, to try
@@ -117,7 +123,7 @@ class Settings(Value, kw_only=True):
     Meshwright brings are not compared."""
     find_nan: bool = False
     """Check every block in every step, so that a loss that is not finite is traced to the block that made it. Slow."""
-    seed: int = 0
+    seed: WholeNumber = 0
     out: str | None = None
     """Run folder; without it, runs/NAME."""
     tensorboard: bool = True

@@ -9,14 +9,16 @@ Headers are read at once; of the tensors, only what is asked for. Nothing in the
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshwright.core.bounds import LARGEST_RECORD_BYTES
 from meshwright.core.errors import InputError, ModelError
+from meshwright.core.given_file import read_given
+from meshwright.core.parsing import parse_json
 from meshwright.runtime.extent import Extent, extent_sizes
 
 ONE_FILE = "model.safetensors"
@@ -75,7 +77,7 @@ class WeightsFolder:
         if not index.is_file():
             raise InputError(f"{self.path}: {self._nothing_there()}")
         try:
-            found = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            found = dict(parse_json(read_given(index, LARGEST_RECORD_BYTES), str(index))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{index}: not an index of safetensors with a 'weight_map': {error}") from error
         files: dict[str, list[str] | None] = {}

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.models.faked.counted import TooManyModulesError, counted_bytes, counted_modules
+
 _FILLING = ("normal_", "uniform_", "zero_", "fill_", "trunc_normal_", "copy_")
 MOST_OF_MEMORY = 0.25
-"""A module larger than this share of the host's memory is not built twice."""
+"""A module larger than this share of the host's memory is not built only to be looked at."""
 
 
 class NoValueError(RuntimeError):
@@ -47,9 +49,15 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 def build_followable(build: Callable[[], nn.Module]) -> nn.Module:
     """Without memory where the constructor allows it. Its forward is followed as on a CPU: a device that it keeps is that."""
     try:
-        module = build_on_meta(build)
-    except Exception:  # `.item()` in a constructor, and whatever else there is no value for; a true error comes again
-        return build()
+        with counted_modules():
+            module = build_on_meta(build)
+    except TooManyModulesError:
+        raise
+    except (
+        Exception
+    ) as error:  # `.item()` in a constructor, and whatever else has no value there; a true error comes again
+        with counted_modules(), counted_bytes(most_bytes(), error):
+            return build()
     for part in module.modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.device) and value.type == "meta":
@@ -62,4 +70,9 @@ def can_be_built(module: nn.Module) -> bool:
     if not any(parameter.is_meta for parameter in module.parameters()):
         return False
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
-    return num_bytes <= MOST_OF_MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return num_bytes <= most_bytes()
+
+
+def most_bytes() -> int:
+    """Of a module that is built only to be looked at."""
+    return int(MOST_OF_MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

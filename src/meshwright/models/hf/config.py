@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from meshwright.core.errors import InputError, ModelError, nearest
+from meshwright.core.errors import InputError, MeshwrightError, ModelError, nearest
+from meshwright.core.given_file import read_given
 from meshwright.models.audio import WAVE, AudioShape, short_wave, small_sounds
 from meshwright.models.examples import TextShape, random_examples
 from meshwright.models.faked.running import runs
+from meshwright.models.hf.fields import check_sizes, parse_config
 from meshwright.models.hf.images import compares_images, has_image_tokens
 from meshwright.models.hf.shapes import LONGEST_EXAMPLE, shape_of, unused_positions
 from meshwright.models.image_text import CONTRAST
@@ -33,11 +34,6 @@ DEPTHS = (
     "encoder_layers",
     "decoder_layers",
 )
-COUNTED = {
-    "num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "hidden_size", "n_embd", "d_model",
-    "num_attention_heads", "num_heads", "n_head", "num_key_value_heads", "intermediate_size", "vocab_size",
-}  # fmt: skip
-"""Of which a config has at least one."""
 RANDOM = ("drop", "jitter")
 """Words in the names of settings that make a forward random."""
 
@@ -116,14 +112,9 @@ def _read(text: str) -> Any:
     path = Path(text)
     if path.is_dir():
         raise InputError(f"{path}: is a folder: name the config.json in it")
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"{path}: no such file (a Hugging Face config.json is expected)")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise InputError(f"{path}: has no 'model_type': is it a Hugging Face config?")
+    fields = parse_config(read_given(path), str(path))
     try:
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError:
@@ -131,18 +122,11 @@ def _read(text: str) -> Any:
     kind = str(fields["model_type"])
     if kind not in CONFIG_MAPPING:
         raise InputError(f"{path}: transformers knows no model_type '{kind}': {nearest(kind, CONFIG_MAPPING)}")
-    for key in set(fields) & COUNTED:
-        if isinstance(fields[key], int) and fields[key] < 1:
-            raise InputError(f"{path}: {key} is {fields[key]}: give 1 or more")
+    check_sizes(fields, str(path))
     try:
         return AutoConfig.for_model(**fields)
     except Exception as error:  # each version of transformers has its own
         raise InputError(f"{path}: not a config of '{kind}': {' '.join(str(error).split())}") from error
-
-
-def _special_float(fields: dict[str, Any]) -> Any:
-    """transformers 5 writes `{"__float__": "Infinity"}` for a number that JSON does not have."""
-    return float(fields["__float__"]) if set(fields) == {"__float__"} else fields
 
 
 def _build(config: Any) -> nn.Module:
@@ -152,7 +136,11 @@ def _build(config: Any) -> nn.Module:
     named = (config.architectures or [None])[0]
     try:
         return _make(config, named)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except MeshwrightError:
+        raise
+    except (
+        Exception
+    ) as error:  # a constructor of transformers answers a field that does not suit it with whatever Python raises
         what = f"'{named}' of this config" if named else f"a model of type '{config.model_type}'"
         raise ModelError(f"transformers cannot build {what}: {type(error).__name__}: {error}") from error
 

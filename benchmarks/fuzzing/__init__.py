@@ -1,0 +1,1 @@
+"""Mutated inputs: how they are made, what reads them, and under which limits."""

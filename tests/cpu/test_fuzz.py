@@ -1,0 +1,103 @@
+"""A hundred mutations of every format (`benchmarks/fuzz.py` runs ten thousand), and whether the fuzzer finds what is planted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+from fuzzing import limits
+from fuzzing.mutations import change, mutate
+
+from meshwright.core.errors import InputError
+from meshwright.core.given_file import read_given
+from meshwright.models.source import resolve
+
+FUZZ = Path(__file__).parent.parent.parent / "benchmarks" / "fuzz.py"
+ASSETS = Path(__file__).parent.parent / "assets"
+
+
+@pytest.mark.slow
+def test_a_hundred_mutations_of_every_format(tmp_path: Path) -> None:
+    command = [sys.executable, str(FUZZ), "--mutations", "100", "--seed", "1", "--findings", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    name, count, accepted, refused, *bad = done.stdout.splitlines()[-1].replace(",", "").split()[:7]
+    assert (name, int(count)) == ("all", 700)
+    assert int(accepted) > 50
+    assert int(refused) > 50
+    assert bad == ["0", "0", "0"]
+
+
+def planted(number: int) -> None:
+    if number == 1:
+        raise InputError("as it should be")
+    if number == 2:
+        raise KeyError("a fault")
+    if number == 3:
+        while True:
+            pass
+    if number == 4:
+        bytearray(4 << 30)
+    if number == 5:
+        sys.exit(3)
+
+
+def test_what_is_planted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MOST_SECONDS", 0.2)
+    found = list(limits.read_all(range(7), planted, lambda: None))
+    assert [outcome.number for outcome in found] == list(range(7))
+    kinds = [outcome.kind for outcome in found]
+    assert kinds == ["accepted", "refused", "traceback", "hang", "memory", "traceback", "accepted"]
+    assert "a fault" in found[2].words
+
+
+def test_a_number_makes_the_same_mutation_again() -> None:
+    text = json.dumps({"a": [1, 2, {"b": "text"}], "c": None}).encode()
+    made = [mutate(text, ".json", Random(number)) for number in range(50)]
+    assert made == [mutate(text, ".json", Random(number)) for number in range(50)]
+    assert len(set(made)) > 40
+    tree = {"a": [1, {"b": 2}]}
+    assert any(change(tree, Random(number)) != tree for number in range(5))
+    assert tree == {"a": [1, {"b": 2}]}
+
+
+# Models that ask for a machine
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt:hidden=1000000000000,heads=1", "gpt:layers=1000000", "gpt:seq=1000000000000", "gpt:vocab=" + "9" * 30,
+     "mlp:inputs=99999999", "resnet:image=1000000"],
+)  # fmt: skip
+def test_names_of_models_that_nobody_can_build(name: str) -> None:
+    with pytest.raises(Exception, match=r"or less|at most|not a whole number") as error:
+        resolve(name)
+    assert type(error.value).__module__ == "meshwright.core.errors"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_size", 10**12), ("num_hidden_layers", 10**6), ("num_hidden_layers", 10**400), ("vocab_size", 10**10),
+     ("architectures", {"a": 1}), ("architectures", [1]), ("hidden_size", 0)],
+)  # fmt: skip
+def test_configs_of_models_that_nobody_can_build(key: str, value: object, tmp_path: Path) -> None:
+    fields = json.loads(read_given(ASSETS / "llama-tiny.json"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields | {key: value}))
+    with pytest.raises(InputError, match=key):
+        resolve(f"hf:{path}")
+
+
+def test_a_config_that_is_no_file_ends_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="a device"):
+        resolve(f"hf:{path}")
+    path.unlink()
+    path.write_text('{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(InputError, match="nested"):
+        resolve(f"hf:{path}")
