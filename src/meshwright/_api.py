@@ -84,6 +84,7 @@ def apply(
     record: bool = True,
     find_nan: bool = False,
     check: bool = True,
+    sample_seed: int | None = None,
 ) -> Program:
     """Spread a module over the running ranks as the plan says, under torchrun, the same file on every rank.
 
@@ -94,6 +95,9 @@ def apply(
     check: where the plan divides the model (tp, cp, pp, ep, sharded offload), the first step is preceded by a comparison of a
     small copy with one process, in float64 on this host; a difference is an error that names the first tensor. Once for a
     model and plan.
+    sample_seed: random numbers of a forward (dropout) depend on this seed, the step, the sample and the place in the sample, so
+    that every plan draws the same ones; without it, each rank draws from its own generator. A resumed loop of your own sets
+    `program.first_step`.
     """
     recorder = StepRecorder() if record else None
     first = FirstBatch(model, plan, objective_of(loss, count)) if check else None
@@ -105,6 +109,7 @@ def apply(
         max_norm=clip_norm,
         recorder=recorder,
         find_nan=find_nan,
+        sample_seed=sample_seed,
     )
     program.before_first_step = first.check if first is not None else None
     return program

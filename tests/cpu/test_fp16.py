@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch
 from cases import Case, graph_of, plan_of, source_of
 from pool import RankError, RankPool, this_rank
 from test_collectives_and_memory import check_collectives_and_state
+from torch import nn
 
+from meshwright.cli.shardings import try_sharding
+from meshwright.core.request import PlanRequest, plain_plan
 from meshwright.models.objective import DEFAULT, Objective
+from meshwright.models.source import resolve
 from meshwright.runtime import scaling
 from meshwright.runtime.apply import apply, wrap
 from meshwright.runtime.clip import local
@@ -133,6 +138,58 @@ def save_and_restore_on_rank(case: Case, folder: Path) -> tuple[float, int]:
 def test_the_scale_is_part_of_a_checkpoint(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(save_and_restore_on_rank, Case("gpt", 3, "none", 1, "fp16"), tmp_path)
     assert found == [(512.0, 7), (512.0, 7)]
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "one": {}, "dp2 zero3": {"dp": 2, "zero": 3}, "pp2": {"pp": 2}, "tp2": {"tp": 2}, "offload": {"offload": "optimizer"}
+}  # fmt: skip
+GPT = "gpt:layers=2,hidden=16,heads=2,seq=8,vocab=256"
+SPOILT = 3
+"""A step whose gradients are not finite."""
+
+
+def run_on_rank(name: str, folder: Path, until: int, resumes: bool) -> list[tuple[float, float, int]]:
+    """Loss, scale and good steps after each step; the scale doubles after every fifth good step, and step 3 is spoilt."""
+    request = PlanRequest(global_batch=8, precision="fp16", **PLANS[name])
+    plan = try_sharding(plain_plan(request, graph_of(GPT), this_rank().num_ranks, "tests"), resolve(GPT))
+    torch.manual_seed(0)
+    program = apply(
+        resolve(GPT).build(), plan, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2), device=this_rank().device
+    )
+    assert program.loss_scale is not None
+    scaling.GROWTH_INTERVAL = 5
+    unscale = program.loss_scale.unscale
+    first = checkpoint.restore(program, "", folder, this_rank()).step if resumes else 0
+    found = []
+    for step in range(first, until):
+        torch.manual_seed(step)
+        program.loss_scale.unscale = partial(_unscale, unscale, step == SPOILT)  # type: ignore[method-assign]
+        loss = program.step(resolve(GPT).example(8)).loss  # type: ignore[misc]
+        found.append((loss, program.loss_scale.scale, program.loss_scale.num_good_steps))
+    scaling.GROWTH_INTERVAL = 2000
+    progress = Progress(step=until, cursor=0, plan=plan.hash, graph="", num_ranks=this_rank().num_ranks)
+    checkpoint.save(program, progress, folder, this_rank(), keep=9)
+    program.close()
+    return found
+
+
+def _unscale(unscale: Any, is_spoilt: bool, parameters: Iterable[nn.Parameter]) -> bool:
+    given = list(parameters)
+    if is_spoilt:
+        local(given[-1].grad).view(-1)[0] = torch.nan  # type: ignore[arg-type]
+    return bool(unscale(given))
+
+
+@pytest.mark.parametrize("other", ["one", "pp2", "tp2", "offload"])
+def test_the_scale_goes_on_under_another_plan(pool: Pools, tmp_path: Path, other: str) -> None:
+    """Halved by a step that was left out, then doubled: at the same steps as if nothing had happened."""
+    pool(2).run(run_on_rank, "dp2 zero3", tmp_path, 7, False)
+    expected = pool(2).run(run_on_rank, "dp2 zero3", tmp_path / "whole", 12, False)[0]
+    ranks = 1 if other in ("one", "offload") else 2
+    found = pool(ranks).run(run_on_rank, other, tmp_path, 12, True)[0]
+    assert [entry[1:] for entry in found] == [entry[1:] for entry in expected[7:]]
+    assert [entry[1] / scaling.FIRST_SCALE for entry in expected] == [1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 1, 1, 1, 1]
+    assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in expected[7:]], rel=BAND)
 
 
 def wrap_on_rank(case: Case) -> None:

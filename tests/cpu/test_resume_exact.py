@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command import Cli, losses
+from msgspec.structs import replace
 from pool import RankError, RankPool, this_rank
 from rich.console import Console
 
@@ -18,11 +19,14 @@ from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest, plain_plan
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import resolve
+from meshwright.train import checkpoint
+from meshwright.train.data import open_streams
 from meshwright.train.folder import RunFolder
 from meshwright.train.job import Job
 from meshwright.train.metrics import read_metrics
-from meshwright.train.run import run
+from meshwright.train.run import build_program, run
 from meshwright.train.settings import CheckpointSettings, DataSettings, LearningRateSettings, Settings
+from meshwright.train.stream import Slice
 
 Pools = Callable[[int], RankPool]
 MODEL = "gpt:layers=2,hidden=16,heads=2,seq=8,vocab=256,dropout=0.3"
@@ -38,7 +42,15 @@ PLANS = {
     "dp2 zero3 streamed": (2, {"zero": 3, "offload": "parameters", "recompute": "full"}),
     "dp2 zero2 offload": (2, {"zero": 2, "offload": "optimizer"}),
     "dp2 offload": (2, {"offload": "optimizer"}),
+    "one delayed": (1, {"offload": "optimizer", "offload_delayed": True}),
+    "one delayed bf16": (
+        1,
+        {"offload": "optimizer", "offload_delayed": True, "precision": "bf16", "offload_share": 0.5},
+    ),
+    "dp2 zero2 delayed": (2, {"offload": "optimizer", "offload_delayed": True, "zero": 2}),
 }
+WARMUP = 5
+"""Steps before delayed updates are late: the checkpoint is behind them."""
 
 
 def settings_of(folder: Path, name: str) -> Settings:
@@ -51,7 +63,6 @@ def settings_of(folder: Path, name: str) -> Settings:
         tensorboard=False,
         data=DataSettings(validation_every=7, validation_batches=1),
         learning_rate=LearningRateSettings(peak=1e-2, warmup_steps=5),
-        checkpoint=CheckpointSettings(every=HALF, keep=3),
     )
 
 
@@ -62,14 +73,20 @@ def plan_of(name: str) -> Plan:
 
     num_ranks, asked = PLANS[name]
     request = PlanRequest(**{"global_batch": 8, "microbatch": 4, **asked})
-    return try_sharding(plain_plan(request, graph_of(MODEL), num_ranks, "tests"), resolve(MODEL))
+    plan = plain_plan(request, graph_of(MODEL), num_ranks, "tests")
+    plan = replace(plan, offload=replace(plan.offload, warmup_steps=WARMUP))
+    return try_sharding(plan, resolve(MODEL))
 
 
-def train_on_rank(folder: Path, name: str, plan: Plan, resumes: bool, verify: bool = False) -> str:
+def train_on_rank(
+    folder: Path, name: str, plan: Plan, resumes: bool, verify: bool = False, every: int = HALF, random: str = "rank"
+) -> str:
     run_folder = RunFolder(folder)
     run_folder.checkpoints.mkdir(parents=True, exist_ok=True)
     console = Console(record=True, file=(folder / f"said-{this_rank().number}").open("w"), width=1000)
-    run(Job(settings_of(folder, name), plan, run_folder, resumes, verify), this_rank(), None, console)
+    checkpoints = CheckpointSettings(every=every, keep=3)
+    settings = replace(settings_of(folder, name), checkpoint=checkpoints, random=random)
+    run(Job(settings, plan, run_folder, resumes, verify), this_rank(), None, console)
     return console.export_text()
 
 
@@ -94,6 +111,55 @@ def test_twenty_further_steps_are_the_same(pool: Pools, tmp_path: Path, name: st
     assert len(expected) >= WHOLE
     assert found == expected
     assert len({line["loss"] for line in found if "loss" in line}) == WHOLE
+
+
+def test_a_checkpoint_changes_nothing_under_late_updates(pool: Pools, tmp_path: Path) -> None:
+    """What is late at a checkpoint stays late: the losses are those of a run that saved nothing on its way."""
+    plan = plan_of("one delayed")
+    for folder, every in ((tmp_path / "saved", 7), (tmp_path / "unsaved", 0)):
+        pool(1).run(train_on_rank, folder, "one delayed", plan, False, False, every)
+    assert facts(tmp_path / "saved") == facts(tmp_path / "unsaved")
+
+
+def test_late_updates_go_on_late_on_other_ranks(pool: Pools, tmp_path: Path) -> None:
+    """Of two ranks with shards on one: the next loss is that of the older parameters, not of the newest."""
+    whole = tmp_path / "whole"
+    pool(2).run(train_on_rank, whole, "dp2 zero2 delayed", plan_of("dp2 zero2 delayed"), False)
+    expected = next_loss(whole)
+    late, newest = (pool(1).run(loss_on_rank, whole, plan_of(name))[0] for name in ("one delayed", "one"))
+    assert late == pytest.approx(expected, rel=1e-6)
+    assert newest != pytest.approx(expected, rel=1e-6)
+
+
+def test_dropout_by_sample_goes_on_the_same_on_other_ranks(pool: Pools, tmp_path: Path) -> None:
+    """Two ranks with dropout, resumed on one: the losses of the run that went on on two, to rounding; `--verify` sees it too."""
+    whole, name = tmp_path / "whole", "dp2 zero3"
+    pool(2).run(train_on_rank, whole, name, plan_of(name), False, False, HALF, "sample")
+    half = half_of(whole, tmp_path / "half")
+    said = pool(1).run(train_on_rank, half, "one", plan_of("one"), True, True, HALF, "sample")[0]
+    assert said.startswith(f"verified: step {HALF} was replayed; loss ")
+    expected, found = ([line["loss"] for line in facts(folder) if "loss" in line] for folder in (whole, half))
+    assert len(found) == WHOLE
+    assert found[HALF:] == pytest.approx(expected[HALF:], rel=1e-4)
+
+
+def next_loss(folder: Path) -> float:
+    found = json.loads((folder / f"checkpoints/step-{WHOLE:08d}/progress.json").read_text())["next_loss"]
+    return float(found)
+
+
+def loss_on_rank(folder: Path, plan: Plan) -> float:
+    """Of the batch after the last checkpoint, under another plan."""
+    source = resolve(MODEL)
+    program = build_program(
+        Job(settings_of(folder, "one"), plan, RunFolder(folder)), source.build(), source, this_rank(), None
+    )
+    progress = checkpoint.restore(program, "", folder / "checkpoints", this_rank())
+    train, _ = open_streams(settings_of(folder, "one").data, source, plan.global_batch, Slice(0, 1), 0)
+    train.seek(progress.cursor)
+    found = program.evaluate([train.next()])
+    program.close()
+    return found
 
 
 def facts(folder: Path) -> list[dict[str, Any]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
     from typing import TypeVar
 
+    from meshwright.cli.metric_lines import MetricLines
     from meshwright.cli.searching import Searching
     from meshwright.core.cluster import Cluster
     from meshwright.core.codec import Value
@@ -70,8 +71,9 @@ def together(runs: Sequence[Run]) -> Run:
     return replace(runs[-1], repeats=tuple(run.own_seconds for run in runs[:-1]))
 
 
-def read_run(path: str, name: str = "", *, is_live: bool = False) -> Run:
-    """A run folder. is_live: the run may still go on, and has no trace yet."""
+def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricLines | None = None) -> Run:
+    """A run folder. is_live: the run may still go on, and has no trace yet. lines: of its metrics, of who looks again and again."""
+    from meshwright.cli.metric_lines import MetricLines
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import InputError
     from meshwright.core.estimate import Estimate
@@ -103,7 +105,7 @@ def read_run(path: str, name: str = "", *, is_live: bool = False) -> Run:
         forecast=_read(Forecast, folder.forecast) if folder.forecast.exists() else None,
         result=_read(SearchResult, folder.search) if folder.search.exists() else None,
         traces=traces,
-        metrics=tuple(_metrics(folder.metrics)),
+        metrics=(lines or MetricLines(folder.metrics)).read(),
         settings=read_given(folder.settings),
         remark=_remark(folder, traces),
     )
@@ -186,26 +188,6 @@ def _read(kind: type[V], path: Path) -> V:
         raise InputError(
             f"{error}; restore the file, read it with the version that wrote it, or train again with --out FOLDER"
         ) from error
-
-
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run. The last line of a run that goes on, or was killed, may be cut off: it is left out."""
-    from meshwright.core.bounds import LARGEST_RECORD_BYTES
-    from meshwright.core.errors import InputError
-    from meshwright.core.given_file import read_given
-    from meshwright.core.metric_lines import parse_line
-
-    if not path.exists():
-        return []
-    lines = read_given(path, LARGEST_RECORD_BYTES).split("\n")
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found += [parse_line(line)] if line else []
-        except InputError as error:
-            if number < len(lines):
-                raise InputError(f"{path}, line {number}: {error}: remove the line, or train again") from None
-    return found
 
 
 def _remark(folder: RunFolder, traces: tuple[Trace, ...]) -> str:

@@ -14,6 +14,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from meshwright.cli.metric_lines import MetricLines
     from meshwright.report.live_view import Live
     from meshwright.train.folder import RunFolder
 
@@ -42,6 +43,10 @@ def served_page(folder: RunFolder, port: int, every: float) -> Iterator[str]:
 
 
 def _handler(folder: RunFolder, every: float) -> type[BaseHTTPRequestHandler]:
+    from meshwright.cli.metric_lines import MetricLines
+
+    lines = MetricLines(folder.metrics)
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if not is_for_this_machine(self.headers.get_all("Host", [])):
@@ -50,7 +55,7 @@ def _handler(folder: RunFolder, every: float) -> type[BaseHTTPRequestHandler]:
             if self.path.split("?")[0] != "/":
                 self.send_error(404)
                 return
-            code, text = _answer(folder, every)
+            code, text = _answer(folder, every, lines)
             self.send_response(code)
             self.send_header("Content-Type", "text/html; charset=utf-8" if code == 200 else "text/plain; charset=utf-8")
             self.send_header("Cache-Control", "no-store")
@@ -73,7 +78,7 @@ def is_for_this_machine(hosts: list[str]) -> bool:
     return name in NAMES and (not colon or (port.isascii() and port.isdigit()))
 
 
-def _answer(folder: RunFolder, every: float) -> tuple[int, str]:
+def _answer(folder: RunFolder, every: float, lines: MetricLines) -> tuple[int, str]:
     """The page as it is now. A file that is being written may be refused for a moment: the page asks again."""
     from meshwright.cli.runs import read_run
     from meshwright.cli.watch import has_ended
@@ -82,7 +87,7 @@ def _answer(folder: RunFolder, every: float) -> tuple[int, str]:
 
     try:
         live = None if has_ended(folder) else _live(folder, every)  # asked first: it may end while it is read
-        run = read_run(str(folder.path), is_live=True)
+        run = read_run(str(folder.path), is_live=True, lines=lines)
     except MeshwrightError as error:
         return 503, str(error)
     return 200, page([run], run.name, live)

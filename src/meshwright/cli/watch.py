@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
+    from meshwright.cli.metric_lines import MetricLines
     from meshwright.core.live import RankState
     from meshwright.train.folder import RunFolder
 
@@ -54,29 +55,32 @@ def _follow(folder: RunFolder, console: Console, every: float) -> None:
 
     from rich.live import Live
 
+    from meshwright.cli.metric_lines import MetricLines
+
+    lines = MetricLines(folder.metrics)
     if not console.is_terminal:
-        console.print(_look(folder))
+        console.print(_look(folder, lines))
         while not has_ended(folder):
             time.sleep(every)
-            console.print(_look(folder))
+            console.print(_look(folder, lines))
     else:
-        with Live(_look(folder), console=console, auto_refresh=False, transient=False) as view:
+        with Live(_look(folder, lines), console=console, auto_refresh=False, transient=False) as view:
             while not has_ended(folder):
                 time.sleep(every)
-                view.update(_look(folder), refresh=True)
+                view.update(_look(folder, lines), refresh=True)
     console.print(
         f"the run has ended: `meshwright report {folder.path} -o report.html` shows all of it", highlight=False
     )
 
 
-def _look(folder: RunFolder) -> Group:
+def _look(folder: RunFolder, lines: MetricLines | None = None) -> Group:
     import time
 
     from meshwright.cli.runs import read_run
     from meshwright.report.live_view import live_view
     from meshwright.train.settings import Settings
 
-    run = read_run(str(folder.path), is_live=True)
+    run = read_run(str(folder.path), is_live=True, lines=lines)
     return live_view(run, rank_states(folder), Settings.load(folder.settings).steps, time.time())
 
 

@@ -22,6 +22,7 @@ from meshwright.runtime.communicators import data_mesh, noted
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import agree_on_values, inner, spread
 from meshwright.runtime.deferred import materialise
+from meshwright.runtime.draws.program import SampleDraws, check_draws
 from meshwright.runtime.experts import spread_experts
 from meshwright.runtime.lowered import Values, lower
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, local_device
@@ -59,11 +60,13 @@ def apply(
     device: torch.device | None = None,
     find_nan: bool = False,
     host_link: float | None = None,
+    sample_seed: int | None = None,
 ) -> Program:
     """Spread a module over the running ranks as the plan says. The module itself is changed.
 
     find_nan: look at every block in every step, so that a loss that is not finite is traced to its origin; slow.
     host_link: bytes a second that a CPU's stand-in for the link between device and host moves each way; without it, all it can.
+    sample_seed: draw random numbers by sample from this seed, the same under every plan; without it, from each rank's generator.
     """
     watch = Watch(recorder)
     with noted() as groups:
@@ -71,11 +74,15 @@ def apply(
             check_runs(plan)
             check_hooks(module, plan)
             _check_not_traced(find_nan)
+            if sample_seed is not None:
+                check_draws(plan)
             program: Program = stream(
                 module, plan, optimizer, objective, max_norm, watch, device or join().device, host_link
             )
         else:
-            program = _program(module, plan, optimizer, objective, max_norm, watch, device, find_nan, host_link)
+            program = _program(
+                module, plan, optimizer, objective, max_norm, watch, device, find_nan, host_link, sample_seed
+            )
     program.groups = groups
     return program
 
@@ -98,7 +105,10 @@ def _program(
     device: torch.device | None,
     find_nan: bool,
     host_link: float | None,
+    sample_seed: int | None,
 ) -> Program:
+    device = device or join().device
+    draws = None if sample_seed is None else SampleDraws(module, plan, device, sample_seed)
     spread = _spread(module, plan, optimizer, device, watch, objective)
     host = _offload(spread, plan, host_link, max_norm)
     schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
@@ -106,7 +116,7 @@ def _program(
     loss = compile_loss(objective, plan)
     return Program(
         spread.module, spread.optimizer, plan, schedule, spread.mesh, loss, max_norm, watch, spread.split, finder,
-        spread.pipeline, host,
+        spread.pipeline, host, draws,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -31,6 +31,7 @@ from meshwright.runtime.data_parallel import (
     inner,
     prepare_microbatch,
 )
+from meshwright.runtime.draws.program import SampleDraws
 from meshwright.runtime.dropped import Dropped
 from meshwright.runtime.gate import Gate
 from meshwright.runtime.history import History
@@ -70,6 +71,7 @@ class Program:
         finder: NanFinder | None = None,
         pipeline: Pipeline | None = None,
         host: HostOptimizer | None = None,
+        draws: SampleDraws | None = None,
     ) -> None:
         self.spread_module = module
         self.optimizer = optimizer
@@ -99,6 +101,9 @@ class Program:
         self._update = Update(module, optimizer, plan, mesh, max_norm, split, pipeline, host)
         self._samples = SameSamples(plan, mesh.get_local_rank("dp"))
         self._coordinate = mesh.get_local_rank("pp")
+        self._draws = draws
+        if draws is not None:
+            draws.begin(self.module, mesh.get_local_rank("dp"))
         self._dropped = Dropped(module)
         self._buffers = SyncedBuffers(self.module, self._dp)
         states = pipeline.states if pipeline is not None else {}
@@ -264,7 +269,7 @@ class Program:
         if self.pipeline is not None:
             self._do_stage(self.pipeline, action, microbatch, tally)
         elif action.kind == "forward":
-            losses[index] = self._forward(microbatch, is_last=index == self.plan.num_microbatches - 1)
+            losses[index] = self._forward(microbatch, index)
             tally.add_loss(index, losses[index])
             self._dropped.add_to(tally.dropped)
         elif action.kind == "backward":
@@ -285,22 +290,30 @@ class Program:
 
     def _forward_stage(self, pipeline: Pipeline, action: Action, microbatch: Batch, tally: Tally) -> None:
         moved = self._moved(microbatch)
-        with self.watch.region("forward"):
+        pipeline.wiring(moved)  # a copy of the module is followed, which draws nothing of this step
+        with self.watch.region("forward"), self._drawing(action.microbatch, moved):
             loss = pipeline.forward(action, moved, self._compute, self.objective)
         if loss is not None:
             tally.add_loss(action.microbatch, loss)
         self._dropped_of[action.stage].add_to(tally.dropped)
 
-    def _forward(self, microbatch: Batch, is_last: bool) -> Tensor:
+    def _forward(self, microbatch: Batch, index: int) -> Tensor:
+        is_last = index == self.plan.num_microbatches - 1
         prepare_microbatch(self.spread_module, self.plan, is_last)
         if self.host is not None:
             self.host.begin(is_last)
         moved = self._moved(microbatch)
         self._buffers.before_forward()
-        with self.watch.region("forward"):
+        with self.watch.region("forward"), self._drawing(index, moved):
             loss = self._loss(moved)
         self._buffers.after_forward()
         return loss
+
+    def _drawing(self, index: int, microbatch: Batch) -> AbstractContextManager[None]:
+        """Where numbers are drawn by sample: what is drawn inside is of this microbatch."""
+        if self._draws is None:
+            return nullcontext()
+        return self._draws.microbatch(self.first_step + self.num_steps, index, microbatch)
 
     def _moved(self, microbatch: Batch) -> Batch:
         """Where the module is; a split model is told what its tokens are."""

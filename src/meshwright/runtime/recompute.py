@@ -15,6 +15,7 @@ from meshwright.core.plan import Plan
 from meshwright.models.follow import Follower
 from meshwright.models.own_recompute import own_recompute_left_out, planned
 from meshwright.runtime._torch import _get_current_function_mode_stack
+from meshwright.runtime.draws.mode import Draws
 from meshwright.runtime.selective import selective
 from meshwright.runtime.side_effects import Call, SideEffects
 from meshwright.runtime.watch import Watch
@@ -66,7 +67,8 @@ def _recomputed(block: nn.Module, name: str, watch: Watch) -> Callable[..., Any]
 def _modes() -> list[Any]:
     """The function modes a block runs in: torch leaves them in backward, and a cast or a split weight would then mean something
     else than it did."""
-    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, Follower)]
+    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, Follower)]
+    return [mode.as_now() if isinstance(mode, Draws) else mode for mode in modes]
 
 
 @contextmanager
@@ -76,5 +78,5 @@ def _again(watch: Watch, modes: list[Any], call: Call) -> Iterator[None]:
         stack.enter_context(call.as_before())
         stack.enter_context(own_recompute_left_out())
         for mode in modes:
-            stack.enter_context(mode)
+            stack.enter_context(mode.as_now() if isinstance(mode, Draws) else mode)
         yield

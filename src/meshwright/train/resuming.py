@@ -26,6 +26,7 @@ def resume(job: Job, rank: Rank, program: Program, graph: str, train: Stream, co
     def restore() -> Progress:
         progress = checkpoint.restore(program, graph, places_of(job.folder), rank, say, job.run)
         train.seek(progress.cursor)
+        program.first_step = progress.step
         return progress
 
     progress = restore()

@@ -67,4 +67,5 @@ def build_program(job: Job, module: nn.Module, source: ModelSource, rank: Rank, 
         device=rank.device,
         find_nan=job.settings.find_nan,
         host_link=job.settings.host_link,
+        sample_seed=job.settings.seed if job.settings.random == "sample" else None,
     )

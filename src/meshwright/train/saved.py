@@ -5,6 +5,8 @@
     optimizer.settings.NAME         the settings of its group: stages have groups of other parameters
     random.RANK                     what each rank draws next
     loss_scale                      under fp16
+    delayed.num_steps               under delayed updates: how many there were, which says whether the warm-up is over
+    delayed.parameters.NAME         with them: what the next step computes with, one update older than the model
 
 Ranks write what they hold, with its place in the whole (`runtime/addresses.py`): a stage its own parameters, and where several
 hold the same one of them writes it.
@@ -21,7 +23,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 
 from meshwright.core.errors import CheckpointError, shortened
 from meshwright.runtime.addresses import Addresses
-from meshwright.runtime.offload.saved import load, masters_of, states_of, zeros_of
+from meshwright.runtime.offload.optimizer import HostOptimizer
+from meshwright.runtime.offload.saved import late_of, load, load_late, masters_of, states_of, zeros_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
 from meshwright.train.contents import Contents
@@ -41,6 +44,7 @@ class SavedState:
         self.model: Nest = model
         self.optimizer: Nest = optimizer
         self.first_names = first_names(program)
+        self.delayed: Nest = _delayed(program)
 
     def saved(self) -> Nest:
         """The same memory where that is possible: what is loaded into it still has to be taken over (`take`)."""
@@ -51,11 +55,13 @@ class SavedState:
             "optimizer": {"state": self._addressed(state), "settings": self._settings()},
             "random": {str(self.rank.number): _random_state(self.rank)},
             **({} if scale is None else {"loss_scale": scale.state_dict()}),
+            **({} if not self.delayed else {"delayed": self._addressed_delayed()}),
         }
 
     def expect(self, contents: Contents) -> None:
         """Room for the state that a checkpoint has of parameters whose first update makes it, on the host."""
         assert self.program.host is not None
+        self.delayed = self._room_for_delayed(self.program.host, contents)
         saved = contents.optimizer_state()
         for name, zeros in zeros_of(self.program.host).items():
             first, own = self._first(name), self.optimizer["state"].setdefault(name, {})
@@ -75,6 +81,7 @@ class SavedState:
         if self.program.host is not None:
             load(self.program.host, model, state)
             _set_groups(self.program, groups)
+            self._take_delayed(self.program.host, loaded)
         else:
             set_state_dict(
                 self.program.spread_module,
@@ -87,6 +94,30 @@ class SavedState:
             self.program.loss_scale.load_state_dict(loaded["loss_scale"])  # the first scale, where none was saved
         if "random" in loaded:
             _set_random_state(loaded["random"][str(self.rank.number)], self.rank)
+
+    def _take_delayed(self, host: HostOptimizer, loaded: Nest) -> None:
+        """Of a checkpoint that has none, the warm-up begins anew."""
+        host.num_steps = int(loaded["delayed"]["num_steps"]) if "delayed" in loaded else 0
+        late = self.delayed.get("parameters")
+        if late is not None:
+            found = loaded["delayed"]["parameters"]
+            filled = {name: self.addresses.fill(name, own, found[self._first(name)]) for name, own in late.items()}
+            load_late(host, filled, host.num_steps)
+
+    def _room_for_delayed(self, host: HostOptimizer, contents: Contents) -> Nest:
+        """For what the checkpoint has of late updates; memory of its own, since parameters take their newest values first."""
+        if not self.delayed or "delayed.num_steps" not in contents.tensors:
+            return {}
+        late = {
+            name: torch.empty_like(found)
+            for name, found in late_of(host).items()
+            if f"delayed.parameters.{self._first(name)}" in contents.tensors
+        }
+        return {"num_steps": torch.tensor(0), **({"parameters": late} if late else {})}
+
+    def _addressed_delayed(self) -> Nest:
+        late = {self._first(name): found for name, found in self.delayed.get("parameters", {}).items()}
+        return {"num_steps": self.delayed["num_steps"], **({"parameters": self._addressed(late)} if late else {})}
 
     def _first(self, name: str) -> str:
         return self.first_names.get(name, name)
@@ -143,12 +174,20 @@ def _state_dicts(program: Program) -> tuple[Nest, Nest]:
     if host is None:
         model, optimizer = get_state_dict(program.spread_module, program.optimizer)
         return model, optimizer
-    host.settle()
+    host.rest()
     masters = masters_of(host)
     named = dict(program.module.named_parameters(remove_duplicate=False))
     model = get_model_state_dict(program.spread_module)
     model = {name: masters.get(id(named.get(name)), found) for name, found in model.items()}
     return model, {"state": states_of(host), "param_groups": _named_groups(program)}
+
+
+def _delayed(program: Program) -> Nest:
+    """Of updates that may be late; empty under a plan without them."""
+    host = program.host
+    if host is None or not program.plan.offload.delayed:
+        return {}
+    return {"num_steps": torch.tensor(host.num_steps), **({"parameters": late_of(host)} if host.is_owing else {})}
 
 
 def _named_groups(program: Program) -> list[Nest]:

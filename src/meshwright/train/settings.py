@@ -124,6 +124,9 @@ class Settings(Value, kw_only=True):
     find_nan: bool = False
     """Check every block in every step, so that a loss that is not finite is traced to the block that made it. Slow."""
     seed: WholeNumber = 0
+    random: Literal["rank", "sample"] = "rank"
+    """What random numbers of a forward (dropout) depend on: the rank that draws them; or seed, step, sample and place in it, so
+    that every plan draws the same ones, which is a little slower."""
     out: str | None = None
     """Run folder; without it, runs/NAME."""
     tensorboard: bool = True

@@ -115,6 +115,8 @@ class HostOptimizer:
                 one.parameter.grad = torch.zeros_like(one.parameter)  # the last microbatch had no use for it
             if not one.was_sent and one.parameter.grad is not None:
                 self._leave(one)
+            if isinstance(one, Shipped) and not one.was_sent:
+                self._promote(one)  # it has no gradient this time: what was late for it is late no longer
             one.was_sent = one.has_sum = False
         self._update_kept()
         norm = self._clip()
@@ -129,14 +131,28 @@ class HostOptimizer:
         return norm
 
     def settle(self) -> None:
-        """Until every parameter on the device is the newest."""
+        """Until every parameter on the device is the newest: a late update comes before its time."""
         self.updater.settle()
         self.link.hold_back()
+        for one in self.state.shipped:
+            self._promote(one)
+        self.rest()
+
+    def rest(self) -> None:
+        """Until every update is done, and the parameters on the device are those of the next step: under delayed updates, those
+        before the last one."""
+        self.updater.settle()
         for piece in self.state.pieces:
-            if piece.late is not None:
-                piece.late.allow()
-                piece.newest, piece.late = piece.late, None
             self._await(piece)
+
+    def owe(self, num_steps: int) -> None:
+        """As after that many steps: the device has the parameters before the last update, and gets the masters after the next
+        backward."""
+        self.num_steps = num_steps
+        for piece in self.state.pieces:
+            slot = piece.slots[(num_steps - 1) % len(piece.slots)]
+            piece.late = Return(self.link, piece.on_device, may_go=False)
+            piece.late.offer(slot.memory.copy_(piece.master))
 
     def close(self) -> None:
         """Give back threads and memory."""
@@ -151,6 +167,11 @@ class HostOptimizer:
     def is_delayed(self) -> bool:
         """Whether the update of the step at hand runs under the next one."""
         return self.plan.offload.delayed and self.num_steps >= self.plan.offload.warmup_steps
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether the last update is late: the same on all ranks."""
+        return self.plan.offload.delayed and self.num_steps > self.plan.offload.warmup_steps
 
     # ------------------------------------------------------------ gradients leave
 
@@ -274,6 +295,13 @@ class HostOptimizer:
         )
 
     # ------------------------------------------------------------ parameters return
+
+    def _promote(self, one: Shipped) -> None:
+        """The late update becomes what the next forward waits for."""
+        for piece in one.pieces:
+            if piece.late is not None:
+                piece.late.allow()
+                piece.newest, piece.late = piece.late, None
 
     def _return_late_ones(self) -> None:
         """Backward is over: what was updated under it may take the place of what it used."""

@@ -36,9 +36,30 @@ def _zeros(one: Shipped | Kept) -> Tensor:
     return _like(one.parameter, torch.zeros_like(_master(one)))
 
 
+def late_of(host: HostOptimizer) -> dict[str, Tensor]:
+    """By the parameter's name: what the device computes the next step with, where the last update is late; in the dtype of the
+    masters, so that any plan can read it. Call it when the host rests."""
+    return {one.name: _like(one.parameter, _on_device(one)) for one in host.state.shipped}
+
+
+def _on_device(one: Shipped) -> Tensor:
+    return local(one.parameter.detach()).to(one.master.dtype)
+
+
+@torch.no_grad()
+def load_late(host: HostOptimizer, late: Mapping[str, Tensor], num_steps: int) -> None:
+    """After `load`: the device has these parameters, and owes itself the last update. Others, which the plan that saved them kept
+    on the device, are the newest."""
+    for one in host.state.shipped:
+        if one.name in late:
+            local(one.parameter.detach()).copy_(local(late[one.name]))
+    host.owe(num_steps)
+
+
 @torch.no_grad()
 def load(host: HostOptimizer, masters: Mapping[str, Tensor], states: Mapping[str, State]) -> None:
     """What was loaded becomes the state on the host, and the device's parameters follow from it."""
+    host.settle()
     for one in host.state.holders:
         _master(one).copy_(local(masters[one.name]))
         local(one.parameter.detach()).copy_(_master(one))

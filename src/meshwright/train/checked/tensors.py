@@ -26,7 +26,8 @@ from meshwright.train.manifest import DamagedError
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 """Averages of squares in torch's Adam and its kin: their root is taken."""
 COUNT = "step"
-RANDOM, SCALE = "random.", "loss_scale."
+RANDOM, SCALE, DELAYED = "random.", "loss_scale.", "delayed."
+DELAYED_PARAMETERS = f"{DELAYED}parameters."
 Located = tuple[str, SavedTensor, Box]
 
 
@@ -77,7 +78,10 @@ def wrong_numbers(name: str, tensor: Tensor, is_trained: bool) -> Iterator[str]:
             yield f"'{name}' is {tensor.tolist()}, which is no {'scale' if is_scale else 'count'}"
     elif name.startswith(STATE):
         yield from _wrong_state(name, tensor)
-    elif is_trained and _has_nan(tensor):
+    elif name == f"{DELAYED}num_steps":
+        if tensor.numel() != 1 or tensor.is_floating_point() or tensor.item() < 0:
+            yield f"'{name}' is {tensor.tolist()}, which is no count"
+    elif (is_trained or name.startswith(DELAYED_PARAMETERS)) and _has_nan(tensor):
         yield f"parameter '{name.removeprefix(MODEL)}' holds NaN"
 
 

@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import InputError
-from meshwright.train.checked.tensors import check_tensors
+from meshwright.train.checked.tensors import DELAYED, DELAYED_PARAMETERS, RANDOM, SCALE, check_tensors
 from meshwright.train.contents import MODEL, SETTINGS, STATE, Contents, read_contents, with_settings, with_state
 from meshwright.train.kept import step_of
 from meshwright.train.manifest import DamagedError, Manifest, check_files, read_manifest
 from meshwright.train.position import Progress, check_format, read_progress
 
-RANDOM = "random."
-SCALE = "loss_scale."
 SCALE_NAMES = frozenset((f"{SCALE}scale", f"{SCALE}num_good_steps"))
-KNOWN = (MODEL, STATE, SETTINGS, RANDOM)
+KNOWN = (MODEL, STATE, SETTINGS, RANDOM, DELAYED)
 CPU = "cpu"
 
 
@@ -72,6 +70,10 @@ def _names(contents: Contents, progress: Progress) -> Iterator[str]:
         yield f"it lacks the random state '{RANDOM}{name}' of {progress.num_ranks} ranks"
     for name in sorted(set(drawn) - expected):
         yield f"it holds the random state '{RANDOM}{name}', and is of {progress.num_ranks} ranks"
+    for name in contents.tensors:
+        parameter = f"{MODEL}{name.removeprefix(DELAYED_PARAMETERS)}"
+        if name.startswith(DELAYED_PARAMETERS) and parameter not in contents.tensors:
+            yield f"it lacks '{parameter}', of which it holds what a late update left ('{name}')"
     if scale := SCALE_NAMES & {*contents.tensors, *contents.values}:
         yield from (f"it lacks '{name}'" for name in sorted(SCALE_NAMES - scale))
 

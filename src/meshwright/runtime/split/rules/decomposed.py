@@ -22,13 +22,13 @@ ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_
 def follow_inside(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
     TorchFunctionMode.__enter__(split)
     try:
-        return _silent(function)(*args, **kwargs)
+        return silent(function)(*args, **kwargs)
     finally:
         TorchFunctionMode.__exit__(split, None, None, None)
 
 
 @cache
-def _silent(function: Any) -> Any:
+def silent(function: Any) -> Any:
     """The function, without the question."""
     names = {**function.__globals__, **dict.fromkeys(ASKING, _no), "_in_projection_packed": _projected}
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)

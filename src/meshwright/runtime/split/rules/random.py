@@ -3,6 +3,8 @@
 All ranks of a tp or cp group keep the same random state, so that whole tensors are drawn alike. For a part, the state is turned
 aside for the draw, by an amount that is this rank's own, and put back as if the draw had not happened but once. Recompute puts
 the common state back before it runs a block again, and so draws the same for every part.
+
+Where numbers are drawn by sample (runtime/draws), ranks need no state: each draws the whole and takes its part.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core.collective import Axis
+from meshwright.runtime.draws.mode import Part, active_draws
 from meshwright.runtime.split.aliases import sum_in_place
-from meshwright.runtime.split.layout import Layout, cuts, lay, layout_of
+from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of, whole_shape
 from meshwright.runtime.split.rules.arguments import Args, Options, changes_its_input
 from meshwright.runtime.split.rules.pointwise import pointwise
 from meshwright.runtime.split.rules.whole import become, in_place_on_whole, relaid
@@ -33,6 +37,11 @@ def apart(split: Splitter, tensor: Tensor, layout: Layout | None) -> Iterator[No
     if not cuts(layout):
         yield
         return
+    draws = active_draws()
+    if draws is not None:
+        with draws.on_part(_part(split, cuts(layout))):
+            yield
+        return
     number = 0
     for axis in sorted(cuts(layout)):
         number = number * split.degrees[axis] + split.axes[axis].rank
@@ -41,6 +50,17 @@ def apart(split: Splitter, tensor: Tensor, layout: Layout | None) -> Iterator[No
         torch.manual_seed(seed + APART * number)
         yield
     torch.rand(())  # the common state moves on
+
+
+def _part(split: Splitter, cut_along: dict[Axis, Cut]) -> Part:
+    """What this rank holds of a tensor that is drawn as a whole, where numbers are drawn by sample."""
+
+    def own(whole: Tensor) -> Tensor:
+        for axis, cut in cut_along.items():
+            whole = split.axes[axis].own_part(whole, cut)
+        return whole
+
+    return Part(whole=lambda size: whole_shape(size, dict(cut_along), split.degrees), own=own)
 
 
 def dropout(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:

@@ -1,0 +1,80 @@
+"""Lines of metrics are read once by who looks again and again, and never wrong for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.metric_lines import MetricLines
+from meshwright.core.errors import InputError
+
+
+def write(path: Path, *steps: int, loss: float = 1.0, mode: str = "a") -> None:
+    with path.open(mode) as file:
+        for step in steps:
+            file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+
+
+def steps_of(lines: MetricLines) -> list[int]:
+    return [line["step"] for line in lines.read()]
+
+
+def test_what_was_added_is_read_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = MetricLines(path)
+    assert lines.read() == ()
+    write(path, 0, 1)
+    assert steps_of(lines) == [0, 1]
+    write(path, 2)
+    assert steps_of(lines) == [0, 1, 2]
+
+
+def test_only_what_was_added_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = MetricLines(path)
+    write(path, *range(1000))
+    lines.read()
+    seen: list[bytes] = []
+    monkeypatch.setattr(json, "loads", lambda line, plain=json.loads: seen.append(line) or plain(line))
+    write(path, 1000)
+    assert len(lines.read()) == 1001
+    assert len(seen) == 1
+
+
+def test_a_line_that_is_not_whole_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0)
+    with path.open("a") as file:
+        file.write('{"step": 1, "lo')
+    lines = MetricLines(path)
+    assert steps_of(lines) == [0]
+    with path.open("a") as file:
+        file.write('ss": 2.0}')
+    assert steps_of(lines) == [0, 1], "it can be read, though its end is not there"
+    with path.open("a") as file:
+        file.write("\n")
+    assert steps_of(lines) == [0, 1]
+
+
+@pytest.mark.parametrize("steps", [(0, 1), (0, 1, 2), (0, 1, 2, 3, 4, 5)])
+def test_a_run_that_goes_back_is_read_anew(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, 1, 2, 3)
+    lines = MetricLines(path)
+    lines.read()
+    write(path, *steps, loss=2.0, mode="w")
+    assert steps_of(lines) == list(steps)
+    assert {line["loss"] for line in lines.read()} == {2.0}
+
+
+def test_a_line_that_is_no_step_is_refused_every_time(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0)
+    with path.open("a") as file:
+        file.write("5\n")
+    lines = MetricLines(path)
+    for _ in range(2):
+        with pytest.raises(InputError, match="line 2"):
+            lines.read()
