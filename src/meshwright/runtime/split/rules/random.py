@@ -60,7 +60,7 @@ def _part(split: Splitter, cut_along: dict[Axis, Cut]) -> Part:
             whole = split.axes[axis].own_part(whole, cut)
         return whole
 
-    return Part(whole=lambda size: whole_shape(size, dict(cut_along), split.degrees), own=own)
+    return Part(whole=lambda size: whole_shape(size, dict(cut_along), split.axes), own=own)
 
 
 def dropout(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
