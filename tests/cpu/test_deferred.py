@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from meshwright.models.gpt import GPT, GPTOptions
 from meshwright.runtime.apply import apply
-from meshwright.runtime.deferred import building, deferred, deferred_tensors, is_deferred, materialise
+from meshwright.runtime.deferred import (
+    building,
+    deferred,
+    deferred_tensors,
+    is_deferred,
+    materialise,
+    materialise_hidden,
+)
 from meshwright.runtime.gather import whole
 
 Pools = Callable[[int], RankPool]
@@ -97,6 +104,29 @@ def test_what_is_done_to_deferred_tensors_is_done_to_the_real_ones() -> None:
     materialise(module)
     assert torch.equal(module.weight, plain.weight.double()[2:4])
     assert module.weight.untyped_storage().nbytes() == 2 * 8 * 8
+
+
+class Taught(nn.Module):
+    """A teacher that torch does not know of, and a list of parts that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.shown = [self.layer]
+        self.hidden = {"teacher": [nn.Linear(4, 4).requires_grad_(False)]}
+
+
+def test_modules_that_torch_does_not_know_of_have_memory() -> None:
+    torch.manual_seed(0)
+    expected = Taught()
+    torch.manual_seed(0)
+    with deferred():
+        module = Taught()
+    materialise_hidden(module)
+    assert torch.equal(module.hidden["teacher"][0].weight, expected.hidden["teacher"][0].weight)
+    assert is_deferred(module.layer.weight), "a registered part is made where it is held"
+    materialise(module)
+    assert torch.equal(module.shown[0].weight, expected.layer.weight)
 
 
 def test_a_learned_number_can_be_cast() -> None:

@@ -35,6 +35,10 @@ from meshwright.runtime.rebuild import Drawn, map_leaves, tensors_in
 from meshwright.runtime.tape import Tape
 
 
+REGISTERED = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module in which torch keeps its parts."""
+
+
 @contextmanager
 def deferred() -> Iterator[None]:
     """Modules built inside hold no memory until `apply` gives them to ranks."""
@@ -150,6 +154,25 @@ def materialise_buffers(part: nn.Module) -> None:
         part._buffers[name] = _shared(buffer)
     for name, tensor in _deferred(vars(part)):
         setattr(part, name, _shared(tensor))
+
+
+def materialise_hidden(module: nn.Module) -> None:
+    """Give memory to modules that torch does not know as parts, such as a frozen teacher in a plain list: nothing divides them, and
+    every rank has them whole."""
+    registered = {id(part) for part in module.modules()}
+    for part in list(module.modules()):
+        for name, value in vars(part).items():
+            for hidden in _modules_in(value) if name not in REGISTERED else ():
+                if id(hidden) not in registered:
+                    materialise(hidden)
+
+
+def _modules_in(value: Any) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _modules_in(item)
 
 
 def _deferred(named: dict[str, Any]) -> list[tuple[str, Tensor]]:

@@ -123,6 +123,19 @@ class Teacher(nn.Module):
         return self.student(x) - 0.5 * target
 
 
+class HiddenTeacher(Stack):
+    """A frozen network in a plain list, so that its weights are no part of the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__([Block() for _ in range(DEPTH)])
+        self.hidden = [Stack([Block() for _ in range(DEPTH)]).requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            taught = self.hidden[0](x)
+        return super().forward(x) + 0.5 * taught
+
+
 class Cached(Block):
     """A bias that is made at the first forward and kept."""
 
@@ -232,6 +245,10 @@ def codebook():
 
 def ema_teacher():
     return Teacher(), batch()
+
+
+def hidden_teacher():
+    return HiddenTeacher(), batch()
 
 
 def cache_at_first_forward():
