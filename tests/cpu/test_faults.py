@@ -48,9 +48,10 @@ def num_lines(folder: Path) -> int:
 
 
 def past_a_checkpoint(folder: Path, run: Started, steps: int = 7) -> None:
-    """Until the ranks of this moment have trained a while."""
+    """Until the ranks of this moment have trained a while, and a checkpoint is written: that goes on beside the training."""
     before = num_lines(folder)
     wait_for(lambda: num_lines(folder) >= before + steps and len(ranks_of(run.process.pid)) > 0, run)
+    wait_for(lambda: any((folder / "checkpoints").glob("step-*")), run)
 
 
 def put_upon(kind: str, run: Started) -> None:

@@ -34,11 +34,12 @@ from meshwright.core.errors import MeshwrightError, ModelError
 from meshwright.core.plan import Plan
 from meshwright.measure.called import check_called
 from meshwright.measure.carried import carries_state, from_one_state
+from meshwright.measure.distance import distance, largest
 from meshwright.measure.exact import exact, widened, widened_batch, widened_loss
 from meshwright.measure.failing import explained
 from meshwright.measure.mean_gradient import refuse_own_gradient
 from meshwright.measure.mean_loss import BATCH_NORMS, check_mean_loss, depends_on_batch, masked_unevenly, takes_masked
-from meshwright.measure.rounding import GROWTH, MOST, enlarged, largest, largest_difference, move_parameters
+from meshwright.measure.rounding import GROWTH, MOST, enlarged, move_parameters
 from meshwright.measure.silence import silence, silence_modules
 from meshwright.models.objective import Batch, Objective, call, map_batch, slice_batch, tensors_of
 from meshwright.models.source import ModelSource, resolve
@@ -365,7 +366,7 @@ class _Tally:
                 )
                 continue
             scale = max(largest(tensor), floor, 1e-30)
-            self._note(kind, f"{words}{name}", largest_difference(found[name], tensor) / scale)
+            self._note(kind, f"{words}{name}", distance(found[name], tensor) / scale)
 
     def _note(self, kind: str, words: str, difference: float) -> None:
         wrong = not difference <= self.bound  # also true for NaN

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from meshwright.measure.distance import distance, largest
+
 GROWTH = 64.0
 """Times what one ε per parameter does: a plan's sums differ in many places."""
 MOST = 1e-7
@@ -38,18 +40,5 @@ def enlarged(tensors: Mapping[str, Tensor], moved: Mapping[str, Tensor], floor: 
     for name, tensor in tensors.items():
         if name in moved and tensor.numel():
             scale = max(largest(tensor), floor, 1e-30)
-            found = max(found, largest_difference(tensor, moved[name]) / scale)
+            found = max(found, distance(tensor, moved[name]) / scale)
     return GROWTH * found
-
-
-def largest(tensor: Tensor) -> float:
-    return float(_numbers(tensor).abs().max()) if tensor.numel() else 0.0
-
-
-def largest_difference(one: Tensor, other: Tensor) -> float:
-    return largest(_numbers(one) - _numbers(other))
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    """Parameters that nothing trains may be truth values, which cannot be subtracted."""
-    return tensor.long() if tensor.dtype == torch.bool else tensor

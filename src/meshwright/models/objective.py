@@ -36,6 +36,7 @@ from meshwright.models.labels import (
     taken_labels,
     who_answers,
 )
+from meshwright.models.one_process import as_one_process
 from meshwright.models.own_recompute import own_recompute_left_out
 
 
@@ -51,7 +52,7 @@ class Objective:
 
 def call(module: nn.Module, batch: Batch) -> Any:
     """The model's output for a batch. What is recomputed is not for the model to decide (models/own_recompute.py)."""
-    with own_recompute_left_out():
+    with own_recompute_left_out(), as_one_process():
         if isinstance(batch, Tensor):
             return module(batch)
         if isinstance(batch, Mapping):

@@ -24,6 +24,7 @@ from meshwright.models.faked.copies import copy_module
 from meshwright.models.loss_reads import check_loss_reads_nothing_trained
 from meshwright.models.objective import DEFAULT, Batch, Objective, answered, objective_of, tensors_of
 from meshwright.models.old_norms import check_can_be_built, without_computed_weights
+from meshwright.models.one_process import as_one_process
 from meshwright.models.reference import REFERENCE, Reference
 from meshwright.models.seeded import seeded, seeded_like_torch
 from meshwright.models.userfile import call_function
@@ -120,7 +121,7 @@ def _parse_option(name: str, key: str, value: str, default: Any) -> Any:
 def from_function(name: str) -> ModelSource:
     """The user's function is called once to learn what it returns, and again for each build. Each rank calls it: a batch that it
     draws is the same on all of them."""
-    with seeded(SEED):
+    with seeded(SEED), as_one_process():
         module, batch, loss, count = _returned(name, call_function(name))
     check_can_be_built(name, module)
     check_loss_reads_nothing_trained(name, loss)
@@ -139,7 +140,7 @@ def from_function(name: str) -> ModelSource:
 
 def _built(name: str, first: nn.Module | None) -> nn.Module:
     """A module of its own: a file may hold one, and return it at every call."""
-    with seeded_like_torch():
+    with seeded_like_torch(), as_one_process():
         module = without_computed_weights(_returned(name, call_function(name))[0])
     return copy_module(module, {}) if module is first else module
 

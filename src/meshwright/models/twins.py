@@ -1,11 +1,11 @@
 """Modules that go by several block names (an embedding of encoder and decoder): each name gets a module of its own, which
-shares its tensors, and so does a part that several blocks have. A call then says which block it is of, and the blocks may lie on
-different stages."""
+shares its tensors, and so does a part that several blocks have, or that a block shares with the rest of the model. A call then
+says which block it is of, and the blocks may lie on different stages."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -22,8 +22,9 @@ def separate(module: nn.Module, blocks: Iterable[str]) -> None:
 
 
 def _separate_parts(module: nn.Module, blocks: Iterable[str]) -> None:
-    """Parts that several blocks share (one MLP for all layers)."""
-    owners: dict[int, str] = {}
+    """Parts that several blocks share (one MLP for all layers), that are called outside of the blocks too, or are blocks."""
+    owners = {id(module.get_submodule(name)): name for name in blocks}
+    owners |= dict.fromkeys(_outside(module, set(owners)), "")
     for name in blocks:
         block = module.get_submodule(name)
         for path in [path for path, _ in block.named_modules(remove_duplicate=False) if path]:
@@ -31,6 +32,14 @@ def _separate_parts(module: nn.Module, blocks: Iterable[str]) -> None:
             if owners.setdefault(id(part), name) != name:
                 parent, _, leaf = path.rpartition(".")
                 block.get_submodule(parent)._modules[leaf] = _twin(part)
+
+
+def _outside(module: nn.Module, blocks: set[int]) -> Iterator[int]:
+    """The module and its parts that lie in no block, by identity."""
+    yield id(module)
+    for child in module.children():
+        if id(child) not in blocks:
+            yield from _outside(child, blocks)
 
 
 def _twin(module: nn.Module) -> nn.Module:

@@ -34,7 +34,6 @@ from meshwright.runtime._torch import (
 from meshwright.runtime.rebuild import Drawn, map_leaves, tensors_in
 from meshwright.runtime.tape import Tape
 
-
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """Attributes of a module in which torch keeps its parts."""
 

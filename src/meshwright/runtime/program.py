@@ -23,6 +23,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.trace import Trace
 from meshwright.models.objective import Batch, Objective, call
+from meshwright.models.one_process import seen_under
 from meshwright.runtime.answers import Answers
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.communicators import take_down
@@ -162,7 +163,7 @@ class Program:
             self._answers.check(self.evaluate, share)
         if self._finder is not None:
             self._finder.begin(self.first_step + self.num_steps, share)
-        with memory_explained(self, share):
+        with memory_explained(self, share), seen_under(self.plan):
             output = self._run_step(share, signal)
         if self._finder is not None and not math.isfinite(output.loss):
             raise not_finite(output.loss, self.first_step + self.num_steps, self._finder.earliest())
@@ -187,7 +188,7 @@ class Program:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over batches, each a share or a global batch, without training; in microbatches, as training runs."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with torch.no_grad(), _in_eval_mode(self.spread_module):
+        with torch.no_grad(), _in_eval_mode(self.spread_module), seen_under(self.plan):
             for batch in batches:
                 for index, microbatch in enumerate(microbatches_of(self.share_of(batch), self.plan)):
                     sums += self._loss_and_count(microbatch, index)

@@ -12,6 +12,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import getattr_static
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ _NOTHING = object()
 _DICTS = (dict, OrderedDict, defaultdict)
 """Others may make what they are asked for."""
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, Tensor, range)
+_BOUND = (MethodType, staticmethod, classmethod)
 _OF_OTHERS = ("torch", "meshwright", "builtins", "collections", "abc", "typing", "enum", "functools")
 """Packages whose own state no model fills."""
 
@@ -150,10 +152,13 @@ def _holds_fakes(value: Any, depth: int = 3) -> bool:
 
 
 def _caches(value: Any) -> Iterator[Any]:
-    """A function whose results are kept (`functools.cache`), also one that another function stands for."""
-    function = getattr(value, "__func__", value)
-    inside = [_held(cell) for cell in getattr(function, "__closure__", None) or ()]
-    yield from (one for one in (function, *inside) if callable(getattr(one, "cache_info", None)))
+    """A function whose results are kept (`functools.cache`), also one that another function stands for.
+
+    Nothing is asked of the value itself: one that stands for a package that is not installed raises whatever it is asked."""
+    function = value.__func__ if isinstance(value, _BOUND) else value
+    cells = function.__closure__ or () if isinstance(function, FunctionType) else ()
+    found = (function, *map(_held, cells))
+    yield from (one for one in found if callable(getattr_static(one, "cache_info", None)))
 
 
 def _clear_cache(cache: Any, misses: int) -> None:

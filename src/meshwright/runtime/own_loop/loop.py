@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
+from meshwright.models.one_process import seen_under
 from meshwright.models.own_recompute import own_recompute_left_out
 from meshwright.runtime._torch import at_end_of_backward, tree_leaves
 from meshwright.runtime.clip import axes_of_parameters
@@ -68,7 +69,7 @@ class OwnLoop:
                 self.samples.check((arguments, options))
             if self.split is not None:
                 self.split.splitter.read((arguments, options))
-            with context(), own_recompute_left_out():
+            with context(), own_recompute_left_out(), seen_under(self.plan):
                 output = forward(*arguments, **options)
             if self.split is not None:
                 output = whole_output(self.split.splitter, output)

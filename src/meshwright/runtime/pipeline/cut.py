@@ -79,11 +79,12 @@ def _check_all_train(module: nn.Module, plan: Plan, homes: dict[str, int]) -> No
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters(remove_duplicate=False))
+    """Of a tensor that several modules have, all names."""
+    return [(name, tensor) for name, tensor in _named_tensors(module) if isinstance(tensor, nn.Parameter)]
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module that goes by several names counts by its first."""
+    """A module that goes by several names (one layer twice in a list) counts by its first, as a block does."""
     for path, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
