@@ -43,7 +43,7 @@ def test_a_typo_in_a_key(here: Cli, settings: Callable[..., Path]) -> None:
         ({"plan": {"precision": "bf61"}}, "plan.precision: 'bf61' is not valid: did you mean 'bf16'?"),
         ({"plan": {"recompute": "ful"}}, "recompute 'ful' is not one of none, selective, full, every:K"),
         ({"plan": {"global_batch": 7}}, "global batch 7 does not divide over dp=2 ranks: use 6 or 8"),
-        ({"plan": {"global_batch": 8, "microbatch": 3}}, "do not divide into microbatches of 3: use one of 1, 2, 4"),
+        ({"plan": {"global_batch": 8, "microbatch": 3}}, "do not divide into microbatches of 3: use 2 or 4"),
         ({"model": "gtp:"}, "no model is called 'gtp': did you mean 'gpt'?"),
         ({"model": "gpt:layer=2"}, "has no option 'layer': did you mean 'layers'?"),
         ({"model": "nowhere.py:model"}, "nowhere.py: no such file"),

@@ -13,6 +13,7 @@ import msgspec
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
+from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Affine, Block, Graph, Kind, Op, Parameter
 from meshwright.core.names import compact_names, expand_names
 from meshwright.core.placement import Placement, coordinate_of
@@ -43,13 +44,20 @@ module_names = st.lists(
 ).map(".".join)
 
 
+FEWER: dict[type, dict[str, st.SearchStrategy[Any]]] = {
+    Cluster: {"num_hosts": st.integers(1, 2**10), "devices_per_host": st.integers(1, 2**10)}
+}
+"""Fields whose product has a limit."""
+
+
 def values(kind: type[T]) -> st.SearchStrategy[T]:
     """Legal values of a struct, from its annotations."""
     own: dict[Any, Callable[[], st.SearchStrategy[Any]]] = {Plan: plans, Mesh: meshes, PlanRequest: requests}
     if kind in own:
         return own[kind]()
     hints = get_type_hints(kind, include_extras=True)
-    return st.builds(kind, **{name: _of(hint) for name, hint in hints.items()})
+    bounded = FEWER.get(kind, {})
+    return st.builds(kind, **{name: bounded.get(name) or _of(hint) for name, hint in hints.items()})
 
 
 def _of(hint: Any) -> st.SearchStrategy[Any]:

@@ -168,18 +168,30 @@ def test_a_field_given_twice_is_refused() -> None:
         Plan.from_json(hand_plan().to_json().replace('"dp": 2', '"dp": 2, "dp": 3'), "plan.json")
 
 
+class Numbers(Value, kw_only=True):
+    """Any, as a loss is one."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
 def test_a_number_that_is_not_finite_is_a_word_in_json_and_only_where_a_number_belongs() -> None:
-    parts = TimeParts(forward=math.inf, backward=-math.inf)
+    parts = Numbers(forward=math.inf, backward=-math.inf)
     assert '"forward": "inf"' in parts.to_json()
-    assert TimeParts.from_json(parts.to_json()) == TimeParts.from_toml(parts.to_toml()) == parts
+    assert Numbers.from_json(parts.to_json()) == Numbers.from_toml(parts.to_toml()) == parts
     assert hand_plan(model="nan").hash != hand_plan(model="inf").hash
     assert Plan.from_json(hand_plan(model="nan").to_json()).model == "nan"
     with pytest.raises(InputError, match="forward: Expected `float`, got `str`"):
-        TimeParts.from_json('{"forward": "Infinity"}')
+        Numbers.from_json('{"forward": "Infinity"}')
     with pytest.raises(InputError, match="not valid JSON"):
-        TimeParts.from_json('{"forward": NaN}')
+        Numbers.from_json('{"forward": NaN}')
     with pytest.raises(InputError, match="share: Expected `float` >= 0"):
         Offload.from_json('{"share": "nan"}')
+
+
+def test_times_are_finite() -> None:
+    with pytest.raises(InputError, match="forward"):
+        TimeParts.from_json('{"forward": "inf"}')
 
 
 def test_units_in_a_file() -> None:

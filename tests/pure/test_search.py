@@ -260,7 +260,7 @@ def test_parameters_that_need_several_devices_do_not_stop_the_search() -> None:
         (
             {"global_batch": 8, "microbatch": 3},
             4,
-            "each of 4 ranks has 2 samples .* do not divide into microbatches of 3: use one of 1, 2",
+            "each of 4 ranks has 2 samples .* do not divide into microbatches of 3: use 2",
         ),
         ({"dp": 8}, None, "dp=8 needs 8 ranks, but there are 4: lower a degree or use more devices"),
         ({"dp": 2, "tp": 1, "pp": 1, "cp": 1}, 4, "dp=2 .* needs 2 ranks, but there are 4: make them equal"),

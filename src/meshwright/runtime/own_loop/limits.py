@@ -22,9 +22,11 @@ from meshwright.runtime.own_backward import what_replaces_parameters
 
 
 def check_holds_all(module: nn.Module, optimizer: Optimizer, plan: Plan) -> None:
-    """To be called before anything is changed."""
+    """To be called before anything is changed. An optimizer of another model's parameters is refused where it is taken apart."""
     reason = what_replaces_parameters(plan)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not held <= {id(parameter) for parameter in module.parameters()}:
+        return
     for name, parameter in module.named_parameters():
         if reason and parameter.requires_grad and id(parameter) not in held:
             raise PlanError(
