@@ -63,9 +63,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # a shell's background job; commands under test would inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # a shell's background job: commands under test would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):  # workers and ranks inherit it: each graph is captured once
         os.environ[GRAPHS] = tempfile.mkdtemp(prefix="meshwright-graphs-")
