@@ -5,6 +5,7 @@ Only the calls of torch.distributed that runtime/split/collectives.py makes are 
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,8 +127,22 @@ def on_every_rank(degrees: dict[Axis, int], folded: bool, work: Callable[[list[R
                 meeting.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(places))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _without_collection():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     return found
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """torch holds the lock of its generator while it makes a tensor of the state. A collection that begins there may let another
+    thread run, which then waits for that lock and lets no thread run: neither goes on (seen)."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
