@@ -121,5 +121,10 @@ def test_every_rule_has_a_sample() -> None:
         "__getitem__": "getitem", "__matmul__": "matmul", "__rmatmul__": "rmatmul", "_grad": "grad", "concatenate": "concat",
         "scaled_dot_product_attention": "attention",
     }  # fmt: skip
-    elsewhere = {"cuda", "register_hook", "grad_fn", "_grad_fn"}  # needs a GPU; tried where hooks are (test_own_backward.py)
+    elsewhere = {
+        "cuda",
+        "register_hook",
+        "grad_fn",
+        "_grad_fn",
+    }  # needs a GPU; tried where hooks are (test_own_backward.py)
     assert {name for name in names if known.get(name, name) not in tried} - elsewhere == set()
