@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
+REFUSE_COPIES = (torch.jit.ScriptFunction, staticmethod)
+"""Kinds of functions that `copy.deepcopy` fails on; they hold nothing that differs, or are given it afterwards."""
 _PLAIN = (str, bytes, int, float, type(None))
 
 
 def copy_module(module: nn.Module, made: dict[int, Any]) -> nn.Module:
     """made: id of an object → what stands for it in the copy."""
     memo = dict(made)
-    for part in module.modules():  # scripted functions refuse to be copied, and hold nothing that differs
-        memo.update((id(value), value) for value in vars(part).values() if isinstance(value, torch.jit.ScriptFunction))
+    for part in module.modules():
+        memo.update((id(value), value) for value in vars(part).values() if isinstance(value, REFUSE_COPIES))
     copied = copy.deepcopy(module, memo)
     rebound: dict[int, Any] = {}
     for part in copied.modules():
@@ -44,6 +46,8 @@ def _rebind(value: Any, memo: dict[int, Any], rebound: dict[int, Any]) -> Any:
         return partial(
             function, *given, **{name: _replaced(one, memo, rebound) for name, one in value.keywords.items()}
         )
+    if isinstance(value, staticmethod):
+        return staticmethod(_rebind(value.__func__, memo, rebound))
     if isinstance(value, MethodType):
         return MethodType(_rebind(value.__func__, memo, rebound), _replaced(value.__self__, memo, rebound))
     return value
