@@ -12,10 +12,12 @@ from pool import RankPool, this_rank
 from test_parity import check, compare_on_rank
 from torch import Tensor, nn
 
+from meshwright.core.errors import PlanError
 from meshwright.models.gpt import GPT, GPTOptions
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import (
     building,
+    check_can_be_divided,
     deferred,
     deferred_tensors,
     is_deferred,
@@ -127,6 +129,13 @@ def test_modules_that_torch_does_not_know_of_have_memory() -> None:
     assert is_deferred(module.layer.weight), "a registered part is made where it is held"
     materialise(module)
     assert torch.equal(module.shown[0].weight, expected.layer.weight)
+
+
+def test_scripted_modules_cannot_be_divided() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(PlanError, match="part '1' is a scripted module"):
+        check_can_be_divided(module)
+    check_can_be_divided(module[0])
 
 
 def test_a_learned_number_can_be_cast() -> None:

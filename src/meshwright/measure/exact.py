@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.models.faked.attributes import widen_attributes
 from meshwright.models.loss_reads import read_by
 from meshwright.models.objective import Batch, Objective, map_batch
+from meshwright.runtime.deferred import check_can_be_divided, is_deferred
 
 WIDE = {
     torch.float32: torch.float64,
@@ -69,6 +70,8 @@ def _wide(argument: Any) -> Any:
 
 def widened(module: nn.Module) -> nn.Module:
     """The module in float64: parameters, buffers and other tensors that its parts hold; complex ones too, which `double` leaves."""
+    if any(map(is_deferred, module.parameters())):
+        check_can_be_divided(module)
     module.double()
     if any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())):
         module._apply(lambda tensor: tensor.to(torch.complex128) if tensor.is_complex() else tensor)

@@ -21,7 +21,7 @@ from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.communicators import data_mesh, noted
 from meshwright.runtime.compile import compile_blocks, compile_loss
 from meshwright.runtime.data_parallel import agree_on_values, inner, spread
-from meshwright.runtime.deferred import materialise, materialise_hidden
+from meshwright.runtime.deferred import check_can_be_divided, divides, materialise, materialise_hidden
 from meshwright.runtime.draws.program import SampleDraws, check_draws
 from meshwright.runtime.experts import spread_experts
 from meshwright.runtime.lowered import Values, lower
@@ -69,6 +69,8 @@ def apply(
     sample_seed: draw random numbers by sample from this seed, the same under every plan; without it, from each rank's generator.
     """
     watch = Watch(recorder)
+    if divides(plan) or plan.mesh.cp > 1:
+        check_can_be_divided(module)
     materialise_hidden(module)
     with noted() as groups:
         if plan.offload.what == "parameters":

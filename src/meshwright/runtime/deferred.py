@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.runtime._torch import (
     DataDependentOutputException,
@@ -47,9 +48,23 @@ def deferred() -> Iterator[None]:
 
 def building(plan: Plan) -> AbstractContextManager[None]:
     """What to build a module in: deferred where the plan divides it, or has it live on the host."""
+    return deferred() if divides(plan) else nullcontext()
+
+
+def divides(plan: Plan) -> bool:
+    """Whether a rank holds a part of the model's parameters, or holds them elsewhere."""
     mesh = plan.mesh
-    divided = plan.zero > 0 or plan.offload.what == "parameters" or mesh.tp * mesh.pp * mesh.ep > 1
-    return deferred() if divided else nullcontext()
+    return plan.zero > 0 or plan.offload.what == "parameters" or mesh.tp * mesh.pp * mesh.ep > 1
+
+
+def check_can_be_divided(module: nn.Module) -> None:
+    """The weights of a scripted module cannot be replaced by what a rank holds, and its code cannot be followed under cp."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters()):
+            raise PlanError(
+                f"part '{name}' is a scripted module (torch.jit.script), whose weights and tokens cannot be divided: give the "
+                "model unscripted, or use dp with zero 0"
+            )
 
 
 class _Deferral(FakeTensorMode):
