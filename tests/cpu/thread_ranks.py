@@ -5,7 +5,6 @@ Only the calls of torch.distributed that runtime/split/collectives.py makes are 
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,11 +25,23 @@ PATIENCE = 20.0
 
 
 class Meeting:
-    """Where the ranks of one group put what they send."""
+    """Where the ranks of one group put what they send.
 
-    def __init__(self, size: int) -> None:
+    turn: held by the rank that runs, and handed on while it waits for others. Threads that draw random numbers side by side can
+    wait for each other for ever: a kernel holds the lock of torch's generator and asks for the interpreter to free a tensor, while
+    another thread holds the interpreter and waits for that lock to set the generator's state (seen)."""
+
+    def __init__(self, size: int, turn: threading.Lock) -> None:
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
         self.given: list[tuple[str, Tensor]] = [("", torch.empty(0))] * size
+        self.turn = turn
+
+    def wait(self) -> None:
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
 
 
 class Seat:
@@ -42,10 +53,10 @@ class Seat:
     def exchange(self, kind: str, tensor: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """What `read` makes of the tensors of all ranks."""
         self.meeting.given[self.rank] = (kind, tensor)
-        self.meeting.barrier.wait()
+        self.meeting.wait()
         kinds = {(kind, tensor.shape, tensor.dtype) for kind, tensor in self.meeting.given}
         made = read([tensor for _, tensor in self.meeting.given])
-        self.meeting.barrier.wait()
+        self.meeting.wait()
         assert len(kinds) == 1, f"ranks do different things: {kinds}"
         return made
 
@@ -105,11 +116,12 @@ def on_every_rank(degrees: dict[Axis, int], folded: bool, work: Callable[[list[R
     for axis in axes:
         places = [(*place, n) for place in places for n in range(degrees[axis])]
     meetings: dict[Any, Meeting] = {}
+    turn = threading.Lock()
     found: list[Any] = [None] * len(places)
 
     def seat(place: tuple[int, ...], number: int) -> Seat:
         key = (number, *place[:number], *place[number + 1 :])
-        return Seat(meetings.setdefault(key, Meeting(degrees[axes[number]])), place[number])
+        return Seat(meetings.setdefault(key, Meeting(degrees[axes[number]], turn)), place[number])
 
     worlds = [
         [Ranks(axis, degrees[axis], place[n], seat(place, n), folded and axis == "cp") for n, axis in enumerate(axes)]  # type: ignore[arg-type]
@@ -117,6 +129,10 @@ def on_every_rank(degrees: dict[Axis, int], folded: bool, work: Callable[[list[R
     ]
 
     def run(number: int) -> None:
+        with turn:
+            work_of(number)
+
+    def work_of(number: int) -> None:
         try:
             found[number] = work(worlds[number])
         except NotSplit as error:
@@ -127,22 +143,8 @@ def on_every_rank(degrees: dict[Axis, int], folded: bool, work: Callable[[list[R
                 meeting.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(places))]
-    with _without_collection():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return found
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """torch holds the lock of its generator while it makes a tensor of the state. A collection that begins there may let another
-    thread run, which then waits for that lock and lets no thread run: neither goes on (seen)."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
