@@ -129,7 +129,7 @@ def test_facts_of_ones_own_become_a_cluster_and_what_they_leave_open_is_said() -
     [
         ('"peak_bf16_tflops": 300', '"peak_fp8_tflops": 600', "mine.json: mine: peak_fp8_tflops: unknown field"),
         (', "peak_bf16_tflops": 300', "", "neither peak_bf16_tflops nor peak_fp16_tflops is given"),
-        ('"memory_gib": 80', '"memory_gib": 0', "memory_gib: Expected `float` >"),
+        ('"memory_gib": 80', '"memory_gib": 0', "memory_gib: Expected `float` >= 1e-30"),
     ],
 )
 def test_facts_that_are_wrong_are_refused(right: str, wrong: str, said: str) -> None:

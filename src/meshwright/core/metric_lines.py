@@ -13,10 +13,8 @@ def parse_line(line: str | bytes) -> dict[str, Any]:
     """One line, or an `InputError` that says what is wrong with it."""
     try:
         entry = json.loads(line)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # no text, no JSON, thousands of digits, or nested too deeply
+    except (ValueError, RecursionError):
+        # no text, no JSON, thousands of digits, or nested too deeply
         raise InputError("not valid JSON") from None
     if not isinstance(entry, dict) or not _is_step(entry.get("step")) or not all(map(_is_number, entry.values())):
         raise InputError("not what a step leaves")

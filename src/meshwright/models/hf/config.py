@@ -138,9 +138,8 @@ def _build(config: Any) -> nn.Module:
         return _make(config, named)
     except MeshwrightError:
         raise
-    except (
-        Exception
-    ) as error:  # a constructor of transformers answers a field that does not suit it with whatever Python raises
+    except Exception as error:
+        # a constructor of transformers answers a field that does not suit it with whatever Python raises
         what = f"'{named}' of this config" if named else f"a model of type '{config.model_type}'"
         raise ModelError(f"transformers cannot build {what}: {type(error).__name__}: {error}") from error
 
