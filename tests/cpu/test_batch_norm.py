@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from cases import ROOT, Case, graph_of, plan_of, source_of
-from pool import RankPool, this_rank
+from pool import RankError, RankPool, this_rank
 from test_collectives_and_memory import check_collectives_and_state
 from test_parity import compare_on_rank, scale_one_gradient
+from torch import Tensor, nn
 
+import meshwright as mw
 from meshwright.cli.shardings import try_sharding
 from meshwright.cli.shrunk import plain_plan_of_small
 from meshwright.core.plan import Plan
@@ -81,6 +84,48 @@ def test_running_statistics_are_those_of_one_process(pool: Pools) -> None:
     for name, buffer in whole.items():
         torch.testing.assert_close(one[name], buffer)
         torch.testing.assert_close(other[name], buffer)
+
+
+class Synced(nn.Module):
+    """A model whose author wrote SyncBatchNorm, as scripts for DistributedDataParallel do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(2)]
+        self.stem, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(nn.SyncBatchNorm.convert_sync_batchnorm(block) for block in blocks)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.stem(image)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def synced_losses(asked: dict[str, Any], num_ranks: int) -> list[float]:
+    torch.manual_seed(0)
+    model = Synced().double()
+    batch = {"image": torch.randn(4, 3, 8, 8).double(), "labels": torch.arange(4)}
+    graph = mw.capture(model, batch, precision="fp64")
+    request = PlanRequest(**{"global_batch": 4, "precision": "fp64", "microbatch": 4, **asked})
+    plan = plain_plan(request, graph, num_ranks, "tests")
+    program = apply(model, plan, optimizer=torch.optim.SGD, device=this_rank().device)
+    return [float(program.step(batch).loss) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"sync_batch_norm": True, "microbatch": 2}, {"sync_batch_norm": True, "microbatch": 2, "zero": 3}, {"pp": 2}],
+)
+def test_a_users_own_synchronised_norms(pool: Pools, asked: dict[str, Any]) -> None:
+    expected = pool(1).run(synced_losses, {}, 1)[0]
+    for found in pool(2).run(synced_losses, asked, 2):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_users_own_synchronised_norms_are_refused_where_the_plan_has_none(pool: Pools) -> None:
+    with pytest.raises(RankError, match=r"'blocks.0.1' is a SyncBatchNorm.*--sync-batch-norm"):
+        pool(2).run(synced_losses, {"microbatch": 2}, 2)
 
 
 def compare_over_tp(case: Case) -> ParityResult:

@@ -166,6 +166,90 @@ def test_a_second_backward_adds_to_settled_gradients(pool: Pools) -> None:
         assert found == pytest.approx(two_backwards(None), rel=1e-10)
 
 
+READINGS: dict[str, Callable[[nn.Module], Any]] = {
+    "squares": lambda model: sum(p.pow(2).sum() for p in model.parameters()),
+    "norms": lambda model: sum(p.norm() for p in model.parameters()),
+    "norms of data": lambda model: sum(p.data.norm(1).item() for p in model.parameters()),
+    "total norm": lambda model: utils.get_total_norm(p.detach() for p in model.parameters()),
+    "largest": lambda model: max(float(p.detach().abs().max()) for p in model.parameters()),
+    "mean": lambda model: sum(p.mean() for p in model.parameters()),
+    "count": lambda model: sum(p.numel() for p in model.parameters()),
+}
+
+
+def penalised(model: str, plan: Plan | None, reading: str, penalty: bool) -> list[float]:
+    """What a loop reads of its parameters at every place where it may. penalty: it is part of the loss too."""
+    torch.manual_seed(3)
+    source = source_of(model)
+    module = source.build().double()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
+    own, dp = 0, 1
+    if plan is not None:
+        dp, own = plan.mesh.dp, this_rank().number // (plan.mesh.cp * plan.mesh.tp)
+        module, optimizer = wrap(module, optimizer, plan, this_rank().device)
+    assert source.example is not None
+    batch = source.example(SAMPLES)
+    share = slice_batch(batch, own * SAMPLES // dp, (own + 1) * SAMPLES // dp)
+    read = READINGS[reading]
+    found = [float(torch.as_tensor(read(module)).detach())]
+    for _ in range(NUM_STEPS):
+        loss = source.objective.loss(call(module, share), share)
+        found.append(float(torch.as_tensor(read(module)).detach()))
+        (loss + 0.1 * read(module) if penalty else loss).backward()
+        found.append(float(torch.as_tensor(read(module)).detach()))
+        optimizer.step()
+        found.append(float(torch.as_tensor(read(module)).detach()))
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("plan", ["tp, sequence parallel", "ep", "tp, dp"])
+def test_parameters_are_read_as_one_process_reads_them(pool: Pools, plan: str, reading: str) -> None:
+    model, num_ranks, asked = PLANS[plan]
+    expected = penalised(model, None, reading, False)
+    for found in pool(num_ranks).run(penalised, model, plan_of(model, num_ranks, **asked), reading, False):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("reading", ["squares", "norms", "mean"])
+@pytest.mark.parametrize("plan", ["tp", "tp, sequence parallel", "dp", "cp", "ep", "tp, dp", "tp, cp"])
+def test_a_loss_may_hold_a_penalty_on_weights(pool: Pools, plan: str, reading: str) -> None:
+    model, num_ranks, asked = PLANS[plan]
+    expected = penalised(model, None, reading, True)
+    for found in pool(num_ranks).run(penalised, model, plan_of(model, num_ranks, **asked), reading, True):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+PENALTIES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "of the largest": (lambda model: sum(p.max() for p in model.parameters()), "is no part of a loss"),
+    "of a product": (
+        lambda model: sum(nn.functional.linear(p, p).sum() for p in model.parameters() if p.dim() > 1), "'linear' of a parameter",
+    ),
+    "of all in a row": (lambda model: utils.parameters_to_vector(model.parameters()).norm(), "'cat' of parameters"),
+}  # fmt: skip
+
+
+def refused_penalty(plan: Plan, penalty: str) -> str:
+    source = source_of(GPT)
+    module = source.build().double()
+    model, _ = wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), plan, this_rank().device)
+    assert source.example is not None
+    batch = source.example(plan.microbatch)
+    loss = source.objective.loss(call(model, batch), batch)
+    try:
+        (loss + PENALTIES[penalty][0](model)).backward()
+    except MeshwrightError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_penalty_that_parts_cannot_give_is_refused(pool: Pools, penalty: str) -> None:
+    for said in pool(2).run(refused_penalty, plan_of(GPT, 2, tp=2), penalty):
+        assert PENALTIES[penalty][1] in said
+
+
 REFUSALS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "of parts in a row": (lambda model: utils.parameters_to_vector(p.grad for p in model.parameters()).norm(), "'cat'"),
     "of a spread": (lambda model: [p.grad.std() for p in model.parameters()], "'std' of gradients that lie over tp"),

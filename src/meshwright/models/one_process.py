@@ -36,6 +36,8 @@ COLLECTIVES = (
 )  # fmt: skip
 OTHERS = ("torch", "meshwright")
 """Packages whose own calls are none of the model's."""
+LAYERS = ("torch.nn.modules.batchnorm",)
+"""Modules of torch whose layers ask as a model's own do: SyncBatchNorm."""
 PASSED_ON = ("torch.distributed.nn", "torch.autograd.function")
 """Modules of torch in which a call of the model's is passed on."""
 Function = Callable[..., Any]
@@ -106,10 +108,13 @@ def _refused(name: str, real: Function) -> Function:
 
 
 def _is_of_model(frame: FrameType | None) -> bool:
-    """Whether code of neither torch nor Meshwright calls."""
+    """Whether code of neither torch nor Meshwright calls, or a layer that exchanges statistics."""
     while frame is not None and _module(frame).startswith(PASSED_ON):
         frame = frame.f_back
-    return frame is not None and _module(frame).partition(".")[0] not in OTHERS
+    if frame is None:
+        return False
+    name = _module(frame)
+    return name in LAYERS or name.partition(".")[0] not in OTHERS
 
 
 def _module(frame: FrameType) -> str:

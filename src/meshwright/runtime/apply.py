@@ -144,15 +144,17 @@ def wrap(
     found = _spread(module, plan, optimizer, device, Watch(None), DEFAULT)
     refuse_copies(found.module)
     loop = OwnLoop(found.module, plan, found.mesh, found.split)
-    found.module.register_forward_pre_hook(loop.before_forward)
+    found.module.register_forward_pre_hook(loop.before_forward, prepend=True)
     found.module.register_forward_hook(loop.after_forward)
     host = _offload(found, plan, is_own_loop=True)
     if host is None:
         found.optimizer.register_step_pre_hook(loop.before_update)
+        found.optimizer.register_step_post_hook(loop.after_update)
     else:
-        step_on_host(found.optimizer, host, loop.before_update)
+        step_on_host(found.optimizer, host, loop.before_update, loop.after_update)
     context = compute_context(plan, torch.device(found.mesh.device_type), found.split.splitter if found.split else None)
     found.module.forward = loop.around(found.module.forward, context)
+    loop.parts.mark_parameters()
     return found.module, found.optimizer
 
 

@@ -6,7 +6,8 @@ backward:
     μ = Σ μᵢ / P        v = Σ (vᵢ + μᵢ²) / P - μ²        x̂ = (x - μ) / √(v + ε)
     ∂x = w / √(v + ε) · (∂y - Σ∂y / nP - x̂ · Σ(∂y x̂) / nP)      Σ over all ranks
 
-torch's own SyncBatchNorm does the same on GPUs only. Module names, parameters and buffers stay as they are.
+torch's own SyncBatchNorm does the same on GPUs only, and with every rank of the job, also those that hold parts of the same
+samples; in a model that has it this one takes its place. Module names, parameters and buffers stay as they are.
 """
 
 from __future__ import annotations
@@ -20,19 +21,37 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import handle_torch_function, has_torch_function
 
+from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.runtime.own_backward import refuse_second_derivative
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
+class FormerSyncBatchNorm(nn.BatchNorm1d):
+    """A SyncBatchNorm of the user's, which takes inputs of any number of dims."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
 def sync_batch_norms(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    if not plan.sync_batch_norm or plan.mesh.dp == 1:
-        return
-    for part in module.modules():
-        if isinstance(part, BatchNorm):
+    for name, part in module.named_modules():
+        if type(part) is nn.SyncBatchNorm:
+            _check_synced(name, plan)
+            part.__class__ = FormerSyncBatchNorm  # type: ignore[assignment]
+        if isinstance(part, BatchNorm) and plan.sync_batch_norm and plan.mesh.dp > 1:
             run = partial(_forward, part, part.forward, mesh.get_group("dp"))
             part.forward = run  # type: ignore[method-assign]
+
+
+def _check_synced(name: str, plan: Plan) -> None:
+    if plan.mesh.dp > 1 and not plan.sync_batch_norm:
+        raise PlanError(
+            f"'{name}' is a SyncBatchNorm, which normalises over the samples of all data-parallel ranks, and the plan has "
+            f"sync_batch_norm false at dp={plan.mesh.dp}: plan with --sync-batch-norm (sync_batch_norm = true), or build the model "
+            "with BatchNorm"
+        )
 
 
 def _forward(norm: BatchNorm, alone: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:

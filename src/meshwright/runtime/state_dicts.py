@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from meshwright.core.errors import CheckpointError
 from meshwright.runtime.addresses import Addresses
 from meshwright.runtime.clip import local
+from meshwright.runtime.own_loop.parts import MARKED, unmark
 
 NOTE = "_meshwright_part"
 ADVICE = (
@@ -98,6 +99,9 @@ class States:
     # ------------------------------------------------------------ one tensor
 
     def _saved(self, name: str, found: Tensor) -> Tensor:
+        if isinstance(found, MARKED):
+            found = found.detach()  # with keep_vars torch gives the parameter itself
+            unmark(found)
         saved: Tensor = self.addresses.addressed(name, found)
         if isinstance(saved, DTensor):
             vars(saved)[NOTE] = self._here(name, self.divided[name])

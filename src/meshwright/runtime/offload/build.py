@@ -17,6 +17,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedules import make_schedule
 from meshwright.models.head_loss import postpone_logits
 from meshwright.models.objective import Objective
+from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.compile import compile_blocks
 from meshwright.runtime.deferred import materialise
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan
@@ -58,6 +59,7 @@ def stream(
     check_optimizer(optimizer, plan)
     mesh = build_mesh(plan, device)
     check_model(module, plan)
+    sync_batch_norms(module, plan, mesh)
     check_precision(module, plan)
     before = named_parameters(module) if isinstance(optimizer, Optimizer) else {}
     store(module, plan, CPU)

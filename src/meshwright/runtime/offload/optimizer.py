@@ -345,13 +345,16 @@ class HostOptimizer:
             self._await(piece)
 
 
-def step_on_host(optimizer: Optimizer, host: HostOptimizer, before: Callable[[], None]) -> None:
+def step_on_host(
+    optimizer: Optimizer, host: HostOptimizer, before: Callable[[], None], after: Callable[[], None]
+) -> None:
     """`optimizer.step()` of a user's own loop updates on the host; `zero_grad` and the groups stay as they are."""
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else closure()
         before()
         host.step()
+        after()
         return loss
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ backward begins    gradients that were settled become summands again: the first 
                    from zero, so that a second backward of the same step adds to them rightly
 backward ends      of the last microbatch: summands along tp are added up; parts of gradients are marked (gradients.py)
 optimizer.step()   refused between microbatches; it sees gradients as torch made them
+in between         the loop's own code reads parameters and gradients: parts of them are marked as such
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from meshwright.models.own_recompute import own_recompute_left_out
 from meshwright.runtime._torch import at_end_of_backward, tree_leaves
 from meshwright.runtime.clip import axes_of_parameters
 from meshwright.runtime.data_parallel import give_up_gathered, inner, prepare_microbatch, reduce_scalars
-from meshwright.runtime.own_loop.gradients import Gradients
 from meshwright.runtime.own_loop.limits import HandedOut, Replicas
+from meshwright.runtime.own_loop.parts import Parts
 from meshwright.runtime.reach import reach
 from meshwright.runtime.same_samples import SameSamples
 from meshwright.runtime.split.model import SplitModel, whole_output
@@ -43,13 +44,14 @@ class OwnLoop:
         self.group = mesh.get_group("dp")
         own = inner(module)
         self.buffers = SyncedBuffers(own, self.group)
-        self.gradients = Gradients(axes_of_parameters(own, plan), dividing_groups(own, plan, mesh))
+        self.parts = Parts(axes_of_parameters(own, plan), dividing_groups(own, plan, mesh))
         self.samples = SameSamples(plan, mesh.get_local_rank("dp"))
         self._is_settled = self._in_backward = False
         self.handed_out, self.replicas = HandedOut(own), Replicas(module)
 
     def before_forward(self, module: nn.Module, arguments: Any) -> None:
         self._in_backward = False  # one that ended in an error never said so
+        self.parts.unmark_parameters()
         if module.training and torch.is_grad_enabled():
             self.done += 1
             self.replicas.before_forward(self.module)
@@ -57,8 +59,12 @@ class OwnLoop:
             self.buffers.before_forward()
 
     def after_forward(self, module: nn.Module, *_: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        is_training = module.training and torch.is_grad_enabled()
+        if is_training:
             self.buffers.after_forward()
+        if self.split is not None:
+            self.parts.owed = tuple(self.split.owed(inner(self.module)))
+        self.parts.mark_parameters(with_shards=not is_training)
 
     def around(self, forward: Callable[..., Any], context: Callable[[], Any]) -> Callable[..., Any]:
         """The module's forward as the plan computes it; its output is whole, and tells when a backward begins."""
@@ -87,8 +93,9 @@ class OwnLoop:
         if self._in_backward:
             return  # by another tensor of the output
         self._in_backward = True
+        self.parts.unmark_parameters()
         self.replicas.begin_backward()
-        self.gradients.unmark()
+        self.parts.unmark()
         if self._is_settled and self.split is not None:
             self.split.unsettle_gradients(inner(self.module))
         self._is_settled = False
@@ -97,13 +104,14 @@ class OwnLoop:
     def _end_backward(self) -> None:
         self._in_backward = False
         self.handed_out.check()
-        self.gradients.unreduced = "" if self._is_last() else self._between_microbatches()
+        self.parts.unreduced = "" if self._is_last() else self._between_microbatches()
         if self._is_last():
             self._settle()
-        self.gradients.mark(self._gathered() if self.gradients.unreduced else ())
+        self.parts.mark(self._gathered() if self.parts.unreduced else ())
+        self.parts.mark_parameters()
 
     def _gathered(self) -> list[nn.Parameter]:
-        own = {id(parameter) for parameter, _ in self.gradients.parameters}
+        own = {id(parameter) for parameter, _ in self.parts.parameters}
         return [parameter for parameter in self.module.parameters() if id(parameter) not in own]
 
     def _settle(self) -> None:
@@ -117,10 +125,14 @@ class OwnLoop:
         if not self._is_last():
             raise PlanError(f"optimizer.step() {self._between_microbatches()}")
         self.done = 0
-        self.gradients.unmark()
+        self.parts.unmark_parameters()
+        self.parts.unmark()
         self._settle()
         drop_unused(inner(self.module))
         give_up_gathered(self.module)  # a forward without training in between may have left them
+
+    def after_update(self, *_: Any) -> None:
+        self.parts.mark_parameters()
 
     def _is_last(self) -> bool:
         return self.done % self.plan.num_microbatches == 0

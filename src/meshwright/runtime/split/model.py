@@ -67,14 +67,14 @@ class SplitModel:
                 gradient.zero_()
 
     def _owed_gradients(self, module: nn.Module) -> list[Tensor]:
+        return [local(parameter.grad) for parameter in self.owed(module) if parameter.grad is not None]
+
+    def owed(self, module: nn.Module) -> list[nn.Parameter]:
+        """Whole parameters of whose gradients each rank along tp has a summand, as far as forwards have shown."""
         owed = self.splitter.owed
         if not owed or "tp" not in self.splitter.axes:
             return []
-        return [
-            local(parameter.grad)
-            for name, parameter in module.named_parameters()
-            if self._first_names[name] in owed and parameter.grad is not None
-        ]
+        return [parameter for name, parameter in module.named_parameters() if self._first_names[name] in owed]
 
 
 def split_model(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitModel | None:

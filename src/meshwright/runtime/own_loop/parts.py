@@ -1,16 +1,17 @@
-"""Gradients that ranks hold parts of, read by a user's own loop between backward and the update.
+"""Parameters and gradients that ranks hold parts of, read by a user's own loop outside of forward, backward and update.
 
-Under tp, ep and ZeRO a rank's `p.grad` is its part of the gradient. Code that asks for a norm of it, torch's own
-`clip_grad_norm_` first of all, must get the norm of the whole gradient, the same on every rank. So from the end of a backward
-until the update these gradients are tensors of a class of their own, and torch hands each function called on them to us:
+Under tp, ep and ZeRO a rank's `p.grad` is its part of the gradient, and under tp and ep `p` is its part of the parameter. Code
+that asks for a norm of them, torch's own `clip_grad_norm_` first of all, must get the norm of the whole, the same on every rank.
+So while the loop's own code runs they are tensors of a class of their own, and torch hands each function called on them to us:
 
     norms, sum, mean, max, min, any, all, numel, …         over all parts: one all-reduce an axis, the same answer on all ranks
     element by element, and views                          on this rank's part; what comes of it is a part too
     statistics that parts do not add up to, concatenation  refused
-    anything else                                          on this rank's part
+    anything else                                          on this rank's part; refused where it would make a tensor of a parameter
 
-Norms of all gradients are found together when the first is asked for, and kept until a gradient is changed. A microbatch before
-the last of a step leaves gradients that ranks have not added up yet: whoever asks for their norm is refused.
+A loss may hold sums and norms of parameters (a penalty on weights): each rank's part gets its own gradient. Norms of all
+gradients are found together when the first is asked for, and kept until a gradient is changed. A microbatch before the last of a
+step leaves gradients that ranks have not added up yet: whoever asks for their norm is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,12 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
-from meshwright.runtime._torch import DisableTorchFunction, DisableTorchFunctionSubclass
+from meshwright.runtime._torch import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    tree_flatten,
+    tree_unflatten,
+)
 from meshwright.runtime.axis import along
 from meshwright.runtime.clip import Axes, local
 
@@ -75,8 +81,8 @@ class Whole(Tensor):
         return self.full_tensor().__reduce_ex__(protocol)
 
 
-class ShardedGradient(Tensor):
-    """This rank's part of a gradient."""
+class Part(Tensor):
+    """This rank's part of a gradient, or of what was made of one or of a parameter."""
 
     @classmethod
     def __torch_function__(
@@ -85,7 +91,17 @@ class ShardedGradient(Tensor):
         return _answer(function, args, kwargs or {})
 
 
-class ShardedDTensorGradient(DTensor):
+class PartOfParameter(nn.Parameter):
+    """This rank's part of a parameter; or all of one whose gradients ranks add up, see `Parts.owed`."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _answer(function, args, kwargs or {})
+
+
+class ShardedPart(DTensor):
     """The same under ZeRO."""
 
     __slots__ = ()
@@ -97,12 +113,18 @@ class ShardedDTensorGradient(DTensor):
         return _answer(function, args, kwargs or {})
 
 
-MARKED = (ShardedGradient, ShardedDTensorGradient)
-Note = tuple["weakref.ref[Gradients]", Axes]
-"""Weak: a gradient that held its model would never be freed with it."""
+MARKED = (Part, PartOfParameter, ShardedPart)
 
 
-class Gradients:
+class Note(NamedTuple):
+    home: weakref.ref[Parts]
+    """Weak: a tensor that held its model would never be freed with it."""
+    axes: Axes
+    what: Literal["gradient", "parameter"] = "gradient"
+    """What it is a part of, or was made of."""
+
+
+class Parts:
     """Of one spread module."""
 
     def __init__(
@@ -113,8 +135,23 @@ class Gradients:
         self.groups = groups
         self.unreduced = ""
         """Why gradients are not what they will be, or ''."""
+        self.owed: tuple[nn.Parameter, ...] = ()
+        """Whole parameters of whose gradients each rank along tp has a summand."""
         self._placed: list[nn.Parameter] = []
         self._known: dict[tuple[int, float], tuple[int, Tensor]] = {}
+
+    def mark_parameters(self, with_shards: bool = True) -> None:
+        """with_shards: those that fully_shard keeps too, which it may not need before the next forward."""
+        owed = {id(parameter) for parameter in self.owed}
+        kinds = (nn.Parameter, DTensor) if with_shards else (nn.Parameter,)
+        for parameter, axes in self.parameters:
+            if (axes - {"dp"} or id(parameter) in owed) and type(parameter) in kinds:
+                _mark(parameter, Note(weakref.ref(self), axes, "parameter"))
+
+    def unmark_parameters(self) -> None:
+        for parameter, _ in self.parameters:
+            if isinstance(parameter, MARKED):
+                unmark(parameter)
 
     def mark(self, gathered: Iterable[nn.Parameter] = ()) -> None:
         """gathered: parameters that stand in the place of their shards until the last microbatch. They have no gradients: what
@@ -128,13 +165,13 @@ class Gradients:
         for parameter, axes in pairs:
             gradient = parameter.grad
             if gradient is not None and _is_part(gradient, axes or self.unreduced):
-                _mark(gradient, weakref.ref(self), axes)
+                _mark(gradient, Note(weakref.ref(self), axes))
 
     def unmark(self) -> None:
         self._known.clear()
         for parameter, _ in self.parameters:
             if isinstance(parameter.grad, MARKED):
-                _unmark(parameter.grad)
+                unmark(parameter.grad)
         for parameter in self._placed:
             parameter.grad = None
         self._placed.clear()
@@ -163,35 +200,48 @@ class Gradients:
         with DisableTorchFunction():
             parts = [torch.linalg.vector_norm(local(gradient), order) for gradient, _ in gradients]
             dtypes = [part.dtype for part in parts]
-            together = torch.stack([part.double() for part in parts])
-            is_largest = math.isinf(order)
-            if not is_largest:
-                together = together.pow(order)
-            operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-            self._reduce(together, [axes for _, axes in gradients], operation)
-            whole = together if is_largest else together.pow(1 / order)
+            own, axes = torch.stack([part.double() for part in parts]), [axes for _, axes in gradients]
+            if math.isinf(order):
+                whole = self._reduced(own, axes, dist.ReduceOp.MAX)
+            else:
+                whole = self._reduced(own.detach().pow(order), axes, dist.ReduceOp.SUM).pow(1 / order)
+                slope = (own.detach() / whole).nan_to_num().pow(order - 1)  # of the whole norm by this part's
+                whole = _with_gradient(whole, slope * own)
             return [norm.to(dtype).as_subclass(Whole) for norm, dtype in zip(whole, dtypes, strict=True)]
 
     def total(self, part: Tensor, axes: Axes, operation: Any) -> Tensor:
         """One number of this rank, over all ranks that hold other parts."""
         with DisableTorchFunction():
-            together = part.reshape(1).to(torch.int64 if part.dtype == torch.bool else part.dtype).clone()
-            self._reduce(together, [axes], operation)
-            return together[0].to(part.dtype).as_subclass(Whole)
+            together = part.reshape(1).to(torch.int64 if part.dtype == torch.bool else part.dtype)
+            return self._reduced(together, [axes], operation)[0].to(part.dtype).as_subclass(Whole)
 
-    def count(self, gradient: Tensor, axes: Axes) -> int:
+    def count(self, part: Tensor, axes: Axes) -> int:
+        """Elements of the whole: tp and ep cut evenly, and a DTensor knows its own number. No rank waits for another."""
         with DisableTorchFunction():
-            own = torch.tensor(local(gradient).numel(), device=gradient.device)
-        return int(self.total(own, axes, dist.ReduceOp.SUM))
+            own = part.numel()
+        return own * math.prod(self.groups[axis].size() for axis in axes if axis in ("tp", "ep"))
 
-    def _reduce(self, together: Tensor, axes: list[Axes], operation: Any) -> None:
+    def _reduced(self, own: Tensor, axes: list[Axes], operation: Any) -> Tensor:
+        """Over the ranks that hold other parts. Where it is part of a loss, a rank's own part gets its own gradient."""
+        together = own.detach().clone()
         for axis, group in self.groups.items():
-            places = [place for place, own in enumerate(axes) if axis in own]
+            places = [place for place, divided in enumerate(axes) if axis in divided]
             if places:
                 chosen = together[places]
                 with along(axis):
                     dist.all_reduce(chosen, op=operation, group=group)
                 together[places] = chosen
+        if own.requires_grad and operation != dist.ReduceOp.SUM:
+            raise PlanError(
+                "the largest or smallest element of parameters that ranks hold parts of is no part of a loss: only one rank has "
+                "it. Ask for it under torch.no_grad(), or of parameter.detach()"
+            )
+        return _with_gradient(together, own)
+
+
+def _with_gradient(value: Tensor, source: Tensor) -> Tensor:
+    """A value that is known, with the gradient of another tensor, if it has one."""
+    return value + (source - source.detach()) if source.requires_grad else value
 
 
 def _is_part(gradient: Tensor, is_known: Any) -> bool:
@@ -204,15 +254,20 @@ def local_version(gradient: Tensor) -> int:
         return int(local(gradient)._version)
 
 
-def _mark(gradient: Tensor, home: weakref.ref[Gradients], axes: Axes) -> Tensor:
-    vars(gradient)[NOTE] = (home, axes)
-    gradient.__class__ = ShardedDTensorGradient if type(gradient) is DTensor else ShardedGradient
-    return gradient
+CLASSES: dict[type[Tensor], type[Tensor]] = {Tensor: Part, nn.Parameter: PartOfParameter, DTensor: ShardedPart}
+PLAIN = {marked: plain for plain, marked in CLASSES.items()}
 
 
-def _unmark(gradient: Tensor) -> Note:
-    gradient.__class__ = DTensor if isinstance(gradient, DTensor) else Tensor
-    note: Note = vars(gradient).pop(NOTE)
+def _mark(tensor: Tensor, note: Note) -> Tensor:
+    vars(tensor)[NOTE] = note
+    tensor.__class__ = CLASSES[type(tensor)]
+    return tensor
+
+
+def unmark(tensor: Tensor) -> Note:
+    """As torch made it."""
+    tensor.__class__ = PLAIN[type(tensor)]
+    note: Note = vars(tensor).pop(NOTE)
     return note
 
 
@@ -221,16 +276,18 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     marked = [value for value in _flat(args, kwargs) if isinstance(value, MARKED)]
     marked = list({id(value): value for value in marked}.values())
     notes: list[Note] = [vars(value)[NOTE] for value in marked]
-    home, axes = notes[0][0](), notes[0][1]
+    home, axes, what = notes[0].home(), notes[0].axes, notes[0].what
     if home is None:
         return _run_on_parts(function, args, kwargs, marked)
     reads = name in NORMS or name in TOTALS or name in REFUSED or name in (FOREACH_NORM, "mean") or "clamp" in name
-    if reads and home.unreduced:
+    if reads and home.unreduced and what == "gradient":
         raise PlanError(f"'{name}' of a gradient: {home.unreduced}")
+    if what == "parameter" and not axes:
+        return _of_owed(home, function, args, kwargs, marked)
     if name in REFUSED:
         raise PlanError(
-            f"'{name}' of gradients that lie over {', '.join(sorted(axes))}: each rank has its part, and the answer would be "
-            "another on each; use norms, sums or mw.clip_grad_norm_, or gather the gradients first"
+            f"'{name}' of {what}s that lie over {', '.join(sorted(axes))}: each rank has its part, and the answer would be "
+            f"another on each; use norms, sums or mw.clip_grad_norm_, or gather the {what}s first"
         )
     if name in COUNTS:
         return home.count(marked[0], axes)
@@ -242,7 +299,44 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return _total(home, name, function, args, kwargs, axes)
     made = _run_on_parts(function, args, kwargs, marked)
     is_new = type(made) in (Tensor, DTensor) and all(made is not value for value in marked)
-    return _mark(made, notes[0][0], axes) if name in ELEMENTWISE and is_new else made
+    if is_new and made.requires_grad and name not in ELEMENTWISE:
+        raise PlanError(
+            f"'{name}' of a parameter outside of the model's forward: it lies over {', '.join(sorted(axes))}, and this rank has "
+            "its part only; compute this inside the forward, or under torch.no_grad() of the parameters you gathered"
+        )
+    return _mark(made, notes[0]) if name in ELEMENTWISE and is_new else made
+
+
+def _of_owed(
+    home: Parts, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], marked: Sequence[Tensor]
+) -> Any:
+    """Of a parameter that is whole here. In a loss each rank along tp counts for its share: they are added up."""
+    made = _run_on_parts(function, args, kwargs, marked)
+    if not isinstance(made, Tensor) or made.grad_fn is None or any(made is value for value in marked):
+        return made
+    leaves, structure = tree_flatten((args, kwargs))
+    notes = {id(value): unmark(value) for value in marked}
+    try:
+        size = home.groups["tp"].size()
+        shares = [_Share.apply(leaf, size) if id(leaf) in notes else leaf for leaf in leaves]
+    finally:
+        for value in marked:
+            _mark(value, notes[id(value)])
+    shared_args, shared_kwargs = tree_unflatten(shares, structure)
+    return function(*shared_args, **shared_kwargs)
+
+
+class _Share(torch.autograd.Function):
+    """A tensor as it is; its gradient is divided by a number of ranks."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, size: int) -> Tensor:  # type: ignore[override]
+        context.size = size
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient / context.size, None
 
 
 def _run_on_parts(
@@ -250,7 +344,7 @@ def _run_on_parts(
 ) -> Any:
     """The function itself, on tensors as torch made them. A number that is the same on all ranks meets parts in place, since a
     DTensor takes no plain tensor beside it."""
-    notes = [_unmark(value) for value in marked]
+    notes = [unmark(value) for value in marked]
     try:
         if any(isinstance(value, Whole) for value in _flat(args, kwargs)):
             with DisableTorchFunctionSubclass():
@@ -259,7 +353,7 @@ def _run_on_parts(
         return function(*args, **kwargs)
     finally:
         for value, note in zip(marked, notes, strict=True):
-            _mark(value, *note)
+            _mark(value, note)
 
 
 def _as_part(value: Any) -> Any:
@@ -274,13 +368,14 @@ def _changes_in_place(function: Callable[..., Any]) -> bool:
 
 
 def _total(
-    home: Gradients, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes
+    home: Parts, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes
 ) -> Tensor:
     gradient = args[0] if args else kwargs.get("input")
+    what = vars(gradient)[NOTE].what if isinstance(gradient, MARKED) else "gradient"
     if len(args) > 1 or {"dim", "axis", "other"} & set(kwargs) or not isinstance(gradient, MARKED):
         raise PlanError(
-            f"'{name}' along a dim of a gradient that lies over {', '.join(sorted(axes))}: each rank has its part; reduce the "
-            "whole gradient, or gather it first"
+            f"'{name}' along a dim of a {what} that lies over {', '.join(sorted(axes))}: each rank has its part; reduce the "
+            f"whole {what}, or gather it first"
         )
     if name == "mean":
         return _total(home, "sum", Tensor.sum, args, kwargs, axes) / home.count(gradient, axes)
@@ -289,8 +384,8 @@ def _total(
     return home.total(part, axes, TOTALS[name])
 
 
-def _foreach_norm(home: Gradients, tensors: Sequence[Tensor], ord: float = 2.0, dtype: Any = None) -> list[Tensor]:
-    pairs = [(tensor, vars(tensor)[NOTE][1] if isinstance(tensor, MARKED) else frozenset()) for tensor in tensors]
+def _foreach_norm(home: Parts, tensors: Sequence[Tensor], ord: float = 2.0, dtype: Any = None) -> list[Tensor]:
+    pairs = [(tensor, vars(tensor)[NOTE].axes if isinstance(tensor, MARKED) else frozenset()) for tensor in tensors]
     return home.norms(pairs, float(ord))
 
 
