@@ -138,9 +138,10 @@ def _check_attention(kind: Kind, plan: Plan, cp: int, ways: list[dict[str, Way]]
             if not _is_split(kind, number, ways):
                 continue
             few = f" and {key_heads} of keys and values" if key_heads != heads else ""
+            common = gcd(heads, key_heads)
             raise PlanError(
                 f"{heads} attention heads{few} in blocks of kind '{kind.name}' do not divide over tp={tp}: "
-                f"use a divisor of {gcd(heads, key_heads)}"
+                + (f"use a divisor of {common}" if common > 1 else "set tp to 1, or divide the model by other axes")
             )
         if cp > 1 and plan.context == "heads" and heads % (tp * cp):
             raise PlanError(

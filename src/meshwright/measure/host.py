@@ -7,6 +7,7 @@ measurements: state that a plan keeps elsewhere (`offload.folder`) may be faster
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -42,9 +43,12 @@ def measure_host(rank: Rank, per_host: int) -> tuple[Link, float]:
     return link, per_host * UPDATE_ELEMENTS[rank.device.type] / _update_seconds(rank.device, per_host)
 
 
-def measure_disk(folder: Path, per_host: int) -> float:
-    """Bytes a second that all ranks of a host write and commit as runs do, measured by all at once; 0 where none can be written."""
+def measure_disk(folder: Path, per_host: int, takes_part: bool = True) -> float:
+    """Bytes a second that ranks of a host write and commit as runs do, measured by so many at once; 0 where none can be written.
+    Infinite for those that take no part."""
     dist.barrier()
+    if not takes_part:
+        return math.inf
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="probe-", dir=folder) as place:

@@ -18,6 +18,8 @@ from meshwright.runtime.ranks import Rank
 CPU_SIZES = (8, 2**10, 2**16, 2**20, 2**22, 2**24)
 CUDA_SIZES = (8, 2**12, 2**18, 2**22, 2**26, 2**28)
 OVERLAP_BYTES = 2**22
+MOST_BYTES = {"cpu": 2**28, "cuda": 2**40}
+"""Sizes at which all ranks together receive more are not measured: the rate is known from smaller ones."""
 
 
 def measure_collectives(rank: Rank) -> tuple[CollectiveTime, ...]:
@@ -25,7 +27,13 @@ def measure_collectives(rank: Rank) -> tuple[CollectiveTime, ...]:
     sizes = CUDA_SIZES if rank.device.type == "cuda" else CPU_SIZES
     kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
     parted = ("reduce_scatter", "all_to_all")  # a part for every rank
-    keys = [(kind, size) for kind in kinds for size in sizes if size >= 4 * rank.num_ranks or kind not in parted]
+    keys = [
+        (kind, size)
+        for kind in kinds
+        for size in sizes
+        if (size >= 4 * rank.num_ranks or kind not in parted)
+        and _received(kind, size, rank.num_ranks) <= MOST_BYTES[rank.device.type]
+    ]
     seconds = [typical_seconds(collective_call(kind, size, rank), rank.device, together=True) for kind, size in keys]
     shared = torch.tensor(seconds, dtype=torch.float64, device=rank.device if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
@@ -33,6 +41,11 @@ def measure_collectives(rank: Rank) -> tuple[CollectiveTime, ...]:
         CollectiveTime(kind=kind, num_ranks=rank.num_ranks, num_bytes=size, seconds=float(value))
         for (kind, size), value in zip(keys, shared.tolist(), strict=True)
     )
+
+
+def _received(kind: CollectiveKind, num_bytes: int, num_ranks: int) -> int:
+    """By all ranks together, which a CPU's memory moves at once."""
+    return num_bytes * num_ranks * (num_ranks if kind == "all_gather" else 1)
 
 
 def measure_host_link(rank: Rank, per_host: int) -> tuple[CollectiveTime, ...]:

@@ -15,14 +15,20 @@ Every figure is the slowest rank's median. What is measured, and how:
     each link      between each two hosts, in the notes                              -> host_links.measure_host_links
     sharding       seconds that fully_shard adds to each of its collectives              -> sharding.measure_shard_call
     overlap        share of the shorter of matmul and all-reduce hidden when both run -> links.measure_overlap
+
+Where more ranks share a host's processor than it has cores, one rank a core measures what a rank does by itself, and all ranks
+get an equal share of that: sixteen ranks on two cores would measure the same eight times as long.            -> Turn
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +46,14 @@ from meshwright.measure.host_links import measure_host_links, notes_on
 from meshwright.measure.others import BUSY_SHARE, Others, share_now
 from meshwright.measure.sharding import measure_shard_call
 from meshwright.measure.splitting import measure_halves_launch, measure_split_launch
+from meshwright.runtime.affinity import local_cores
 from meshwright.runtime.host_memory import physical_bytes
 from meshwright.runtime.launch import launch
-from meshwright.runtime.messages.exchange import from_first
+from meshwright.runtime.messages.exchange import all_ranks, from_first
 from meshwright.runtime.offload.threads import ranks_here
 from meshwright.runtime.ranks import BackendChoice, DeviceChoice, Rank, joined
 
-PROBE_VERSION = 9
+PROBE_VERSION = 10
 """Raised when a probe measures other things than before: older measurements are then not used."""
 
 
@@ -120,26 +127,43 @@ def probe_rank(payload: dict[str, Any]) -> str:
         return measure_cluster(rank).to_json()
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Whether this rank measures what ranks do by themselves, and which part of a core each has."""
+
+    is_ours: bool
+    share: float
+
+
+def _turn(rank: Rank, per_host: int) -> Turn:
+    if rank.device.type != "cpu":
+        return Turn(True, 1.0)
+    every = all_ranks(tuple(local_cores()), tuple[int, ...])
+    first = rank.number - rank.number % per_host
+    num_cores = len(set(chain.from_iterable(every[first : first + per_host])))
+    return Turn(rank.number - first < num_cores, min(1.0, num_cores / per_host))
+
+
 def measure_cluster(rank: Rank) -> Cluster:
     """Called by all running ranks together, on one host or several; every rank gets the same Cluster."""
     per_host = ranks_per_host(rank)
     num_hosts = rank.num_ranks // per_host
-    rates = kernels.measure_rates(rank.device)
-    slowest = _slowest([rate.per_second for rate in rates], rank)
+    turn = _turn(rank, per_host)
+    own = kernels.measure_rates(rank.device) if turn.is_ours else []
+    rates = from_first(lambda: tuple(own), tuple[Rate, ...])
+    slowest = _slowest([rate.per_second for rate in own] or [inf] * len(rates), rank)
     shared = tuple(
-        Rate(kind=rate.kind, dtype=rate.dtype, size=rate.size, per_second=value)
-        for rate, value in zip(rates, slowest, strict=True)
+        msgspec.structs.replace(rate, per_second=value * turn.share) for rate, value in zip(rates, slowest, strict=True)
     )
-    launches = [*kernels.measure_launches(rank.device), measure_split_launch(rank.device)]
-    launches.append(measure_halves_launch(rank.device, launches[0]))
-    update, forward_launches, backward_launches, split_launches, halves_launches = _slowest(
-        [kernels.measure_update(rank.device), *(1 / seconds for seconds in launches)], rank
+    speeds = _measure_speeds(rank) if turn.is_ours else [inf] * 5
+    update, forward_launches, backward_launches, split_launches, halves_launches = (
+        speed * turn.share for speed in _slowest(speeds, rank)
     )
     alone = _measure_alone(rank, rates) if rank.device.type == "cpu" and per_host > 1 else None
     collectives = links.measure_collectives(rank) if rank.num_ranks > 1 else ()
     (overlap,) = _slowest([links.measure_overlap(rank) if rank.num_ranks > 1 else 1.0], rank)
     host_link, host_updates = measure_host(rank, per_host)
-    disk = measure_disk(cache_folder(), per_host)
+    disk = measure_disk(cache_folder(), round(per_host * turn.share), turn.is_ours)
     host_rate, host_updates, disk = _slowest([host_link.bytes_per_second, host_updates, disk], rank)
     queues = rank.device.type == "cpu" and rank.num_ranks > 1
     (negated,) = _slowest([-measure_shard_call(rank) if queues else 0.0], rank)
@@ -177,13 +201,20 @@ def measure_cluster(rank: Rank) -> Cluster:
     )
 
 
-def _measure_alone(rank: Rank, together: list[Rate]) -> Alone:
+def _measure_speeds(rank: Rank) -> list[float]:
+    """Updates of parameters, and launches forward, backward, of split ops and of halves of a backward, a second."""
+    launches = [*kernels.measure_launches(rank.device), measure_split_launch(rank.device)]
+    launches.append(measure_halves_launch(rank.device, launches[0]))
+    return [kernels.measure_update(rank.device), *(1 / seconds for seconds in launches)]
+
+
+def _measure_alone(rank: Rank, together: Sequence[Rate]) -> Alone:
     """The first rank's figures while all others wait. Never below what it reached among them, which noise could make it."""
     dist.barrier()
     return from_first(lambda: _measured_alone(rank, together), Alone)
 
 
-def _measured_alone(rank: Rank, together: list[Rate]) -> Alone:
+def _measured_alone(rank: Rank, together: Sequence[Rate]) -> Alone:
     rates = kernels.measure_rates(rank.device)
     forward, backward, *_ = kernels.measure_launches(rank.device)
     return Alone(

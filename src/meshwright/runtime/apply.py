@@ -69,8 +69,7 @@ def apply(
     sample_seed: draw random numbers by sample from this seed, the same under every plan; without it, from each rank's generator.
     """
     watch = Watch(recorder)
-    if divides(plan) or plan.mesh.cp > 1:
-        check_can_be_divided(module)
+    _check_divisible(module, plan)
     materialise_hidden(module)
     with noted() as groups:
         if plan.offload.what == "parameters":
@@ -88,6 +87,11 @@ def apply(
             )
     program.groups = groups
     return program
+
+
+def _check_divisible(module: nn.Module, plan: Plan) -> None:
+    if divides(plan) or plan.mesh.cp > 1:
+        check_can_be_divided(module)
 
 
 def _check_not_traced(find_nan: bool) -> None:
@@ -141,6 +145,7 @@ def wrap(
     if plan.offload.what == "parameters":
         raise PlanError("a plan that streams its parameters runs backward block by block: use apply(...).step")
     check_holds_all(module, optimizer, plan)
+    _check_divisible(module, plan)
     found = _spread(module, plan, optimizer, device, Watch(None), DEFAULT)
     refuse_copies(found.module)
     loop = OwnLoop(found.module, plan, found.mesh, found.split)

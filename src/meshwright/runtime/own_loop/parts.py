@@ -318,7 +318,7 @@ def _of_owed(
     notes = {id(value): unmark(value) for value in marked}
     try:
         size = home.groups["tp"].size()
-        shares = [_Share.apply(leaf, size) if id(leaf) in notes else leaf for leaf in leaves]
+        shares = [_Share.apply(leaf, size) if id(leaf) in notes else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
     finally:
         for value in marked:
             _mark(value, notes[id(value)])
@@ -330,12 +330,12 @@ class _Share(torch.autograd.Function):
     """A tensor as it is; its gradient is divided by a number of ranks."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor, size: int) -> Tensor:  # type: ignore[override]
+    def forward(context: Any, tensor: Tensor, size: int) -> Tensor:
         context.size = size
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient / context.size, None
 
 
