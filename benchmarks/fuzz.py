@@ -1,6 +1,6 @@
 """Mutated inputs of every format: is each accepted or refused, at once and within memory?
 
-    python benchmarks/fuzz.py [--mutations 10000] [--seed 0] [--formats plans,metrics] [--first 0] [--findings FOLDER]
+    python benchmarks/fuzz.py [--mutations 10000] [--seed 0] [--formats plans,metrics] [--first 0] [--at-once 2]
 
 Valid examples are mutated, in their tree and in their bytes (`fuzzing/mutations.py`): plans, settings (of DeepSpeed and Accelerate
 too), clusters, the files of a checkpoint, metrics, traces with all else that a run folder holds, and models, by name and as Hugging
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -73,8 +73,9 @@ def main() -> int:
     asked = _arguments()
     with tempfile.TemporaryDirectory(prefix="meshwright-fuzz-") as scratch:
         tallies = fuzz(
-            asked.formats, range(asked.first, asked.first + asked.mutations), asked.seed, Path(scratch), asked.findings
-        )
+            asked.formats, range(asked.first, asked.first + asked.mutations), asked.seed, Path(scratch), asked.findings,
+            asked.at_once,
+        )  # fmt: skip
     total = Tally()
     for tally in tallies.values():
         total.kinds += tally.kinds
@@ -89,6 +90,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--formats", type=lambda text: text.split(","), default=list(FORMATS), help=",".join(FORMATS))
     parser.add_argument("--first", type=int, default=0, help="number of the first mutation")
+    parser.add_argument("--at-once", type=int, default=2, help="processes that read side by side, one thread each")
     parser.add_argument("--findings", type=Path, default=Path("runs/fuzz"), help="folder for what is found")
     asked = parser.parse_args()
     unknown = set(asked.formats) - set(FORMATS)
@@ -97,7 +99,9 @@ def _arguments() -> argparse.Namespace:
     return asked
 
 
-def fuzz(formats: Sequence[str], numbers: range, seed: int, scratch: Path, findings: Path) -> dict[str, Tally]:
+def fuzz(
+    formats: Sequence[str], numbers: range, seed: int, scratch: Path, findings: Path, at_once: int = 1
+) -> dict[str, Tally]:
     """Read the mutations of these numbers; tables are printed as they fill."""
     _prepare_process(scratch)
     from fuzzing.examples import make_examples  # with torch, which takes a while and must see the environment first
@@ -112,11 +116,13 @@ def fuzz(formats: Sequence[str], numbers: range, seed: int, scratch: Path, findi
     for name in formats:
         tallies[name] = Tally()
         started = time.monotonic()
-        read, prepare = (
-            Reading(name, examples[name], seed, template, scratch / "child"),
-            partial(_fresh, template, scratch / "child"),
-        )
-        for outcome in read_all(numbers, read, prepare):
+        read = Reading(name, examples[name], seed, template, scratch / "child")
+
+        def reader(slot: int, read: Reading = read) -> tuple[Reading, Callable[[], None]]:
+            folder = scratch / f"child-{slot}"
+            return replace(read, folder=folder), partial(_fresh, template, folder)
+
+        for outcome in read_all(numbers, reader, at_once):
             tallies[name].add(outcome)
             tallies[name].seconds = time.monotonic() - started
             if outcome.kind in BAD:

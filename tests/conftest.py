@@ -19,34 +19,38 @@ from typing import NoReturn
 import pytest
 from hypothesis import settings
 
-settings.register_profile("same", deadline=None, max_examples=40, derandomize=True)
+settings.register_profile("same", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("hunt", deadline=None, max_examples=1000)
 settings.load_profile("same")
 """Property tests run the same examples each time: a change fails for what it changed. `--hypothesis-profile hunt` draws others, and
 many more (`make hunt`)."""
 SAMPLED = {
-    "test_activation_offload.py": 3, "test_host_optimizer.py": 3, "test_ring.py": 3, "test_streaming.py": 5,
-    "test_best_sharding_runs.py": 2, "test_capture.py": 5, "test_capture_skipping.py": 3, "test_checkpoint.py": 3,
-    "test_reshard.py": 5, "test_cli_hangs.py": 2, "test_collectives_and_memory.py": 5, "test_compositions.py": 7,
-    "test_checkpoint_files.py": 3, "test_checkpoint_async.py": 3, "test_resume_exact.py": 3,
-    "test_deferred.py": 5, "test_expert_parallel.py": 7, "test_habits.py": 7, "test_hybrid.py": 2, "test_parity.py": 7,
-    "test_pipeline.py": 5, "test_selective.py": 5, "test_state.py": 5, "test_table.py": 5,
-    "test_own_backward.py": 3, "test_left_behind.py": 4, "test_strangers.py": 3, "test_export.py": 3, "test_compile.py": 3,
-    "test_batch_norm.py": 3, "test_pretrained.py": 3, "test_own_loop.py": 2, "test_close.py": 3, "test_usage.py": 3,
-    "test_functions_on_parts_give_what_they_give_on_the_whole": 4, "test_own_losses_agree_with_one_process": 3,
-    "test_parity_holds": 3,
+    "test_activation_offload.py": 5, "test_host_optimizer.py": 5, "test_ring.py": 5, "test_streaming.py": 7,
+    "test_best_sharding_runs.py": 5, "test_capture.py": 5, "test_capture_skipping.py": 5, "test_checkpoint.py": 5,
+    "test_checkpoint_damage.py": 3, "test_reshard.py": 9, "test_cli_hangs.py": 2, "test_collectives_and_memory.py": 9,
+    "test_compositions.py": 9, "test_checkpoint_files.py": 5, "test_checkpoint_async.py": 5, "test_resume_exact.py": 5,
+    "test_deferred.py": 5, "test_expert_parallel.py": 9, "test_habits.py": 9, "test_hybrid.py": 4, "test_parity.py": 9,
+    "test_pipeline.py": 7, "test_selective.py": 5, "test_state.py": 5, "test_table.py": 9,
+    "test_own_backward.py": 7, "test_left_behind.py": 5, "test_strangers.py": 5, "test_export.py": 5, "test_compile.py": 3,
+    "test_batch_norm.py": 3, "test_pretrained.py": 3, "test_own_loop.py": 5, "test_close.py": 3, "test_usage.py": 3,
+    "test_company.py": 2, "test_labels.py": 3, "test_drawn_layers.py": 3, "test_old_norms.py": 3, "test_sample_draws.py": 3,
+    "test_runtime.py": 2, "test_full_disk.py": 2, "test_distributions.py": 2, "test_fp16.py": 2,
+    "test_functions_on_parts_give_what_they_give_on_the_whole": 7, "test_own_losses_agree_with_one_process": 3,
+    "test_parity_holds": 3, "test_a_module_in_memory_is_checked_at_its_first_batch": 2,
+    "test_plain_processes_take_over_where_the_template_is_lost": 2, "test_a_cell_is_at_parity_or_refused": 2,
+    "test_every_optimizer_trains_replicated_and_sharded": 3, "test_a_probe_over_two_hosts_sees_the_link_between_them": 2,
 }  # fmt: skip
 """Files and functions with many rows: one in so many runs, always the same ones; all of them with --every-row (`make test-all`).
 
 Most tables are products of two, three or four values: a step of 5 or 7 comes by all combinations of them in turn.
 """
 LONGEST = (
-    "test_cli_train.py", "test_launch.py", "test_table.py", "test_two_hosts.py", "test_collectives_and_memory.py",
-    "test_faults.py", "test_parity.py", "test_cli_hangs.py", "test_expert_parallel.py", "test_split.py", "test_export.py",
-    "test_best_sharding_runs.py", "test_runtime.py", "test_hosts.py", "test_checkpoint.py", "test_batch_norm.py",
-    "test_pretrained.py", "test_compile.py", "test_checkpoint_files.py", "test_hybrid.py", "test_guard.py", "test_reshard.py",
-    "test_resume_exact.py", "test_pipeline.py", "test_doctor.py", "test_capture_skipping.py", "test_capture.py", "test_ring.py",
-    "test_deferred.py", "test_streaming.py", "test_capture_huggingface.py", "test_joint.py", "test_search.py", "test_cli.py",
+    "test_faults.py", "test_check.py", "test_joint.py", "test_cli_train.py", "test_two_hosts.py", "test_launch.py",
+    "test_full_disk.py", "test_resume_exact.py", "test_split_rules.py", "test_compile.py", "test_cli.py", "test_cli_hangs.py",
+    "test_own_loop.py", "test_checkpoint_damage.py", "test_table.py", "test_guard.py", "test_run_folder.py", "test_hosts.py",
+    "test_reshard.py", "test_checkpoint.py", "test_distributions.py", "test_ray.py", "test_survey.py", "test_runtime.py",
+    "test_own_backward.py", "test_doctor.py", "test_checkpoint_files.py", "test_batch_norm.py", "test_parity.py", "test_fuzz.py",
+    "test_best_sharding_runs.py", "test_capture_huggingface.py", "test_collectives_and_memory.py", "test_search.py",
 )  # fmt: skip
 """Workers begin with these, so that none is left with a long file when the others are done."""
 GRAPHS = "MESHWRIGHT_TEST_GRAPHS"

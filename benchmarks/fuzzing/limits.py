@@ -1,4 +1,4 @@
-"""Reading many inputs in a child process, each within a limit of time and memory.
+"""Reading many inputs in child processes, each within a limit of time and memory.
 
     seconds    of the process's own CPU time: a machine that is busy with other things makes nothing look like a hang. A child that
                waits without using the CPU is ended after PATIENCE_SECONDS
@@ -20,10 +20,10 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshwright.core.errors import MeshwrightError
 
@@ -47,52 +47,76 @@ class Outcome:
     peak_bytes: int = 0
 
 
-def read_all(numbers: range, read: Callable[[int], None], prepare: Callable[[], None]) -> Iterator[Outcome]:
-    """read: makes and reads the input of a number. prepare: called once in every child."""
-    remaining = list(numbers)
-    while remaining:
-        for outcome in _batch(remaining[:BATCH], read, prepare):
-            remaining = remaining[remaining.index(outcome.number) + 1 :]
-            yield outcome
+Read = Callable[[int], None]
+Prepare = Callable[[], None]
 
 
-def _batch(numbers: list[int], read: Callable[[int], None], prepare: Callable[[], None]) -> Iterator[Outcome]:
-    """What a child says, until it is done or has ended; then of the input that it had."""
-    sys.stdout.flush()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _child(numbers, read, prepare, writing)
-    os.close(writing)
-    done = 0
+def read_all(numbers: range, reader: Callable[[int], tuple[Read, Prepare]], at_once: int = 1) -> Iterator[Outcome]:
+    """reader: for each of so many children that read side by side, what makes and reads the input of a number, and what is called
+    once in every child."""
+    batches = deque(list(numbers[start : start + BATCH]) for start in range(0, len(numbers), BATCH))
+    idle, busy = list(range(at_once)), dict[int, _Child]()
     try:
-        with os.fdopen(reading, "rb") as pipe:
-            for line in _lines(pipe):
-                if line is None:
-                    os.kill(child, signal.SIGKILL)
-                    yield Outcome(numbers[done], "hang", f"no answer for {PATIENCE_SECONDS:.0f} s")
-                    return
-                done += 1
-                yield Outcome(**json.loads(line))
+        while batches or busy:
+            while batches and idle:
+                slot = idle.pop()
+                child = _Child(slot, batches.popleft(), *reader(slot))
+                busy[child.pipe] = child
+            ready = select.select(list(busy), [], [], 1.0)[0]
+            for pipe in [one for one in busy if one in ready or busy[one].is_silent]:
+                child = busy[pipe]
+                yield from child.outcomes(pipe in ready)
+                if child.has_ended:
+                    del busy[pipe]
+                    idle.append(child.slot)
+                    if child.left:
+                        batches.appendleft(child.left)
     finally:
-        status = os.waitpid(child, 0)[1]
-    if status and done < len(numbers):
-        yield Outcome(numbers[done], "traceback", f"the process ended with status {status}")
+        for child in busy.values():
+            child.kill()
 
 
-def _lines(pipe: Any) -> Iterator[bytes | None]:
-    """None where nothing comes."""
-    rest = b""
-    while True:
-        if not select.select([pipe], [], [], PATIENCE_SECONDS)[0]:
-            yield None
+class _Child:
+    """Reads a batch. One that dies or hangs is said of the input that it had; what is left is for the next."""
+
+    def __init__(self, slot: int, numbers: list[int], read: Read, prepare: Prepare) -> None:
+        self.slot, self.left, self.has_ended = slot, numbers, False
+        sys.stdout.flush()
+        self.pipe, writing = os.pipe()
+        self.process = os.fork()
+        if self.process == 0:
+            os.close(self.pipe)
+            _child(numbers, read, prepare, writing)
+        os.close(writing)
+        self._rest, self._heard = b"", time.monotonic()
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self._heard > PATIENCE_SECONDS
+
+    def outcomes(self, is_ready: bool) -> Iterator[Outcome]:
+        if not is_ready:
+            self.kill()
+            yield Outcome(self.left.pop(0), "hang", f"no answer for {PATIENCE_SECONDS:.0f} s")
             return
-        found = os.read(pipe.fileno(), 1 << 16)
-        if not found:
-            return
-        *whole, rest = (rest + found).split(b"\n")
-        yield from whole
+        self._heard = time.monotonic()
+        found = os.read(self.pipe, 1 << 16)
+        *whole, self._rest = (self._rest + found).split(b"\n")
+        for line in whole:
+            outcome = Outcome(**json.loads(line))
+            self.left = self.left[self.left.index(outcome.number) + 1 :]
+            yield outcome
+        if not found and (status := self._wait()) and self.left:
+            yield Outcome(self.left.pop(0), "traceback", f"the process ended with status {status}")
+
+    def kill(self) -> None:
+        os.kill(self.process, signal.SIGKILL)
+        self._wait()
+
+    def _wait(self) -> int:
+        os.close(self.pipe)
+        self.has_ended = True
+        return os.waitpid(self.process, 0)[1]
 
 
 def _child(numbers: list[int], read: Callable[[int], None], prepare: Callable[[], None], writing: int) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from cases import ASSETS, MODELS, Case, plan_of
 from command import TORCHRUN, Cli
+
+from meshwright.runtime.watchdog import Watchdog
 
 MESHWRIGHT = (*TORCHRUN, "-m", "meshwright")
 HANGS = rf"""rank 1 of 2 hangs: others have waited for 4 s
@@ -75,3 +79,20 @@ def test_the_block_that_made_a_nan_is_named(cli: Cli, settings: Callable[..., Pa
     ended = cli("train", settings(model=f"{ASSETS}/models.py:broken"), "--find-nan", "--zero", 2)
     assert ended.code == 1
     assert "at step 1: first in forward of block 'layers.1.down.0' (Breaks), at step 1 on rank 1" in ended.err
+
+
+def test_who_hangs_is_said_before_what_came_of_it() -> None:
+    """A rank that does not answer is killed, and its peer loses it: that error waits until the watchdog has spoken."""
+    watchdog, said = Watchdog(0, 2, 5.0, lambda error: None, "attempt"), Event()
+
+    def strike() -> None:
+        time.sleep(0.5)
+        said.set()
+
+    watchdog.speak_first()
+    assert not said.is_set(), "nobody hangs: nothing is waited for"
+    watchdog._thread = Thread(target=strike)
+    watchdog._strikes.set()
+    watchdog._thread.start()
+    watchdog.speak_first()
+    assert said.is_set()

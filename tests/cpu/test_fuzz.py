@@ -48,7 +48,7 @@ def planted(number: int) -> None:
 
 def test_what_is_planted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_SECONDS", 0.2)
-    found = list(limits.read_all(range(7), planted, lambda: None))
+    found = list(limits.read_all(range(7), lambda slot: (planted, lambda: None)))
     assert [outcome.number for outcome in found] == list(range(7))
     kinds = [outcome.kind for outcome in found]
     assert kinds == ["accepted", "refused", "traceback", "hang", "memory", "traceback", "accepted"]

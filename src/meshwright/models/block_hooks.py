@@ -1,18 +1,38 @@
 """Hooks on a block of a model that is cut into stages.
 
-A hook of a block runs on the block's own stage only. A forward hook may change what the block is given and returns; what it keeps
-somewhere else (a list, a dict, a module) is not there on other stages. A full backward hook is tied by torch to tensors that are
-made around the block's call, where stages meet.
+A hook of a block runs on the block's own stage only, as a part of the block. A forward hook may change what the block is given and
+returns; what it keeps somewhere else (a list, a dict, a module) is not there on other stages. A full backward hook is tied by torch
+to tensors that are made around the block's call, where stages meet. Recorders collect what blocks return for code outside of them
+(`output_hidden_states` of transformers): they do so on every stage, after the block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from meshwright.core.errors import PlanError
+
+RECORDERS = ("transformers.utils.output_capturing",)
+"""Files that register hooks which record."""
+
+
+def recorders_apart(block: nn.Module, call: Callable[[], Any], arguments: Any) -> Any:
+    """What a call of the block returns; its recorders see that, and nothing inside of the call."""
+    hooks = block._forward_hooks
+    recorders = {key: hook for key, hook in hooks.items() if getattr(hook, "__module__", "") in RECORDERS}
+    for key in recorders:
+        del hooks[key]
+    try:
+        result = call()
+    finally:
+        hooks.update(recorders)
+    for hook in recorders.values():
+        hook(block, arguments, result)
+    return result
 
 
 def check_block_hooks(name: str, block: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import MeshwrightError, PlanError
 from meshwright.core.flow import OUTSIDE
-from meshwright.models.block_hooks import check_block_hooks
+from meshwright.models.block_hooks import check_block_hooks, recorders_apart
 from meshwright.models.discovery import Discovery
 from meshwright.models.experts import idle_experts
 from meshwright.models.faked.attributes import plain_tensors
@@ -29,7 +29,7 @@ from meshwright.models.objective import Batch, Objective, call
 from meshwright.models.snapshot import Snapshot
 from meshwright.models.steps import Answer, Steps
 from meshwright.models.twins import separate
-from meshwright.runtime._torch import FakeTensorMode
+from meshwright.runtime._torch import FakeTensorMode, around_calls
 
 
 class Sketch:
@@ -54,8 +54,7 @@ class Sketch:
         idle_experts(self.module)
         self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         for name in self.blocks:
-            block = self.module.get_submodule(name)
-            block.forward = partial(self._forward, name, block.forward)
+            around_calls(self.module.get_submodule(name), partial(partial, self._call_block, name))
         self._discovery: Discovery | None = None
         self._untouched = Snapshot(self.module.modules())
 
@@ -116,7 +115,8 @@ class Sketch:
         kept = dtype if tensor.is_floating_point() else tensor.dtype
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=kept, device=self.device)
 
-    def _forward(self, name: str, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _call_block(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         assert self._discovery is not None
-        check_block_hooks(name, self.module.get_submodule(name))
-        return self._discovery.block(name, forward, arguments, options)
+        block = self.module.get_submodule(name)
+        check_block_hooks(name, block)
+        return recorders_apart(block, partial(self._discovery.block, name, call, arguments, options), arguments)

@@ -80,6 +80,10 @@ def joined(
         watchdog.start()
     try:
         yield rank
+    except BaseException:
+        if watchdog is not None:
+            watchdog.speak_first()
+        raise
     finally:
         if watchdog is not None:
             watchdog.stop()

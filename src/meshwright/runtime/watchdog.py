@@ -57,6 +57,8 @@ LATER = timedelta(minutes=10)
 """By so much torch's own time limits come after ours."""
 BUFFER_SIZE = "128"
 """Collectives torch keeps in mind."""
+FAULT_SECONDS = 30.0
+"""For the rank that puts together what all say: it reads stacks and writes a report."""
 KEY = "meshwright/watchdog"
 FORGED = "a rank hangs, and what others left in the job's store is not of this job: another process writes into it"
 
@@ -74,7 +76,7 @@ class Watchdog:
     ) -> None:  # fmt: skip
         self.rank, self.num_ranks, self.timeout_seconds, self.bark = rank, num_ranks, timeout_seconds, bark
         self.key, self.report = f"{KEY}/{attempt}", report
-        self._ended = threading.Event()
+        self._ended, self._strikes = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshwright-watchdog", daemon=True)
         self._listener = threading.Thread(target=self._listen, name="meshwright-watchdog-listener", daemon=True)
         self._told = threading.Event()
@@ -99,6 +101,12 @@ class Watchdog:
         self._heard = time.monotonic()
         self._thread.start()
         self._listener.start()
+
+    def speak_first(self) -> None:
+        """After an error: where the watchdog is about to say which rank hangs, the error came of that, since a rank that does not
+        answer is killed, and its peers lose it. Then this does not return: the process ends with the watchdog's words."""
+        if self._strikes.is_set():
+            self._thread.join(timeout=self.answer_seconds + FAULT_SECONDS)
 
     def stop(self) -> None:
         self._ended.set()
@@ -142,10 +150,11 @@ class Watchdog:
         return max((seconds_pending(entry) for entry in pending_collectives()), default=on_stack)
 
     def _strike(self) -> None:
+        self._strikes.set()
         self._leave(f"rank/{self.rank}", standing().to_json())
         if self._store.add(f"{self.key}/struck", 1) == 1:
             self._leave("fault", self._find_fault().to_json())
-        self._store.wait([f"{self.key}/fault"], timedelta(seconds=self.answer_seconds + 30))
+        self._store.wait([f"{self.key}/fault"], timedelta(seconds=self.answer_seconds + FAULT_SECONDS))
         found = self._found("fault")
         if not self._ended.is_set():
             self.bark(HangError(FORGED) if found is None else _as_error(Fault.from_json(found)))

@@ -166,6 +166,15 @@ class ForwardHook(Block):
         self.up.register_forward_hook(lambda module, given, made: 2 * made)
 
 
+class HooksOnBlock(Block):
+    """Change what the block is given and what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda module, given: (1.1 * given[0], *given[1:]))
+        self.register_forward_hook(lambda module, given, made: 0.9 * made)
+
+
 class BackwardHook(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -245,6 +254,10 @@ def hook_on_parameter():
 
 def forward_hook():
     return Stack(ForwardHook), batch()
+
+
+def hooks_on_block():
+    return Stack(HooksOnBlock), batch()
 
 
 def backward_hook():

@@ -26,6 +26,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
 from meshwright.core.schedules import make_schedule
 from meshwright.core.transfers import receipts, receives_ahead
+from meshwright.models.block_hooks import recorders_apart
 from meshwright.models.fakes import unchecked_distributions
 from meshwright.models.follow import give_number
 from meshwright.models.objective import Batch, Objective, call, tensors_of
@@ -187,7 +188,8 @@ class Pipeline:
         """Outside of a stage's run a block is what it is."""
         if self._run is None:
             return call(*arguments, **options)
-        return self._run.block(name, self.module.get_submodule(name), call, arguments, options)
+        block = self.module.get_submodule(name)
+        return recorders_apart(block, partial(self._run.block, name, block, call, arguments, options), arguments)
 
     def wiring(self, batch: Batch) -> Wiring:
         """How a batch of this shape goes over the stages; found once."""

@@ -31,9 +31,6 @@ from meshwright.models.steps import Passed
 from meshwright.runtime._torch import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
 from meshwright.runtime.pipeline.wiring import Event, Wiring
 
-RECORDERS = ("transformers.utils.output_capturing",)
-"""Files whose hooks on blocks collect results for code outside of them (`output_hidden_states`): they do so on every stage."""
-
 
 class LeftEarly(BaseException):
     """Nothing is left to do for this stage. No Exception: user code must not catch it."""
@@ -86,9 +83,6 @@ class StageRun(Follower):
             leaves = [own[leaf.position] if isinstance(leaf, Passed) else leaf for leaf in answer.leaves]
             result, effects = tree_unflatten(self._answered(event, leaves), answer.structure)
             apply_effects(module, effects, as_called)
-            for hook in list(module._forward_hooks.values()):
-                if getattr(hook, "__module__", "") in RECORDERS:
-                    hook(module, arguments, result)
             return result
         if any(map(is_absent, own)):
             raise self._missing(event)
