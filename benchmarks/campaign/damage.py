@@ -16,6 +16,7 @@ from pathlib import Path
 
 from campaign.fault import MISSED, Outcome, ProblemError, Put
 from campaign.moments import past_two_checkpoints
+from campaign.plans import STEPS
 from campaign.scene import Scene
 from meshwright.train.kept import all_of
 
@@ -72,8 +73,10 @@ def append_number(path: Path) -> None:
     path.write_text("\n".join([*lines[:3], "5", *lines[3:]]) + "\n")
 
 
-def tear_last_line(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 9)
+def tear_line(path: Path) -> None:
+    """One that was being written: its step is done again."""
+    with path.open("ab") as file:
+        file.write(path.read_bytes().splitlines()[-1][:25])
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ WAYS = (
     Way(Path.unlink, "manifest.json", words=""),
     Way(no_text, "metrics.jsonl", in_checkpoint=False),
     Way(append_number, "metrics.jsonl", in_checkpoint=False),
-    Way(tear_last_line, "metrics.jsonl", words="", in_checkpoint=False),
+    Way(tear_line, "metrics.jsonl", words="", in_checkpoint=False),
     Way(cut, "plan.json", in_checkpoint=False),
     Way(make_folder, "plan.json", in_checkpoint=False),
     Way(no_text, "settings.toml", in_checkpoint=False),
@@ -120,7 +123,7 @@ def damage(scene: Scene, chance: random.Random) -> Put:
     os.kill(scene.command.pid, chance.choice((signal.SIGKILL, signal.SIGINT)))
     scene.end()
     checkpoints = all_of(scene.out / "checkpoints")
-    if len(checkpoints) < 2:
+    if len(checkpoints) < 2 or scene.newest_step() == STEPS:  # a run that is done reads no checkpoint
         return MISSED
     way = chance.choice(WAYS)
     way.do((checkpoints[-1] if way.in_checkpoint else scene.out) / way.file)

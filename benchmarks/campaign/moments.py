@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from campaign.plans import STEPS, VALIDATE_EVERY
 from campaign.scene import Scene
+from meshwright.core.errors import MeshwrightError
+from meshwright.train.lock import Holder
 
 STARTING_SHARE = 0.2
 """Of the faults, those that come while ranks start."""
@@ -35,8 +37,16 @@ def past_two_checkpoints(scene: Scene) -> bool:
 
 def _start_up(scene: Scene) -> bool:
     """The folder is held, and no rank is there: the plan is made, the folder laid out."""
-    held = scene.wait_or_end(lambda: (scene.out / "run.lock").exists(), "the folder to be held")
-    return held and not scene.ranks()
+    return scene.wait_or_end(lambda: _is_held(scene), "the folder to be held") and not scene.ranks()
+
+
+def _is_held(scene: Scene) -> bool:
+    """By this command: one that was killed has left its lock."""
+    try:
+        holder = Holder.load(scene.out / "run.lock")
+    except (OSError, MeshwrightError):
+        return False
+    return scene.command is not None and holder.process.number == scene.command.pid
 
 
 def _first_step(scene: Scene) -> bool:

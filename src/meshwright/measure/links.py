@@ -14,6 +14,7 @@ from meshwright.core.collective import CollectiveKind
 from meshwright.measure.kernels import cold_tensors
 from meshwright.measure.stopwatch import typical_seconds
 from meshwright.runtime.ranks import Rank
+from meshwright.runtime.split.collectives import gather_into, scatter_into
 
 CPU_SIZES = (8, 2**10, 2**16, 2**20, 2**22, 2**24)
 CUDA_SIZES = (8, 2**12, 2**18, 2**22, 2**26, 2**28)
@@ -91,12 +92,10 @@ def collective_call(kind: CollectiveKind, num_bytes: int, rank: Rank) -> Callabl
     tensors = cold_tensors(length, rank.device, torch.float32)
     if kind == "all_gather":
         outputs = cold_tensors(length * rank.num_ranks, rank.device, torch.float32)
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
-        return lambda: all_gather(next(outputs), next(tensors))
+        return lambda: gather_into(next(outputs), next(tensors))
     if kind == "reduce_scatter":
         part = torch.empty(length // rank.num_ranks, device=rank.device)
-        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return lambda: reduce_scatter(part, next(tensors)[: part.numel() * rank.num_ranks])
+        return lambda: scatter_into(part, next(tensors)[: part.numel() * rank.num_ranks])
     if kind == "all_to_all":
         arrived = torch.empty(length // rank.num_ranks * rank.num_ranks, device=rank.device)
         return lambda: dist.all_to_all_single(arrived, next(tensors)[: arrived.numel()])

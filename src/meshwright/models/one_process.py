@@ -28,12 +28,14 @@ from meshwright.core.plan import Plan
 from meshwright.models.location import line_now
 
 ANSWERS = {"is_initialized": False, "get_world_size": 1, "get_rank": 0}
-COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier",
-    "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "gather_object", "init_process_group", "irecv", "isend",
-    "monitored_barrier", "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
-    "scatter_object_list", "send",
+_NAMES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "gather_object",
+    "init_process_group", "irecv", "isend", "monitored_barrier", "new_group", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
 )  # fmt: skip
+COLLECTIVES = tuple(name for name in _NAMES if hasattr(dist, name))
+"""torch 2.13 has further names for two of them."""
 OTHERS = ("torch", "meshwright")
 """Packages whose own calls are none of the model's."""
 LAYERS = ("torch.nn.modules.batchnorm",)

@@ -206,8 +206,8 @@ def _live(birth: Birth, between: int, writing: int, handlers: Handlers) -> NoRet
         if os.getppid() != birth.launcher:  # it was killed meanwhile
             os._exit(code)
         _become(birth, handlers)
-        with os.fdopen(writing, "w") as pipe:
-            pipe.write(str(os.getpid()))
+        if not _tell(writing, os.getpid()):
+            os._exit(code)
         module, _, function = birth.entry.partition(":")
         getattr(sys.modules[module], function)()
         code = 0
@@ -219,6 +219,16 @@ def _live(birth: Birth, between: int, writing: int, handlers: Handlers) -> NoRet
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _tell(writing: int, process: int) -> bool:
+    """The template who was born. Where it was killed meanwhile nobody would know of this process, and it is not to live."""
+    try:
+        os.write(writing, str(process).encode())
+        os.close(writing)
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def _become(birth: Birth, handlers: Handlers) -> None:

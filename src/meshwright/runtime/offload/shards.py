@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.runtime.offload.block_home import BlockHome
+from meshwright.runtime.split.collectives import gather_into, scatter_into
 
 
 def gather(home: BlockHome, local: Tensor, full: Tensor, group: dist.ProcessGroup) -> None:
     degree, cut = group.size(), home.cut_elements
     if cut:
         rows = torch.empty(degree * cut, dtype=local.dtype, device=local.device)
-        dist.all_gather_into_tensor(rows, local[:cut].contiguous(), group=group)
+        gather_into(rows, local[:cut].contiguous(), group=group)
         _spread_rows(home, rows.view(degree, cut), full)
     full[degree * cut : home.full_elements].copy_(local[cut : home.local_elements])
 
@@ -30,7 +31,7 @@ def reduce(home: BlockHome, full: Tensor, has_gradient: Tensor, group: dist.Proc
     if cut:
         rows = torch.empty(degree, cut, dtype=full.dtype, device=full.device)
         _collect_rows(home, full, rows)
-        dist.reduce_scatter_tensor(local[:cut], rows.view(-1), group=group)
+        scatter_into(local[:cut], rows.view(-1), group=group)
     local[cut : home.local_elements].copy_(full[degree * cut : home.full_elements])
     local[home.local_elements :].copy_(has_gradient)
     dist.all_reduce(local[cut:], group=group)
