@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import MODELS, graph_of, source_of
 from pool import RankPool, this_rank
+from test_compile import needs_compiler
 from torch.nn.utils import get_total_norm
 
 from meshwright.cli.shardings import try_sharding
@@ -38,7 +39,7 @@ def compare_on_rank(model: str, plan: Plan) -> ParityResult:
     )  # its experts one by one, in float64
 
 
-EXACT: list[tuple[str, int, dict[str, Any]]] = [
+EXACT = [
     (DROPLESS, 4, {"pp": 2, "ep": 2}),
     (SWITCH, 4, {"pp": 2, "ep": 2}),
     (DROPLESS, 4, {"pp": 2, "ep": 2, "recompute": "full"}),
@@ -48,7 +49,7 @@ EXACT: list[tuple[str, int, dict[str, Any]]] = [
     (GPT, 8, {"pp": 2, "zero": 3, "hybrid": 2}),
     (GPT, 2, {"pp": 2, "recompute": "selective"}),
     (GPT, 4, {"pp": 2, "tp": 2, "recompute": "selective"}),
-    (GPT, 2, {"pp": 2, "compile": True}),
+    pytest.param(GPT, 2, {"pp": 2, "compile": True}, marks=needs_compiler),
 ]
 
 
