@@ -17,6 +17,7 @@ from command import Cli, Started, losses, wait_for
 from injection import alive
 
 from meshwright.runtime.process import Process, process_of
+from meshwright.train.folder import RunFolder
 from meshwright.train.lock import Holder
 
 RUN = {"model": f"{ASSETS}/faulty.py:told", "checkpoint": {"every": 5}}
@@ -127,3 +128,15 @@ def owned_by(process: int) -> list[Path]:
     """Temporary folders of a process."""
     owners = Path(tempfile.gettempdir()).glob("meshwright-*/owner.json")
     return [file.parent for file in owners if Process.load(file).number == process]
+
+
+def test_a_folder_whose_settings_were_removed_is_a_run_still(tmp_path: Path) -> None:
+    """It is moved aside whole, and nothing of it is taken for the new run's."""
+    folder = RunFolder(tmp_path / "run")
+    folder.start_fresh()
+    (folder.checkpoints / "step-00000005").mkdir()
+    assert not folder.settings.exists()
+    moved = folder.start_fresh()
+    assert moved is not None
+    assert [one.name for one in (moved / "checkpoints").iterdir()] == ["step-00000005"]
+    assert not list(folder.checkpoints.iterdir())

@@ -54,7 +54,7 @@ class RunFolder:
         if held is None:
             lock.check_free(self.path)
         self.check_free()
-        if self.settings.exists():
+        if self.is_run:
             moved = move_aside(self.path)
             self.path.mkdir()
             if held is not None:
@@ -65,13 +65,18 @@ class RunFolder:
         run_id.write_id(self.path, run_id.new_id())
         return moved
 
+    @property
+    def is_run(self) -> bool:
+        """Whether a run was laid out here; one of the files that say so may have been removed."""
+        return self.settings.exists() or (self.path / run_id.FILE).exists()
+
     def check_free(self) -> None:
         """A folder of something else is refused. One that holds only the files of a launch is as good as empty."""
         own = (self.launch.name, lock.FILE)
         held = self.path.exists() and any(
             one.name not in own and not one.name.startswith(f".{lock.FILE}") for one in self.path.iterdir()
         )
-        if held and not self.settings.exists():
+        if held and not self.is_run:
             raise InputError(f"{self.path} exists and is not a run folder: choose another with --out")
 
     def reopen(self) -> None:
