@@ -230,23 +230,9 @@ PENALTIES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 }  # fmt: skip
 
 
-def refused_penalty(plan: Plan, penalty: str) -> str:
-    source = source_of(GPT)
-    module = source.build().double()
-    model, _ = wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), plan, this_rank().device)
-    assert source.example is not None
-    batch = source.example(plan.microbatch)
-    loss = source.objective.loss(call(model, batch), batch)
-    try:
-        (loss + PENALTIES[penalty][0](model)).backward()
-    except MeshwrightError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_a_penalty_that_parts_cannot_give_is_refused(pool: Pools, penalty: str) -> None:
-    for said in pool(2).run(refused_penalty, plan_of(GPT, 2, tp=2), penalty):
+    for said in pool(2).run(refused_reading, plan_of(GPT, 2, tp=2), penalty):
         assert PENALTIES[penalty][1] in said
 
 
@@ -264,8 +250,11 @@ def refused_reading(plan: Plan, reading: str) -> str:
     model, _ = wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), plan, this_rank().device)
     assert source.example is not None
     batch = source.example(plan.microbatch)
-    source.objective.loss(call(model, batch), batch).backward()
+    loss = source.objective.loss(call(model, batch), batch)
     try:
+        (loss + PENALTIES[reading][0](model) if reading in PENALTIES else loss).backward()
+        if reading in PENALTIES:
+            return ""
         utils.clip_grad_norm_(model.parameters(), 1.0) if reading == "between" else REFUSALS[reading][0](model)
     except MeshwrightError as error:
         return str(error)

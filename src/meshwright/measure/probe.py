@@ -129,19 +129,25 @@ def probe_rank(payload: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Turn:
-    """Whether this rank measures what ranks do by themselves, and which part of a core each has."""
+    """Whether this rank is among those that measure what ranks do by themselves, and how many of a host's are."""
 
     is_ours: bool
-    share: float
+    num_measuring: int
+    per_host: int
+
+    @property
+    def share(self) -> float:
+        """Of a core, what each rank has."""
+        return self.num_measuring / self.per_host
 
 
 def _turn(rank: Rank, per_host: int) -> Turn:
     if rank.device.type != "cpu":
-        return Turn(True, 1.0)
+        return Turn(True, per_host, per_host)
     every = all_ranks(tuple(local_cores()), tuple[int, ...])
     first = rank.number - rank.number % per_host
     num_cores = len(set(chain.from_iterable(every[first : first + per_host])))
-    return Turn(rank.number - first < num_cores, min(1.0, num_cores / per_host))
+    return Turn(rank.number - first < num_cores, min(per_host, num_cores), per_host)
 
 
 def measure_cluster(rank: Rank) -> Cluster:
@@ -163,7 +169,7 @@ def measure_cluster(rank: Rank) -> Cluster:
     collectives = links.measure_collectives(rank) if rank.num_ranks > 1 else ()
     (overlap,) = _slowest([links.measure_overlap(rank) if rank.num_ranks > 1 else 1.0], rank)
     host_link, host_updates = measure_host(rank, per_host)
-    disk = measure_disk(cache_folder(), round(per_host * turn.share), turn.is_ours)
+    disk = measure_disk(cache_folder(), turn.num_measuring, turn.is_ours)
     host_rate, host_updates, disk = _slowest([host_link.bytes_per_second, host_updates, disk], rank)
     queues = rank.device.type == "cpu" and rank.num_ranks > 1
     (negated,) = _slowest([-measure_shard_call(rank) if queues else 0.0], rank)

@@ -81,28 +81,8 @@ class Whole(Tensor):
         return self.full_tensor().__reduce_ex__(protocol)
 
 
-class Part(Tensor):
-    """This rank's part of a gradient, or of what was made of one or of a parameter."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _answer(function, args, kwargs or {})
-
-
-class PartOfParameter(nn.Parameter):
-    """This rank's part of a parameter; or all of one whose gradients ranks add up, see `Parts.owed`."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _answer(function, args, kwargs or {})
-
-
-class ShardedPart(DTensor):
-    """The same under ZeRO."""
+class _Answered:
+    """Functions on it are answered here."""
 
     __slots__ = ()
 
@@ -111,6 +91,20 @@ class ShardedPart(DTensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _answer(function, args, kwargs or {})
+
+
+class Part(_Answered, Tensor):
+    """This rank's part of a gradient, or of what was made of one or of a parameter."""
+
+
+class PartOfParameter(_Answered, nn.Parameter):
+    """This rank's part of a parameter; or all of one whose gradients ranks add up, see `Parts.owed`."""
+
+
+class ShardedPart(_Answered, DTensor):
+    """The same under ZeRO."""
+
+    __slots__ = ()
 
 
 MARKED = (Part, PartOfParameter, ShardedPart)
@@ -294,9 +288,10 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if name == FOREACH_NORM:
         return _foreach_norm(home, *args, **kwargs)
     if name in NORMS:
-        return home.norm(marked[0], axes, _order(name, marked[0], args, kwargs))
+        order = _order(name, marked[0], args, kwargs)
+        return home.norm(marked[0], axes, order) if what == "gradient" else home.norms([(marked[0], axes)], order)[0]
     if name in TOTALS or name == "mean":
-        return _total(home, name, function, args, kwargs, axes)
+        return _total(home, name, args, kwargs, notes[0])
     made = _run_on_parts(function, args, kwargs, marked)
     is_new = type(made) in (Tensor, DTensor) and all(made is not value for value in marked)
     if is_new and made.requires_grad and name not in ELEMENTWISE:
@@ -314,15 +309,10 @@ def _of_owed(
     made = _run_on_parts(function, args, kwargs, marked)
     if not isinstance(made, Tensor) or made.grad_fn is None or any(made is value for value in marked):
         return made
+    size = home.groups["tp"].size()
+    shares = {id(value): _run_on_parts(_Share.apply, (value, size), {}, [value]) for value in marked}
     leaves, structure = tree_flatten((args, kwargs))
-    notes = {id(value): unmark(value) for value in marked}
-    try:
-        size = home.groups["tp"].size()
-        shares = [_Share.apply(leaf, size) if id(leaf) in notes else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
-    finally:
-        for value in marked:
-            _mark(value, notes[id(value)])
-    shared_args, shared_kwargs = tree_unflatten(shares, structure)
+    shared_args, shared_kwargs = tree_unflatten([shares.get(id(leaf), leaf) for leaf in leaves], structure)
     return function(*shared_args, **shared_kwargs)
 
 
@@ -367,18 +357,15 @@ def _changes_in_place(function: Callable[..., Any]) -> bool:
     return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
-def _total(
-    home: Parts, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes
-) -> Tensor:
-    gradient = args[0] if args else kwargs.get("input")
-    what = vars(gradient)[NOTE].what if isinstance(gradient, MARKED) else "gradient"
+def _total(home: Parts, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], note: Note) -> Tensor:
+    gradient, what, axes = args[0] if args else kwargs.get("input"), note.what, note.axes
     if len(args) > 1 or {"dim", "axis", "other"} & set(kwargs) or not isinstance(gradient, MARKED):
         raise PlanError(
             f"'{name}' along a dim of a {what} that lies over {', '.join(sorted(axes))}: each rank has its part; reduce the "
             f"whole {what}, or gather it first"
         )
     if name == "mean":
-        return _total(home, "sum", Tensor.sum, args, kwargs, axes) / home.count(gradient, axes)
+        return _total(home, "sum", args, kwargs, note) / home.count(gradient, axes)
     with DisableTorchFunction():
         part = getattr(local(gradient), name)(**{key: value for key, value in kwargs.items() if key != "input"})
     return home.total(part, axes, TOTALS[name])
