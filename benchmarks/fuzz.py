@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from fuzzing.limits import Outcome, read_all
+from fuzzing.limits import Outcome, read_all, untimed
 
 FORMATS = ("plans", "settings", "clusters", "checkpoints", "metrics", "traces", "models")
 ODD_ONE_IN = 200
@@ -93,6 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=2, help="processes that read side by side, one thread each")
     parser.add_argument("--findings", type=Path, default=Path("runs/fuzz"), help="folder for what is found")
     asked = parser.parse_args()
+    asked.findings = asked.findings.absolute()  # reading goes on in another folder
     unknown = set(asked.formats) - set(FORMATS)
     if unknown:
         parser.error(f"unknown formats: {', '.join(sorted(unknown))}; there are {', '.join(FORMATS)}")
@@ -144,7 +145,8 @@ class Reading:
     """Of the child that reads."""
 
     def __call__(self, number: int) -> None:
-        path, read = self.write(number, self.folder)
+        with untimed():  # making an input is not reading it
+            path, read = self.write(number, self.folder)
         try:
             read(path)
         finally:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from campaign.fault import ProblemError
 from campaign.plans import STEPS
@@ -25,7 +30,7 @@ class Expected:
 
     figures: Figures
     state: dict[str, str]
-    """File of the last checkpoint → its checksum."""
+    """Tensor of the last checkpoint → the checksums of its parts, whichever of several ranks with the same part wrote it."""
     next_loss: float | None
 
 
@@ -109,8 +114,17 @@ def _is_ours(path: Path) -> bool:
 
 def _state(out: Path) -> dict[str, str]:
     newest = all_of(out / "checkpoints")[-1]
-    files = read_manifest(newest).files
-    return {name: facts.checksum for name, facts in files.items() if name.endswith(".safetensors")}
+    found: dict[str, set[str]] = {}
+    for name in (name for name in read_manifest(newest).files if name.endswith(".safetensors")):
+        with safe_open(newest / name, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in list(file.keys())}
+        for key, tensor in tensors.items():
+            found.setdefault(key, set()).add(sha256(_bytes(tensor)).hexdigest())
+    return {key: " ".join(sorted(checksums)) for key, checksums in found.items()}
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _next_loss(out: Path) -> float | None:

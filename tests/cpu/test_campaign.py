@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from campaign.damage import WAYS
 from campaign.fault import ProblemError
 from campaign.judge import check_whole, expected_of, left_files, wrong_figures, wrong_state
 from campaign.kinds import KINDS, SCATTERING, UPON_FEWER, Deck
 from campaign.plans import PLANS, STEPS
 from campaign.scene import Scene
+from safetensors.torch import save
 
 from meshwright.core.disk import write_file
 from meshwright.train.manifest import Manifest
@@ -34,7 +36,8 @@ def write_checkpoint(folder: Path, step: int) -> None:
     folder.mkdir(parents=True)
     progress = Progress(step=step, cursor=0, plan="", graph="", num_ranks=1, num_steps=STEPS, next_loss=1.0)
     small = {name: name.encode() * 9 for name in ("contents.json", "plan.json", "settings.toml")}
-    contents = {"rank-00000.safetensors": bytes([step]) * 64, "progress.json": progress.to_json().encode(), **small}
+    tensors = save({"model.weight": torch.full((8,), step)})
+    contents = {"rank-00000.safetensors": tensors, "progress.json": progress.to_json().encode(), **small}
     files = {name: write_file(folder / name, [content]) for name, content in contents.items()}
     write_file(folder / "manifest.json", [Manifest(files=files).to_json().encode()])
 

@@ -25,6 +25,7 @@ from meshwright.runtime.offload.optimizer import HostOptimizer
 from meshwright.runtime.program import Program
 
 Pools = Callable[[int], RankPool]
+PATIENCE_SECONDS = 60
 PLANS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one process": (1, "gpt", {}),
     "replicas": (2, "gpt", {}),
@@ -117,6 +118,9 @@ def forgotten(plan: Plan) -> tuple[Any, Any]:
     program.step(source.example(plan.global_batch))
     assert optimizers_and_threads() != before
     del program
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while optimizers_and_threads() != before and time.monotonic() < deadline:
+        time.sleep(0.1)  # its thread may be ending a task, and holds it until then
     return before, optimizers_and_threads()
 
 

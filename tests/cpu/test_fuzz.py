@@ -12,7 +12,7 @@ import pytest
 from fuzzing import limits
 from fuzzing.mutations import change, mutate
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.given_file import read_given
 from meshwright.models.source import resolve
 
@@ -30,6 +30,32 @@ def test_a_hundred_mutations_of_every_format(tmp_path: Path) -> None:
     assert int(accepted) > 50
     assert int(refused) > 50
     assert bad == ["0", "0", "0"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_position_embeddings": "32"}, {"max_position_embeddings": 10.5}, {"max_position_embeddings": {"a": 1}}]
+)  # fmt: skip
+def test_lengths_of_a_config_that_are_no_numbers(fields: dict[str, object], tmp_path: Path) -> None:
+    _refuse("t5-tiny.json", fields, tmp_path)
+
+
+@pytest.mark.parametrize("fields", [{"image_size": -16}, {"num_labels": 0, "id2label": {}}, {"num_channels": -3}])
+def test_sizes_of_images_that_cannot_be_drawn(fields: dict[str, object], tmp_path: Path) -> None:
+    _refuse("vit-tiny.json", fields, tmp_path)
+
+
+def _refuse(config: str, fields: dict[str, object], folder: Path) -> None:
+    found = next(path for path in Path(__file__).parent.parent.rglob(config))
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(found.read_text()), **fields}))
+    with pytest.raises(MeshwrightError):
+        resolve(f"hf:{path}")
+
+
+@pytest.mark.parametrize("blocks", ["1000000-1-1-1-1", "1-1-1-1-" + "9" * 30])
+def test_blocks_of_a_stage_are_limited(blocks: str) -> None:
+    with pytest.raises(MeshwrightError, match="blocks"):
+        resolve(f"coatnet:blocks={blocks}")
 
 
 def planted(number: int) -> None:

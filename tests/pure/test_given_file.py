@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,15 @@ def test_yaml_that_python_cannot_hold(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(InputError, match=r"config\.yaml"):
+        load_accelerate(str(path))
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "9" * 300, "a\x00b"])
+def test_a_named_file_that_no_disk_can_have(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    lines = ["distributed_type: DEEPSPEED", "deepspeed_config:", f"  deepspeed_config_file: {json.dumps(name)}"]
+    path.write_text("\n".join(lines))
+    with pytest.raises(InputError):
         load_accelerate(str(path))
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli.metric_lines import MetricLines
+from meshwright.core.bounds import LONGEST_LINE_BYTES
 from meshwright.core.errors import InputError
 
 
@@ -78,3 +81,38 @@ def test_a_line_that_is_no_step_is_refused_every_time(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(InputError, match="line 2"):
             lines.read()
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def make_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 4 << 30)
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_loop, make_device, make_huge, Path.mkdir])
+def test_what_is_no_file_of_metrics_is_refused_unread(make: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    make(path)
+    with pytest.raises(InputError, match=r"metrics\.jsonl"):
+        MetricLines(path).read()
+
+
+def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0)
+    with path.open("ab") as file:
+        file.write(bytes(3 * LONGEST_LINE_BYTES) + b"\n")
+    write(path, 1)
+    with pytest.raises(InputError, match="line 2"):
+        MetricLines(path).read()

@@ -7,11 +7,14 @@ it counts where it can be read, and is read again.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from meshwright.core.bounds import LONGEST_LINE_BYTES
 from meshwright.core.errors import InputError
+from meshwright.core.given_file import given_lines, open_given
 from meshwright.core.metric_lines import parse_line
 
 Line = dict[str, Any]
@@ -26,9 +29,9 @@ class MetricLines:
     def read(self) -> tuple[Line, ...]:
         """All lines that are whole by now."""
         with self._lock:
-            try:
+            if os.path.lexists(self.path):
                 self._read_on()
-            except FileNotFoundError:
+            else:
                 self._forget()
             return (*self._found, *self._unfinished)
 
@@ -40,13 +43,13 @@ class MetricLines:
         self._end = 0
 
     def _read_on(self) -> None:
-        with self.path.open("rb") as file:
+        with open_given(self.path) as file:
             file.seek(self._end - len(self._last))
             if file.read(len(self._last)) != self._last:
                 self._forget()
                 file.seek(0)
             self._unfinished = []
-            for line in file:
+            for line in given_lines(file):
                 self._take(line)
 
     def _take(self, line: bytes) -> None:
@@ -54,7 +57,7 @@ class MetricLines:
         try:
             entry = parse_line(line)
         except InputError as error:
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES:
                 return
             raise InputError(f"{self.path}, line {number}: {error}: remove the line, or train again") from None
         if not line.endswith(b"\n"):

@@ -13,6 +13,7 @@ dynamo_config        inductor: compiled blocks
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,7 @@ def _deepspeed(keys: Keys) -> Foreign:
     file = keys.values.get("deepspeed_config.deepspeed_config_file")
     if file not in (None, "none"):
         beside = Path(keys.where).parent / str(file)
-        return _deepspeed_file(str(beside if beside.exists() else file))
+        return _deepspeed_file(str(beside if os.path.exists(beside) else file))
     section = "deepspeed_config."
     raw: dict[str, Any] = {"zero_optimization": {"stage": keys.values.get(f"{section}zero_stage", 2)}}
     for name in ("gradient_accumulation_steps", "gradient_clipping"):

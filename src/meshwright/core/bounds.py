@@ -44,6 +44,8 @@ MOST_LETTERS = 1 << 16
 """In one text of a value."""
 LARGEST_FILE_BYTES = 4 << 20
 LARGEST_RECORD_BYTES = 1 << 30
+LONGEST_LINE_BYTES = 1 << 20
+"""Of what a run wrote line by line, such as its metrics."""
 
 Degree = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 Samples = Annotated[int, Meta(ge=1, le=MOST_SAMPLES)]

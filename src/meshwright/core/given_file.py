@@ -1,4 +1,4 @@
-"""A file that somebody hands in: read whole, if it is a plain file of a reasonable size.
+"""A file that somebody hands in: read whole or line by line, if it is a plain file of a reasonable size.
 
 A device such as /dev/zero never ends, a pipe waits for a writer that may not come, and a file of some GiB fills the memory: each is
 refused before a byte of it is read.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from meshwright.core.bounds import LARGEST_FILE_BYTES
+from meshwright.core.bounds import LARGEST_FILE_BYTES, LARGEST_RECORD_BYTES, LONGEST_LINE_BYTES
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_bytes
 
@@ -32,6 +35,21 @@ def read_given(path: str | os.PathLike[str], most_bytes: int = LARGEST_FILE_BYTE
 
 
 def read_given_bytes(path: str | os.PathLike[str], most_bytes: int = LARGEST_FILE_BYTES) -> bytes:
+    with open_given(path, most_bytes) as file:
+        return file.read(os.fstat(file.fileno()).st_size)  # no more than was checked: it may grow
+
+
+def given_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of an open file with their ends. Of a line that is too long only the start is kept, without an end."""
+    while line := file.readline(LONGEST_LINE_BYTES):
+        yield line
+        while len(line) == LONGEST_LINE_BYTES and not line.endswith(b"\n"):
+            line = file.readline(LONGEST_LINE_BYTES)
+
+
+@contextmanager
+def open_given(path: str | os.PathLike[str], most_bytes: int = LARGEST_RECORD_BYTES) -> Iterator[BinaryIO]:
+    """A plain file of at most so many bytes, open for reading; anything else is an `InputError`."""
     source = Path(path)
     try:
         handle = os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # to open a pipe without it would wait for a writer
@@ -40,10 +58,9 @@ def read_given_bytes(path: str | os.PathLike[str], most_bytes: int = LARGEST_FIL
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         raise InputError(f"{source}: cannot be read: {error}") from error
     try:
-        facts = os.fstat(handle)
-        _check_plain(source, facts, most_bytes)
+        _check_plain(source, os.fstat(handle), most_bytes)
         with open(handle, "rb", closefd=False) as file:
-            return file.read(facts.st_size)  # no more than was checked: it may grow
+            yield file
     except OSError as error:
         raise InputError(f"{source}: cannot be read: {error}") from error
     finally:

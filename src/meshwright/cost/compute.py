@@ -221,7 +221,8 @@ def matmul_size(division: Division, number: int, samples: float) -> MatmulSize:
     else:
         *outer, rows, columns = (1.0, 1.0, *(dim.at(samples) for dim in op.result_shape))
         batch = prod(outer)
-    depth = max(1.0, op.flops.at(samples) / (2 * batch * rows * columns))
+    size = batch * rows * columns  # none for an expert that no token reaches
+    depth = max(1.0, op.flops.at(samples) / (2 * size)) if size else 1.0
     has_tokens = any(dim.per_sample for dim in op.result_shape)
     if has_tokens:
         rows *= degrees.token_share

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.core.bounds import MOST_LAYERS, MOST_WIDTH
+from meshwright.core.errors import shortened
+
 EXPANSION = 4
 """Inner width of a bottleneck and of an MLP, in multiples of the block's channels."""
 SQUEEZE = 4
@@ -36,6 +39,9 @@ class CoAtNetOptions:
         for name, text in (("blocks", self.blocks), ("channels", self.channels)):
             if len(text.split("-")) != NUM_STAGES or not all(part.isdigit() and int(part) for part in text.split("-")):
                 raise ValueError(f"{name}='{text}' is not five whole numbers above 0, like {getattr(type(self), name)}")
+        for name, most in (("blocks", MOST_LAYERS), ("channels", MOST_WIDTH)):
+            if max(numbers(getattr(self, name))) > most:
+                raise ValueError(f"{name}='{shortened(getattr(self, name))}' has a number above {most}: give less")
         for width in numbers(self.channels)[3:]:
             if width % self.head_width:
                 raise ValueError(f"channels={self.channels}: {width} does not divide by head_width={self.head_width}")

@@ -56,6 +56,7 @@ Example = Callable[[int], Batch]
 
 
 def random_examples(shape: Shape) -> Example:
+    _check_counts(shape)
     numbers = sample_numbers(shape)
     if numbers > MOST_SAMPLE_NUMBERS:
         raise ModelError(
@@ -69,6 +70,21 @@ def random_examples(shape: Shape) -> Example:
     if isinstance(shape, ImageTextShape):
         return random_image_text(shape)
     return random_images(shape) if isinstance(shape, ImageShape) else random_vectors(shape)
+
+
+def _check_counts(shape: Shape) -> None:
+    """Before tensors of these sizes are drawn."""
+    drawn: dict[str, object] = {}
+    if isinstance(shape, TextShape):
+        drawn = {"length": shape.seq, "vocabulary": shape.vocab}
+        drawn |= {"number of classes": shape.classes} if shape.task == "classify" else {}
+    elif isinstance(shape, ImageShape):
+        drawn = {"image size": shape.size, "number of channels": shape.channels, "number of classes": shape.classes}
+    for name, value in drawn.items():
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(
+                f"this model's {name} is {value}, and no example can be drawn: give a whole number above 0"
+            )
 
 
 def sample_numbers(shape: Shape) -> int:

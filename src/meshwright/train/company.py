@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.core.bounds import LARGEST_RECORD_BYTES
+from meshwright.core.bounds import LARGEST_RECORD_BYTES, LONGEST_LINE_BYTES
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import Value, write_whole
 from meshwright.core.disk import free_name
 from meshwright.core.errors import CheckpointError, InputError
 from meshwright.core.estimate import Estimate
 from meshwright.core.forecast import Forecast
-from meshwright.core.given_file import read_given, read_given_bytes
+from meshwright.core.given_file import given_lines, open_given, read_given
 from meshwright.core.metric_lines import parse_line
 from meshwright.core.plan import Plan
 from meshwright.core.result import SearchResult
@@ -57,11 +57,13 @@ def damages(folder: RunFolder) -> list[Damage]:
     return [*_wrong_values(folder), *_wrong_kinds(folder), *_wrong_lines(folder)] if all_of(folder.checkpoints) else []
 
 
-def good_lines(text: bytes) -> tuple[list[bytes], str]:
+def good_lines(path: Path) -> tuple[list[bytes], str]:
     """Of metrics, each with its end; and what is wrong with the first that is not good, empty where all are."""
-    lines = text.splitlines(keepends=True)
+    with open_given(path) as file:
+        lines = list(given_lines(file))
     good = [line for line in lines if _is_good(line)]
-    whole = lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+    is_cut = bool(lines) and len(lines[-1]) < LONGEST_LINE_BYTES and not lines[-1].endswith(b"\n")
+    whole = lines[:-1] if is_cut else lines
     first = next((number for number, line in enumerate(whole, 1) if not _is_good(line)), None)
     return good, "" if first is None else f"line {first} is not what a step leaves"
 
@@ -81,7 +83,7 @@ def _wrong_values(folder: RunFolder) -> Iterator[Damage]:
         folder.forecast: Forecast, folder.search: SearchResult, folder.trace: Trace, folder.run_id: RunId,
     }  # fmt: skip
     for path, kind in kinds.items():
-        if not path.exists():
+        if not _is_there(path):
             if path in (folder.settings, folder.plan):
                 yield Damage(path, "it is gone")
             continue
@@ -94,10 +96,10 @@ def _wrong_values(folder: RunFolder) -> Iterator[Damage]:
 def _wrong_kinds(folder: RunFolder) -> Iterator[Damage]:
     """A file in place of a folder, a folder in place of a file, and bytes that are no text."""
     for path in (folder.live, folder.traces, folder.tensorboard, folder.launch):
-        if path.exists() and not path.is_dir():
+        if _is_there(path) and not path.is_dir():
             yield Damage(path, "it is no folder")
     for path in (folder.faults, folder.hang, folder.launchers):
-        if path.exists() and (words := _unreadable(path)):
+        if _is_there(path) and (words := _unreadable(path)):
             yield Damage(path, words)
 
 
@@ -110,10 +112,10 @@ def _unreadable(path: Path) -> str:
 
 
 def _wrong_lines(folder: RunFolder) -> Iterator[Damage]:
-    if not folder.metrics.exists():
+    if not _is_there(folder.metrics):
         return
     try:
-        _, words = good_lines(read_given_bytes(folder.metrics, LARGEST_RECORD_BYTES))
+        _, words = good_lines(folder.metrics)
     except InputError as error:
         words = str(error).removeprefix(f"{folder.metrics}: ")
     if words:
@@ -123,14 +125,33 @@ def _wrong_lines(folder: RunFolder) -> Iterator[Damage]:
 def _mend(folder: RunFolder, damage: Damage) -> str:
     """What was done, in words."""
     path = damage.path
-    kept = good_lines(path.read_bytes())[0] if path == folder.metrics and path.is_file() else []
-    moved = f"it is now {_aside(path).name}, and " if path.exists() else ""
+    kept = _kept_lines(path) if path == folder.metrics else []
+    moved = f"it is now {_aside(path).name}, and " if _is_there(path) else ""
     if path == folder.metrics:
         write_whole(path, b"".join(kept).decode())
         return f"{moved}its {len(kept)} good lines are kept"
     if path in (folder.settings, folder.plan):
         return f"{moved}that of {_restored(folder, path)} takes its place"
     return f"{moved}the run goes on without it"
+
+
+def _kept_lines(path: Path) -> list[bytes]:
+    """None where the file cannot be read at all."""
+    try:
+        return good_lines(path)[0]
+    except InputError:
+        return []
+
+
+def _is_there(path: Path) -> bool:
+    """Links that lead to themselves are there, and in the way; `Path.exists` does not see them."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _aside(path: Path) -> Path:

@@ -36,7 +36,8 @@ class LineFile:
             if self._handle is not None and not self._is_at_its_path(self._handle):
                 self._let_go()
             if self._handle is None:
-                self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                # a pipe in place of the file would wait for a reader
+                self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o644)
             while self._waiting:
                 self._waiting = self._waiting[os.write(self._handle, self._waiting) :]
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from meshwright.core.bounds import LARGEST_RECORD_BYTES
 from meshwright.core.codec import write_whole
 from meshwright.core.errors import InputError
-from meshwright.core.given_file import read_given_bytes
+from meshwright.core.given_file import given_lines, open_given
 from meshwright.core.metric_lines import parse_line
 from meshwright.train.boards import Board
 from meshwright.train.folder import RunFolder
@@ -102,7 +101,8 @@ def _cut(path: Path, first_step: int) -> None:
 
 def _lines(path: Path) -> list[bytes]:
     """With their ends."""
-    return read_given_bytes(path, LARGEST_RECORD_BYTES).splitlines(keepends=True)
+    with open_given(path) as file:
+        return list(given_lines(file))
 
 
 def _entry(line: bytes) -> dict[str, Any]:

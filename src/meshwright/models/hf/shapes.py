@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, shortened
 from meshwright.models.audio import audio_shape
 from meshwright.models.examples import ImageShape, Shape, Task, TextShape
 from meshwright.models.hf.images import image_text_shape
@@ -35,7 +35,7 @@ def shape_of(config: Any, build: Callable[[], nn.Module], seq: int) -> Shape:
             f"no example batch can be made for a config of type '{config.model_type}', which names no vocabulary, images or "
             "sounds: write path/to/file.py:function that returns (module, batch)"
         )
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    longest = _longest(config)
     seq = LONGEST_EXAMPLE if not longest or longest < 1 else min(longest - unused_positions(config), LONGEST_EXAMPLE)
     return TextShape(seq=max(seq, 1), vocab=config.vocab_size, task=_task(config), classes=config.num_labels)
 
@@ -45,7 +45,17 @@ def unused_positions(config: Any) -> int:
     if COUNTS_FROM_PADDING not in _code_of(config):
         return 0
     padding = getattr(config, "pad_token_id", None)
-    return 1 + (1 if padding is None else max(padding, 0))
+    return 1 + (max(padding, 0) if isinstance(padding, int) else 1)
+
+
+def _longest(config: Any) -> int | None:
+    """Tokens that the table of positions has room for."""
+    for name in ("max_position_embeddings", "n_positions"):
+        if found := getattr(config, name, None):
+            if not isinstance(found, int):
+                raise InputError(f"the config's {name} is {shortened(str(found))}: give a whole number")
+            return found
+    return None
 
 
 def _code_of(config: Any) -> str:
