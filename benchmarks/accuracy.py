@@ -26,7 +26,7 @@ SAMPLED_STEP = 2
 
 def run_rank(payload: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a plan; rank 0's rows come back."""
-    from meshwright.capture.capture import capture_source
+    from meshwright.capturing.capture import capture_source
     from meshwright.core.recipe import Recipe
     from meshwright.core.result import describe
     from meshwright.cost.estimate import estimate
@@ -61,7 +61,8 @@ def run_rank(payload: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def plans(graph: Any, num_ranks: int, precision: Any) -> list[Any]:
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.core.request import PlanRequest
+    from meshwright.rules.plain_plan import plain_plan
 
     requests = [
         PlanRequest(

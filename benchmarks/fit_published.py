@@ -26,7 +26,7 @@ from meshwright.cli.graphs import graph_of
 from meshwright.core import constants
 from meshwright.core.cluster import Facts, read_facts
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.published import Run, read_runs
+from meshwright.interop.published import Run, read_runs
 from meshwright.report.published import read
 from meshwright.report.score import facts_of, predict
 

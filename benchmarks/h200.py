@@ -162,11 +162,12 @@ def plan_of(row: Row, num_blocks: int) -> Any:
 
 def predict(rows: list[Row], cluster: Any) -> list[Row]:
     """Every row with what the cost model says; each model is captured once."""
-    from meshwright.capture.capture import capture_source
+    from meshwright.capturing.capture import capture_source
     from meshwright.core.recipe import Recipe
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.core.request import PlanRequest
     from meshwright.cost.estimate import estimate
     from meshwright.models.source import resolve
+    from meshwright.rules.plain_plan import plain_plan
 
     graphs = {model: capture_source(resolve(model), "bf16") for model in dict.fromkeys(row["model"] for row in rows)}
     predicted = []

@@ -168,12 +168,13 @@ def _stepping(row: Row) -> dict[str, Any]:
 def _ours(row: Row) -> tuple[Any, Any, dict[str, Any]]:
     import torch
 
-    from meshwright.capture.capture import capture_source
+    from meshwright.capturing.capture import capture_source
     from meshwright.core.cluster import Cluster
     from meshwright.core.recipe import Recipe
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.core.request import PlanRequest
     from meshwright.cost.estimate import estimate
     from meshwright.models.source import resolve
+    from meshwright.rules.plain_plan import plain_plan
     from meshwright.runtime.apply import apply
     from meshwright.runtime.deferred import deferred
 

@@ -43,10 +43,11 @@ def run_rank(payload: dict[str, Any]) -> dict[str, list[float]]:
 def contestants(torch: Any) -> dict[str, Callable[[], Any]]:
     from torch.distributed.fsdp import fully_shard
 
-    from meshwright.capture.capture import capture_source
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.capturing.capture import capture_source
+    from meshwright.core.request import PlanRequest
     from meshwright.models.objective import slice_batch
     from meshwright.models.source import resolve
+    from meshwright.rules.plain_plan import plain_plan
     from meshwright.runtime.apply import apply
 
     source = resolve(MODEL)

@@ -26,12 +26,12 @@ from pathlib import Path
 
 from meshwright.cli.graphs import both_castings, graph_of
 from meshwright.core.cluster import Cluster, from_facts, read_facts
-from meshwright.core.published import Run, read_runs
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import describe
 from meshwright.cost.estimate import estimate
+from meshwright.interop.published import Run, read_runs
 from meshwright.report.published import plan_of, read
-from meshwright.search.search import search
+from meshwright.searching.search import search
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"

@@ -34,7 +34,7 @@ PLANS = ((0, "none"), (3, "full"))
 
 
 def run_rank(payload: dict[str, Any]) -> list[dict[str, Any]]:
-    from meshwright.capture.capture import capture_source
+    from meshwright.capturing.capture import capture_source
     from meshwright.models.source import resolve
     from meshwright.runtime.ranks import joined
 
@@ -45,9 +45,10 @@ def run_rank(payload: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def measure(source: Any, graph: Any, kind: tuple[int, str], rank: Any, payload: dict[str, Any]) -> dict[str, Any]:
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.core.request import PlanRequest
     from meshwright.core.result import describe
     from meshwright.measure.record import StepRecorder
+    from meshwright.rules.plain_plan import plain_plan
 
     zero, recompute = kind
     samples, most_steps = payload["samples"], payload["most_steps"]

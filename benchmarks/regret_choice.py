@@ -26,7 +26,7 @@ def by_search(
 ) -> Plan:
     """What `meshwright plan` would choose, in the list or not."""
     from meshwright.core.request import PlanRequest
-    from meshwright.search.search import search
+    from meshwright.searching.search import search
 
     return search(graph, cluster, PlanRequest(global_batch=global_batch), legal=legal).plan
 

@@ -45,7 +45,7 @@ def rows_of(is_tiny: bool, only: str | None, compiled: tuple[bool, ...]) -> list
 
 def predicted(rows: list[Row], cluster: Cluster, choose: str) -> list[Row]:
     """The rows of each model with prediction and whether it is the chosen one, the promising ones first."""
-    from meshwright.capture.capture import capture_source
+    from meshwright.capturing.capture import capture_source
     from meshwright.cost.estimate import estimate
     from meshwright.models.source import resolve
 
@@ -70,7 +70,7 @@ def predicted(rows: list[Row], cluster: Cluster, choose: str) -> list[Row]:
 def searched(row: Row, graph: Graph, cluster: Cluster) -> Row:
     """What the search chooses for the row's model and global batch, as a row."""
     from meshwright.core.request import PlanRequest
-    from meshwright.search.search import search
+    from meshwright.searching.search import search
 
     plan = search(graph, cluster, PlanRequest(global_batch=row["global_batch"], precision="bf16"), world=1).plan
     modes = {rule.mode for rule in plan.recompute} or {"none"}
@@ -82,7 +82,8 @@ def searched(row: Row, graph: Graph, cluster: Cluster) -> Row:
 
 
 def plan_of(row: Row, graph: Graph, cluster: Cluster) -> Plan:
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.core.request import PlanRequest
+    from meshwright.rules.plain_plan import plain_plan
 
     request = PlanRequest(
         microbatch=row["microbatch"], global_batch=row["global_batch"], recompute=row["recompute"],

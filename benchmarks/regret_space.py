@@ -64,7 +64,8 @@ def legal_shardings(graph: Graph, source: ModelSource) -> tuple[LegalSharding, .
     from meshwright.cli.shardings import try_sharding
     from meshwright.core.errors import PlanError
     from meshwright.core.legal import LegalSharding
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.core.request import PlanRequest
+    from meshwright.rules.plain_plan import plain_plan
 
     found = []
     for tp, cp, sequence_parallel in ((2, 1, False), (2, 1, True), (1, 2, False)):
@@ -114,10 +115,10 @@ def requests(global_batch: int) -> Iterator[PlanRequest]:
 def plan_of(request: PlanRequest, graph: Graph, legal: tuple[LegalSharding, ...], cluster: str) -> Plan:
     """The plan a request stands for, with shardings that run; refused where none does."""
     from meshwright.core.errors import PlanError
-    from meshwright.core.limits import check_runs
-    from meshwright.core.request import plain_plan
-    from meshwright.core.schedules import make_order
     from meshwright.cost.degrees import check_divides
+    from meshwright.rules.limits import check_runs
+    from meshwright.rules.plain_plan import plain_plan
+    from meshwright.rules.schedules import make_order
 
     world = 1 if request.dp == 1 else NUM_RANKS
     plan = plain_plan(request, graph, world, cluster)

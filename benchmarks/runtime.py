@@ -106,9 +106,10 @@ def program_of(**fixed: Any) -> Any:
     """Our program for a plain plan with these parts fixed."""
     import peers
 
-    from meshwright.capture.capture import capture_source
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.capturing.capture import capture_source
+    from meshwright.core.request import PlanRequest
     from meshwright.models.source import resolve
+    from meshwright.rules.plain_plan import plain_plan
     from meshwright.runtime.apply import apply
 
     source = resolve(MODEL)

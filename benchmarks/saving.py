@@ -41,7 +41,7 @@ class Contest:
         import torch
 
         from meshwright.runtime.ranks import join
-        from meshwright.train.saver import Saver
+        from meshwright.training.saver import Saver
 
         self.rank = join("auto")
         self.folder, self.num_steps = Path(payload["folder"]), payload["steps"]
@@ -93,7 +93,7 @@ class Contest:
         self.torch.distributed.barrier()
 
     def progress(self, number: int) -> Any:
-        from meshwright.train.checkpoint import Progress
+        from meshwright.training.checkpoint import Progress
 
         plan = self.program.plan
         return Progress(step=number, cursor=0, plan=plan.hash, graph=plan.graph, num_ranks=plan.world)
@@ -102,9 +102,10 @@ class Contest:
 def make_program(payload: dict[str, Any], rank: Any) -> tuple[Any, Any]:
     import torch
 
-    from meshwright.capture.capture import capture_source
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.capturing.capture import capture_source
+    from meshwright.core.request import PlanRequest
     from meshwright.models.source import resolve
+    from meshwright.rules.plain_plan import plain_plan
     from meshwright.runtime.apply import apply
 
     source = resolve(payload["model"])

@@ -22,9 +22,9 @@ from meshwright.core.errors import InfeasibleError, PlanError
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import describe
 from meshwright.core.units import format_seconds
-from meshwright.search.problem import Problem
-from meshwright.search.profile import replication_loss
-from meshwright.search.search import METHODS, search
+from meshwright.searching.problem import Problem
+from meshwright.searching.profile import replication_loss
+from meshwright.searching.search import METHODS, search
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "performance.md"

@@ -47,16 +47,17 @@ def soak_rank(payload: dict[str, Any]) -> list[list[dict[str, float]]]:
     """What every rank saw of itself."""
     from rich.console import Console
 
-    from meshwright.capture.capture import capture_source
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.capturing.capture import capture_source
+    from meshwright.core.request import PlanRequest
     from meshwright.models.source import resolve
+    from meshwright.rules.plain_plan import plain_plan
     from meshwright.runtime.gather import all_ranks
     from meshwright.runtime.program import Program
     from meshwright.runtime.ranks import joined
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.job import Job
-    from meshwright.train.run import run
-    from meshwright.train.settings import CheckpointSettings, DataSettings, Settings
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.job import Job
+    from meshwright.training.run import run
+    from meshwright.training.settings import CheckpointSettings, DataSettings, Settings
 
     settings = Settings(
         model=MODEL, steps=payload["steps"], tensorboard=False, checkpoint=CheckpointSettings(every=SAVE_EVERY),

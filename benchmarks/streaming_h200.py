@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from large_pages import huge_page_bytes
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Offload, Plan, Recompute, Stage
 from meshwright.cost.estimate import estimate

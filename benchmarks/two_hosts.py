@@ -27,7 +27,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.result import describe
 from meshwright.core.units import format_seconds
-from meshwright.train.metrics import read_metrics
+from meshwright.training.metrics import read_metrics
 
 MODEL = "gpt:layers=4,hidden=256,heads=8,seq=32,vocab=256"
 GLOBAL_BATCH = 16

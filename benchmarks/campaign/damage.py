@@ -18,7 +18,7 @@ from campaign.fault import MISSED, Outcome, ProblemError, Put
 from campaign.moments import past_two_checkpoints
 from campaign.plans import STEPS
 from campaign.scene import Scene
-from meshwright.train.kept import all_of
+from meshwright.training.kept import all_of
 
 TENSORS = "rank-00000.safetensors"
 

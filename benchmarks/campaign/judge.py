@@ -15,9 +15,9 @@ from campaign.fault import ProblemError
 from campaign.plans import STEPS
 from campaign.scene import Scene
 from meshwright.core.errors import CheckpointError, InputError
-from meshwright.train.kept import all_of, step_of
-from meshwright.train.manifest import check_files, read_manifest
-from meshwright.train.position import read_progress
+from meshwright.training.kept import all_of, step_of
+from meshwright.training.manifest import check_files, read_manifest
+from meshwright.training.position import read_progress
 
 FIGURES = ("loss", "validation_loss", "gradient_norm", "learning_rate")
 """Compared; times and speeds are of the moment."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from campaign.plans import STEPS, VALIDATE_EVERY
 from campaign.scene import Scene
 from meshwright.core.errors import MeshwrightError
-from meshwright.train.lock import Holder
+from meshwright.training.lock import Holder
 
 STARTING_SHARE = 0.2
 """Of the faults, those that come while ranks start."""

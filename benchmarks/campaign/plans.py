@@ -11,7 +11,8 @@ import tomli_w
 
 from meshwright.cli.graphs import both_castings
 from meshwright.core.cluster import Cluster
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
+from meshwright.rules.plain_plan import plain_plan
 
 GPT = "gpt:layers=2,hidden=16,heads=2,seq=8,vocab=64,dropout=0.1"
 EXPERTS = "moe:layers=2,hidden=16,heads=2,seq=8,vocab=64,experts=4"

@@ -23,7 +23,7 @@ from injection import age_seconds, alive, children, ranks_of
 
 from campaign.mounts import mount_disk, unmount
 from campaign.plans import STATE, PlanKind, write_settings
-from meshwright.train.kept import all_of, step_of
+from meshwright.training.kept import all_of, step_of
 
 MARK = "MESHWRIGHT_FAULTS_SCENE"
 """In the environment of all processes of a scene: those that outlive their command are found by it."""

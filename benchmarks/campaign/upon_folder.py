@@ -17,7 +17,7 @@ from campaign.moments import at_random, past_two_checkpoints
 from campaign.mounts import empty, fill, read_only
 from campaign.scene import Scene
 from campaign.upon_ranks import lose_rank
-from meshwright.train.kept import all_of
+from meshwright.training.kept import all_of
 
 UNWRITTEN = "could not be written to"
 WAITS = "the run has ended, and waits for a disk"

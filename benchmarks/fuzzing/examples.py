@@ -19,13 +19,14 @@ from meshwright.core.cluster import Cluster, CollectiveTime, Rate, catalogue
 from meshwright.core.estimate import MemoryParts, TimeParts
 from meshwright.core.graph import OpKind
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
-from meshwright.core.trace import Interval, MemoryPoint, PartSeconds, StepRecord, Trace
+from meshwright.core.request import PlanRequest
+from meshwright.core.run.trace import Interval, MemoryPoint, PartSeconds, StepRecord, Trace
 from meshwright.cost.estimate import estimate
 from meshwright.cost.forecast import forecast
 from meshwright.models.source import resolve
-from meshwright.train.checkpoint import Progress, save
-from meshwright.train.settings import CheckpointSettings, Settings
+from meshwright.rules.plain_plan import plain_plan
+from meshwright.training.checkpoint import Progress, save
+from meshwright.training.settings import CheckpointSettings, Settings
 
 ASSETS = Path(__file__).parent.parent.parent / "tests" / "assets"
 CONFIGS = ("llama-tiny", "gpt2-tiny", "bert-tiny", "mixtral-tiny", "t5-tiny", "vit-tiny")

@@ -12,7 +12,7 @@ from zlib import crc32
 import msgspec
 from rich.console import Console
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.cli.decision import check_made_for, world_of_run
 from meshwright.cli.graphs import graph_of
 from meshwright.cli.options import PlanFlags
@@ -21,29 +21,30 @@ from meshwright.cli.searching import Searching
 from meshwright.cli.train_folder import check_settings, lay_out_on
 from meshwright.cli.train_settings import put_right, read_settings
 from meshwright.cli.wiring import find_cluster
-from meshwright.core.accelerate import load_accelerate
 from meshwright.core.cluster import Cluster, load_cluster
-from meshwright.core.deepspeed import load_deepspeed
-from meshwright.core.disk import read_facts
-from meshwright.core.foreign import foreign_plan
+from meshwright.core.files.disk import read_facts
 from meshwright.core.graph import Graph
-from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
-from meshwright.core.stages import check_blocks
+from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import estimate
 from meshwright.cost.forecast import forecast
+from meshwright.interop.accelerate import load_accelerate
+from meshwright.interop.deepspeed import load_deepspeed
+from meshwright.interop.foreign import foreign_plan
 from meshwright.models.source import resolve
+from meshwright.rules.limits import check_runs
+from meshwright.rules.plain_plan import plain_plan
+from meshwright.rules.stages import check_blocks
 from meshwright.runtime.apply import apply
 from meshwright.runtime.launch import check_num_ranks
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank, join
-from meshwright.train.checkpoint import check_same_model, restore
-from meshwright.train.folder import RunFolder
-from meshwright.train.lock import RunLock
-from meshwright.train.manifest import FILE as MANIFEST
-from meshwright.train.manifest import Manifest
-from meshwright.train.metrics import Metrics, dropped_tokens, last_loss, values_at
+from meshwright.training.checkpoint import check_same_model, restore
+from meshwright.training.folder import RunFolder
+from meshwright.training.lock import RunLock
+from meshwright.training.manifest import FILE as MANIFEST
+from meshwright.training.manifest import Manifest
+from meshwright.training.metrics import Metrics, dropped_tokens, last_loss, values_at
 
 MODEL = "gpt:layers=4,hidden=16,heads=2,seq=8,vocab=32"
 CLUSTER = "a100-80g-selene"

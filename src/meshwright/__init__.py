@@ -25,9 +25,9 @@ _HOMES = {
     "Plan": "meshwright.core.plan",
     "PlanRequest": "meshwright.core.request",
     "Recipe": "meshwright.core.recipe",
-    "Schedule": "meshwright.core.schedule",
+    "Schedule": "meshwright.core.pipeline.schedule",
     "SearchResult": "meshwright.core.result",
-    "Trace": "meshwright.core.trace",
+    "Trace": "meshwright.core.run.trace",
     "apply": "meshwright._api",
     "capture": "meshwright._api",
     "clip_grad_norm_": "meshwright.runtime.own_loop.loop",
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from meshwright.core.errors import InfeasibleError, MeshwrightError
     from meshwright.core.estimate import Estimate
     from meshwright.core.graph import Graph
+    from meshwright.core.pipeline.schedule import Schedule
     from meshwright.core.plan import Plan
     from meshwright.core.recipe import Recipe
     from meshwright.core.request import PlanRequest
     from meshwright.core.result import SearchResult
-    from meshwright.core.schedule import Schedule
-    from meshwright.core.trace import Trace
+    from meshwright.core.run.trace import Trace
     from meshwright.cost.estimate import estimate
     from meshwright.measure.probe import probe
     from meshwright.report.tables import predicted_vs_measured

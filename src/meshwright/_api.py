@@ -10,25 +10,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright._captured import remember, settled
-from meshwright.capture.capture import capture as capture_module
+from meshwright.capturing.capture import capture as capture_module
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Precision
 from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
-from meshwright.core.request import plain_plan as plan_plainly
 from meshwright.core.result import SearchResult
 from meshwright.core.units import parse_bytes
 from meshwright.measure.checking.first_batch import FirstBatch
 from meshwright.measure.record import StepRecorder
 from meshwright.models.objective import Batch, objective_of
+from meshwright.rules.plain_plan import plain_plan as plan_plainly
 from meshwright.runtime.apply import apply as apply_plan
 from meshwright.runtime.apply import wrap as wrap_plan
 from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.runtime.program import Program
-from meshwright.search.asking import search_legal
-from meshwright.search.search import search as search_plans
+from meshwright.searching.asking import search_legal
+from meshwright.searching.search import search as search_plans
 
 Loss = Callable[[Any, Batch], Tensor]
 Count = Callable[[Batch], int]

@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.codec import stable_hash
 from meshwright.core.graph import Graph, Precision
 from meshwright.models.source import ModelSource

@@ -13,8 +13,9 @@ from captures import shared_graph
 from meshwright.core.cluster import Cluster, Device, Link, Rate
 from meshwright.core.graph import Graph, OpKind, Precision
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.models.source import ModelSource, resolve
+from meshwright.rules.plain_plan import plain_plan
 
 ASSETS = Path(__file__).parent.parent / "assets"
 ROOT = ASSETS.parent.parent

@@ -23,7 +23,7 @@ from forked import ForkedCommand, command_template
 from injection import ranks_of
 
 from meshwright.runtime.template import Template
-from meshwright.train.metrics import read_metrics
+from meshwright.training.metrics import read_metrics
 
 PATIENCE_SECONDS = 180.0
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

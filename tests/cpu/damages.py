@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from meshwright.core.disk import read_facts
-from meshwright.train.manifest import Manifest
+from meshwright.core.files.disk import read_facts
+from meshwright.training.manifest import Manifest
 
 Contents = dict[str, Any]
 Ending = Literal["set aside", "refused", "harmless"]

@@ -32,7 +32,7 @@ QUIET = {"KINETO_LOG_LEVEL": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 LOADED = [
     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.profiler", "pytest", "transformers.modeling_utils", "meshwright.measure.parity", "meshwright.runtime.apply",
-    "meshwright.train.loop", "meshwright.measure.probe", "meshwright.cli.app", "meshwright.search.search",
+    "meshwright.training.loop", "meshwright.measure.probe", "meshwright.cli.app", "meshwright.searching.search",
 ]  # fmt: skip
 """What ranks need sooner or later, and may share: nothing that starts a thread when it is loaded."""
 

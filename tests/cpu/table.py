@@ -25,11 +25,12 @@ from meshwright.core.errors import GuessWarning, PlanError
 from meshwright.core.graph import Graph, Precision
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.request import PlanRequest, plain_mesh, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import Estimator
 from meshwright.measure.parity import ParityResult, Tamper, compare
 from meshwright.measure.record import StepRecorder
 from meshwright.models.source import ModelSource, resolve
+from meshwright.rules.plain_plan import plain_mesh, plain_plan
 from meshwright.runtime.apply import apply
 
 SURVEY = ASSETS.parent / "survey"

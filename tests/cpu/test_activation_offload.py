@@ -15,10 +15,10 @@ from pool import RankPool, this_rank
 from torch import nn
 
 from meshwright.core.errors import PlanError
-from meshwright.core.limits import not_yet
 from meshwright.core.names import compact_names, is_list_item
 from meshwright.core.plan import Offload, Plan, Recompute
 from meshwright.measure.parity import ParityResult, compare
+from meshwright.rules.limits import not_yet
 from meshwright.runtime.offload import activations
 from meshwright.runtime.offload.activations import ActivationOffload
 from meshwright.runtime.offload.link import open_link

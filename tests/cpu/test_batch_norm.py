@@ -18,9 +18,10 @@ import meshwright as mw
 from meshwright.cli.shardings import try_sharding
 from meshwright.cli.shrunk import plain_plan_of_small
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 
 Pools = Callable[[int], RankPool]

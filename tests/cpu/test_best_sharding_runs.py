@@ -18,14 +18,15 @@ from meshwright.core.graph import Graph, Precision
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.request import PlanRequest, plain_plan
-from meshwright.core.sharding import plain_sharding
+from meshwright.core.request import PlanRequest
 from meshwright.cost.division import divide
 from meshwright.cost.estimate import Estimator, estimate
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.measure.record import StepRecorder
+from meshwright.rules.plain_plan import plain_plan
+from meshwright.rules.sharding import plain_sharding
 from meshwright.runtime.apply import apply
-from meshwright.search.sharding import best_sharding, find_sharding
+from meshwright.searching.sharding import best_sharding, find_sharding
 
 Pools = Callable[[int], RankPool]
 

@@ -14,10 +14,10 @@ from command import Cli
 from meshwright.core.errors import InputError
 from meshwright.core.estimate import MemoryParts, TimeParts
 from meshwright.runtime.watch import Sample
-from meshwright.train.boards import WeightsAndBiases, check_boards, open_boards
-from meshwright.train.folder import RunFolder
-from meshwright.train.metrics import Metrics, read_metrics
-from meshwright.train.settings import Settings
+from meshwright.training.boards import WeightsAndBiases, check_boards, open_boards
+from meshwright.training.folder import RunFolder
+from meshwright.training.metrics import Metrics, read_metrics
+from meshwright.training.settings import Settings
 
 SETTINGS = Settings(model="mlp", name="study", tensorboard=False)
 needs_wandb = pytest.mark.skipif(

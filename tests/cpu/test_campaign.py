@@ -17,9 +17,9 @@ from campaign.plans import PLANS, STEPS
 from campaign.scene import Scene
 from safetensors.torch import save
 
-from meshwright.core.disk import write_file
-from meshwright.train.manifest import Manifest
-from meshwright.train.position import Progress
+from meshwright.core.files.disk import write_file
+from meshwright.training.manifest import Manifest
+from meshwright.training.position import Progress
 
 
 @pytest.fixture

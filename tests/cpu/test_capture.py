@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright
-from meshwright.capture.blocks import find_blocks
-from meshwright.capture.capture import capture, capture_source
-from meshwright.capture.recording import Recording
-from meshwright.capture.stand_ins import Arithmetic
-from meshwright.capture.stretches import find_stretches
-from meshwright.capture.trace import trace
+from meshwright.capturing.blocks import find_blocks
+from meshwright.capturing.capture import capture, capture_source
+from meshwright.capturing.recording import Recording
+from meshwright.capturing.stand_ins import Arithmetic
+from meshwright.capturing.stretches import find_stretches
+from meshwright.capturing.trace import trace
 from meshwright.core.errors import CaptureError, InputError, ModelError
 from meshwright.core.graph import Graph, Pass, Precision, Segment, identity
 from meshwright.models.faked.build import build_on_meta

@@ -13,7 +13,7 @@ from cases import ASSETS
 from torch import Tensor, nn
 
 import meshwright
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.errors import CaptureError, GuessWarning
 from meshwright.core.graph import Graph, Precision
 from meshwright.models.source import resolve

@@ -13,9 +13,9 @@ from cases import ASSETS
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.capture.blocks import find_blocks
-from meshwright.capture.capture import capture_source
-from meshwright.capture.opkinds import flops_of
+from meshwright.capturing.blocks import find_blocks
+from meshwright.capturing.capture import capture_source
+from meshwright.capturing.opkinds import flops_of
 from meshwright.core.graph import Graph
 from meshwright.models.objective import IGNORED_LABEL, call
 from meshwright.models.source import ModelSource, resolve

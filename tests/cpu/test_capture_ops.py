@@ -11,7 +11,7 @@ from cases import graph_of, source_of
 from torch import Tensor, nn
 
 import meshwright
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.graph import Graph, Kind, Op
 from meshwright.models.source import resolve
 

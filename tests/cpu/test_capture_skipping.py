@@ -15,10 +15,10 @@ from cases import ASSETS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.capture.capture import Subject, capture_source
-from meshwright.capture.groups import CannotSkip, Group, find_groups
-from meshwright.capture.recording import Recording
-from meshwright.capture.stand_ins import Arithmetic
+from meshwright.capturing.capture import Subject, capture_source
+from meshwright.capturing.groups import CannotSkip, Group, find_groups
+from meshwright.capturing.recording import Recording
+from meshwright.capturing.stand_ins import Arithmetic
 from meshwright.core.graph import Graph, Precision
 from meshwright.models.faked.build import build_on_meta
 from meshwright.models.objective import Objective

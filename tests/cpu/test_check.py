@@ -17,9 +17,9 @@ from pool import RankError, RankPool
 from torch import nn
 
 import meshwright as mw
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.plan import Mesh, Offload, Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.measure.checking.check import MOST_PARAMETERS, check
 from meshwright.measure.checking.kept import Kept, code_of
 from meshwright.measure.checking.live import skeleton
@@ -27,6 +27,7 @@ from meshwright.measure.checking.reduced import needs_check, reduced
 from meshwright.models.shortened import BLOCKS, shortened
 from meshwright.models.source import resolve
 from meshwright.models.userfile import import_file
+from meshwright.rules.plain_plan import plain_plan
 
 Pools = Callable[[int], RankPool]
 FILE = f"{ASSETS}/own_backward.py"

@@ -22,9 +22,9 @@ from pool import RankError, RankPool, this_rank
 from meshwright.core.graph import Precision
 from meshwright.runtime.apply import apply
 from meshwright.runtime.program import Program
-from meshwright.train import checkpoint
-from meshwright.train.checkpoint import Progress, latest, restore, save
-from meshwright.train.kept import clear_left, remove
+from meshwright.training import checkpoint
+from meshwright.training.checkpoint import Progress, latest, restore, save
+from meshwright.training.kept import clear_left, remove
 
 Pools = Callable[[int], RankPool]
 

@@ -16,12 +16,12 @@ from pool import RankError, RankPool, this_rank
 from test_checkpoint import AFTER, BEFORE, case_of, progress_of, resume, start, steps
 
 from meshwright.core.errors import CheckpointError
-from meshwright.train import staging, writing
-from meshwright.train.checkpoint import restore
-from meshwright.train.kept import latest
-from meshwright.train.saver import Saver
-from meshwright.train.saving import Home, Saving
-from meshwright.train.settings import CheckpointSettings
+from meshwright.training import staging, writing
+from meshwright.training.checkpoint import restore
+from meshwright.training.kept import latest
+from meshwright.training.saver import Saver
+from meshwright.training.saving import Home, Saving
+from meshwright.training.settings import CheckpointSettings
 
 Pools = Callable[[int], RankPool]
 

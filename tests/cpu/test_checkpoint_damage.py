@@ -17,8 +17,8 @@ from meshwright.core.errors import CheckpointError
 from meshwright.core.plan import Plan
 from meshwright.runtime.clip import local
 from meshwright.runtime.program import Program
-from meshwright.train.checked.parts import fills
-from meshwright.train.checkpoint import restore
+from meshwright.training.checked.parts import fills
+from meshwright.training.checkpoint import restore
 
 Pools = Callable[[int], RankPool]
 NEWEST, OLDER = "step-00000002", "step-00000001"

@@ -20,15 +20,15 @@ from pool import RankError, RankPool, this_rank
 from safetensors.torch import load_file
 from test_checkpoint import BEFORE, case_of, resume, run_and_save, start, steps, write
 
-from meshwright.core import disk
-from meshwright.core.disk import FileFacts, read_facts
 from meshwright.core.errors import CheckpointError, InputError
+from meshwright.core.files import disk
+from meshwright.core.files.disk import FileFacts, read_facts
 from meshwright.runtime.program import Program
-from meshwright.train import checkpoint
-from meshwright.train.checkpoint import restore
-from meshwright.train.contents import read_contents
-from meshwright.train.manifest import Manifest, read_manifest
-from meshwright.train.plain_values import like, to_plain
+from meshwright.training import checkpoint
+from meshwright.training.checkpoint import restore
+from meshwright.training.contents import read_contents
+from meshwright.training.manifest import Manifest, read_manifest
+from meshwright.training.plain_values import like, to_plain
 
 Pools = Callable[[int], RankPool]
 CASE = case_of("odd", 3)

@@ -16,8 +16,8 @@ from command import TORCHRUN, Cli, Started, losses, wait_for
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
-from meshwright.core.trace import Trace
-from meshwright.train.settings import Settings
+from meshwright.core.run.trace import Trace
+from meshwright.training.settings import Settings
 
 TRAIN_KEYS = {
     "loss",

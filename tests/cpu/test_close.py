@@ -19,7 +19,8 @@ from pool import RankPool, this_rank
 from meshwright.cli.shardings import with_legal_sharding
 from meshwright.core.errors import PlanError, RunError
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.offload.optimizer import HostOptimizer
 from meshwright.runtime.program import Program

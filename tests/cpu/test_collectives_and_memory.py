@@ -14,11 +14,11 @@ from cases import RECOMPUTES, ZERO_STAGES, Case, graph_of, hand_cluster, plan_of
 from pool import RankPool, this_rank
 
 from meshwright.core.collective import Collective, total
-from meshwright.core.curve import MOST_POINTS
 from meshwright.core.estimate import Estimate, MemoryParts, TimeParts
 from meshwright.core.graph import Precision
 from meshwright.core.recipe import Recipe
-from meshwright.core.trace import Trace
+from meshwright.core.run.curve import MOST_POINTS
+from meshwright.core.run.trace import Trace
 from meshwright.cost.estimate import estimate
 from meshwright.measure.record import StepRecorder
 from meshwright.runtime.apply import apply

@@ -14,7 +14,8 @@ from cases import ROOT, graph_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime import communicators
 from meshwright.runtime.communicators import AXES, axes_mesh, data_mesh, link_groups, links_of
 

@@ -12,8 +12,8 @@ from command import Cli, losses
 
 from meshwright.core.bounds import LONGEST_LINE_BYTES
 from meshwright.core.plan import Plan
-from meshwright.train.company import good_lines
-from meshwright.train.settings import Settings
+from meshwright.training.company import good_lines
+from meshwright.training.settings import Settings
 
 Damage = Callable[[Path], None]
 

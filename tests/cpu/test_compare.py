@@ -11,9 +11,9 @@ from command import Cli
 
 from meshwright.core.errors import InputError
 from meshwright.models.examples import ImageShape
-from meshwright.train.peers import check_peer, peers_named
-from meshwright.train.pictures import FolderImages, check_pictures
-from meshwright.train.settings import Settings
+from meshwright.training.peers import check_peer, peers_named
+from meshwright.training.pictures import FolderImages, check_pictures
+from meshwright.training.settings import Settings
 
 SETTINGS = """
 name = "tiny"

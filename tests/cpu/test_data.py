@@ -16,12 +16,12 @@ from meshwright.core.errors import InputError, MeshwrightError, ModelError
 from meshwright.models.examples import ImageShape, TextShape, random_text
 from meshwright.models.objective import IGNORED_LABEL
 from meshwright.models.source import ModelSource, resolve
-from meshwright.train.corpus import read_corpus
-from meshwright.train.data import check_data, default_source, open_streams
-from meshwright.train.positions import find_positions, within_positions
-from meshwright.train.samples import SyntheticImages, TextWindows
-from meshwright.train.settings import DataSettings
-from meshwright.train.stream import IndexedStream, IterableStream, Slice, Stream
+from meshwright.training.corpus import read_corpus
+from meshwright.training.data import check_data, default_source, open_streams
+from meshwright.training.positions import find_positions, within_positions
+from meshwright.training.samples import SyntheticImages, TextWindows
+from meshwright.training.settings import DataSettings
+from meshwright.training.stream import IndexedStream, IterableStream, Slice, Stream
 
 quick = settings()
 

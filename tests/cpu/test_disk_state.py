@@ -17,9 +17,9 @@ from pool import RankPool, this_rank
 from test_streaming import batch_of, program_of
 
 from meshwright.core.errors import PlanError
-from meshwright.core.limits import check_runs
 from meshwright.core.plan import Offload, Plan
 from meshwright.measure.parity import ParityResult, compare
+from meshwright.rules.limits import check_runs
 from meshwright.runtime.offload import disk_store
 from meshwright.runtime.offload.disk_state import DiskState, state_keys
 from meshwright.runtime.offload.disk_store import DiskStore

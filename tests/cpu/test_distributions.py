@@ -10,7 +10,7 @@ from cases import ASSETS
 from pool import RankPool, this_rank
 from torch.distributions import Distribution
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.cli.shrunk import plain_plan_of_small
 from meshwright.core.errors import CaptureError
 from meshwright.core.plan import Plan

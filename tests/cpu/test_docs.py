@@ -9,12 +9,12 @@ import pytest
 from cases import hand_cluster
 from command import Cli
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.plan import Mesh
-from meshwright.core.request import plain_plan
 from meshwright.cost.estimate import estimate
 from meshwright.models.source import resolve
-from meshwright.train.settings import Settings
+from meshwright.rules.plain_plan import plain_plan
+from meshwright.training.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,8 +12,9 @@ from cases import ASSETS, graph_of, source_of
 from pool import RankError, RankPool, this_rank
 
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.models.objective import slice_batch
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.gather import whole
 

@@ -22,7 +22,7 @@ from meshwright.core.cluster import CollectiveTime
 from meshwright.core.collective import Collective, total
 from meshwright.core.estimate import Estimate
 from meshwright.core.recipe import Recipe
-from meshwright.core.trace import Trace
+from meshwright.core.run.trace import Trace
 from meshwright.cost.estimate import estimate
 from meshwright.cost.links import Group, ring_seconds
 from meshwright.measure.links import link_of
@@ -35,7 +35,7 @@ from meshwright.models.source import ModelSource
 from meshwright.runtime.apply import apply
 from meshwright.runtime.experts import expert_parameters_of
 from meshwright.runtime.program import Program
-from meshwright.train.metrics import dropped_tokens
+from meshwright.training.metrics import dropped_tokens
 
 Pools = Callable[[int], RankPool]
 

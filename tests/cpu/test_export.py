@@ -20,8 +20,8 @@ from meshwright.core.cluster import Link
 from meshwright.core.plan import Plan
 from meshwright.models.source import resolve
 from meshwright.runtime.apply import apply
-from meshwright.train.checkpoint import restore
-from meshwright.train.export import ExportError, export
+from meshwright.training.checkpoint import restore
+from meshwright.training.export import ExportError, export
 
 Pools = Callable[[int], RankPool]
 BYTES = 260

@@ -22,7 +22,7 @@ from meshwright.cli.serving import served_page
 from meshwright.core.errors import InputError
 from meshwright.runtime import rendezvous
 from meshwright.runtime.rendezvous import address_of, address_towards, check_reachable, listening_store, parse_endpoint
-from meshwright.train.folder import RunFolder
+from meshwright.training.folder import RunFolder
 
 LISTENING = "0A"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from meshwright.runtime.extent import Stretch, Stretches, between, cut_runs, shard, whole_extent
-from meshwright.train.weights_folder import ONE_FILE, WeightsFolder
-from meshwright.train.weights_source import Join, Source, Stack, Turn, Whole
+from meshwright.training.weights_folder import ONE_FILE, WeightsFolder
+from meshwright.training.weights_source import Join, Source, Stack, Turn, Whole
 
 
 def positions(stretches: Stretches) -> list[int]:

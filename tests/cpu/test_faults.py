@@ -21,13 +21,13 @@ from hosts import INTERFACE, Hosts, call, two_hosts
 from hosts import why_not as hosts_missing
 from injection import alive, children, drafts, inject, ranks_of, shared_memory, why_not
 
-from meshwright.core.fault import Fault
 from meshwright.core.plan import Plan
+from meshwright.core.run.fault import Fault
 from meshwright.runtime import standing
 from meshwright.runtime.hang_report import differences
 from meshwright.runtime.rank import without_chatter
 from meshwright.runtime.standing import Call, Standing
-from meshwright.train.checkpoint import latest
+from meshwright.training.checkpoint import latest
 
 STEPS = 70
 RUN: dict[str, Any] = {
@@ -97,7 +97,7 @@ def test_every_kind_of_fault(
         assert f"are in {folder}/hang.txt" in ended.err.replace("\n", "")
         assert "Rank 0 (host" in report
         assert "Rank 1 (it did not answer)" in report
-        assert "train/loop.py" in report.partition("Rank 1")[2], "the stack of the rank that was stopped is missing"
+        assert "training/loop.py" in report.partition("Rank 1")[2], "the stack of the rank that was stopped is missing"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -15,15 +15,16 @@ from test_collectives_and_memory import check_collectives_and_state
 from torch import nn
 
 from meshwright.cli.shardings import try_sharding
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime import scaling
 from meshwright.runtime.apply import apply, wrap
 from meshwright.runtime.clip import local
 from meshwright.runtime.program import Program
-from meshwright.train import checkpoint
-from meshwright.train.checkpoint import Progress
+from meshwright.training import checkpoint
+from meshwright.training.checkpoint import Progress
 
 Pools = Callable[[int], RankPool]
 

@@ -16,8 +16,8 @@ import pytest
 from cases import ASSETS
 from command import Cli, Started, losses, wait_for
 
-from meshwright.train.folder import RunFolder
-from meshwright.train.metrics import Metrics, read_metrics
+from meshwright.training.folder import RunFolder
+from meshwright.training.metrics import Metrics, read_metrics
 
 STEPS = 30
 RUN: dict[str, Any] = {"model": f"{ASSETS}/faulty.py:told", "steps": STEPS, "checkpoint": {"every": 5}}

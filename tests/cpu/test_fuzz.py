@@ -13,7 +13,7 @@ from fuzzing import limits
 from fuzzing.mutations import change, mutate
 
 from meshwright.core.errors import InputError, MeshwrightError
-from meshwright.core.given_file import read_given
+from meshwright.core.files.given_file import read_given
 from meshwright.models.source import resolve
 
 FUZZ = Path(__file__).parent.parent.parent / "benchmarks" / "fuzz.py"

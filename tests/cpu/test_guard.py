@@ -16,18 +16,19 @@ from pool import RankError, RankPool, this_rank
 from rich.console import Console
 
 from meshwright.core.errors import CorruptionError, RunError
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.clip import local
 from meshwright.runtime.program import Program
 from meshwright.runtime.replicas import Replicas, checksum
-from meshwright.train.checkpoint import latest
-from meshwright.train.folder import RunFolder
-from meshwright.train.guard import LEAST_HISTORY, MOST_ROLLBACKS, MOST_SKIPS, Guard
-from meshwright.train.job import Job
-from meshwright.train.metrics import read_metrics
-from meshwright.train.run import run
-from meshwright.train.settings import (
+from meshwright.training.checkpoint import latest
+from meshwright.training.folder import RunFolder
+from meshwright.training.guard import LEAST_HISTORY, MOST_ROLLBACKS, MOST_SKIPS, Guard
+from meshwright.training.job import Job
+from meshwright.training.metrics import read_metrics
+from meshwright.training.run import run
+from meshwright.training.settings import (
     CheckpointSettings,
     DataSettings,
     FaultSettings,

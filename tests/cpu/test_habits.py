@@ -192,8 +192,9 @@ def peft_model() -> nn.Module:
 
 def peft_on_rank(spread: Spread) -> tuple[float, float]:
     """Difference from one process, and how far frozen parameters have moved."""
-    from meshwright.capture.capture import capture
-    from meshwright.core.request import PlanRequest, plain_plan
+    from meshwright.capturing.capture import capture
+    from meshwright.core.request import PlanRequest
+    from meshwright.rules.plain_plan import plain_plan
 
     alone, module = peft_model(), peft_model()
     start = parameters_of(module)

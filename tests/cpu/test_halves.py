@@ -5,15 +5,16 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph
 from meshwright.core.recipe import Recipe
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import Estimator
 from meshwright.measure.splitting import measure_halves_launch, measure_split_launch
 from meshwright.models.objective import call
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.pipeline.weights import WeightsLater
 
 MODEL = "moe:layers=2,hidden=16,heads=2,seq=8,vocab=32,experts=4,top=1"

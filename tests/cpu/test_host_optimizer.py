@@ -16,14 +16,15 @@ from pool import RankError, RankPool, this_rank
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.cluster import Link
-from meshwright.core.offloaded import num_kept, order_of_need
 from meshwright.core.plan import Offload, Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import estimate
 from meshwright.measure.parity import compare
 from meshwright.models.objective import call, default_loss
+from meshwright.rules.offloaded import num_kept, order_of_need
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply, wrap
 from meshwright.runtime.held import held_bytes
 from meshwright.runtime.offload import host as host_memory

@@ -13,14 +13,15 @@ from pool import RankPool, this_rank
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.errors import ModelError
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.measure.mean_loss import find_in_source
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.labels import LABELS, SHIFTED, TAKEN, own_loss, who_answers
 from meshwright.models.objective import DEFAULT, answered, default_count, default_loss
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 
 Pools = Callable[[int], RankPool]
 FILE = f"{ASSETS}/own_losses.py"

@@ -21,10 +21,10 @@ from cases import ASSETS
 from command import Cli, losses
 
 from meshwright.core.errors import InputError
-from meshwright.core.trace import Trace
+from meshwright.core.run.trace import Trace
 from meshwright.runtime.slurm import SlurmJob, batch_script
-from meshwright.train.folder import RunFolder
-from meshwright.train.settings import Settings
+from meshwright.training.folder import RunFolder
+from meshwright.training.settings import Settings
 
 SCHEDULER = ASSETS / "scheduler"
 PATIENCE_SECONDS = 400.0

@@ -10,8 +10,9 @@ from cases import ASSETS, graph_of, source_of
 from pool import RankError, RankPool, this_rank
 
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
+from meshwright.rules.plain_plan import plain_plan
 
 Pools = Callable[[int], RankPool]
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from meshwright.core.fault import Fault, FaultKind
+from meshwright.core.run.fault import Fault, FaultKind
 from meshwright.runtime.host_ranks import EndedRank
 from meshwright.runtime.launch import describe_failure
 

@@ -18,9 +18,9 @@ from test_reshard import TIED, losses, plan_of, start, write
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from meshwright.core.compile_cache import VARIABLE, use_own_compile_cache, usual_folder
 from meshwright.core.errors import RunError
-from meshwright.core.trusted import distrust
+from meshwright.core.files.compile_cache import VARIABLE, use_own_compile_cache, usual_folder
+from meshwright.core.files.trusted import distrust
 from meshwright.measure.checkup import software
 from meshwright.runtime.local_ranks import LocalRanks
 from meshwright.runtime.messages.exchange import all_ranks, from_first
@@ -32,7 +32,7 @@ from meshwright.runtime.pipeline.forms import Form, header, read_header
 from meshwright.runtime.rendezvous import listening_store
 from meshwright.runtime.split.layout import Addend, Cut
 from meshwright.runtime.temporary import PARENT
-from meshwright.train.checkpoint import restore
+from meshwright.training.checkpoint import restore
 
 Pools = Callable[[int], RankPool]
 PLANTED = (

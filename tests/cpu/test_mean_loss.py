@@ -15,16 +15,17 @@ from pool import RankPool, this_rank
 from rich.console import Console
 from torch import Tensor, nn
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.cli.train_folder import lay_out_on
 from meshwright.core.errors import ModelError, PlanError
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.measure.mean_loss import check_mean_loss, depends_on_batch, find_whole_batch_loss
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.objective import DEFAULT, Batch, Objective
 from meshwright.models.source import resolve
-from meshwright.train.lock import RunLock
-from meshwright.train.settings import Settings
+from meshwright.rules.plain_plan import plain_plan
+from meshwright.training.lock import RunLock
+from meshwright.training.settings import Settings
 
 Pools = Callable[[int], RankPool]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.capture.blocks import find_blocks
+from meshwright.capturing.blocks import find_blocks
 from meshwright.core.errors import ModelError
 from meshwright.measure.exact import exact
 from meshwright.models.bert import BERT, BERTOptions

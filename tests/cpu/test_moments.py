@@ -19,7 +19,7 @@ from meshwright.runtime.apply import apply
 from meshwright.runtime.offload.kernel import find_kernel
 from meshwright.runtime.offload.rules import AdamRule, State, Task
 from meshwright.runtime.program import Program
-from meshwright.train.checkpoint import Progress, restore, save
+from meshwright.training.checkpoint import Progress, restore, save
 
 Pools = Callable[[int], RankPool]
 CASE = Case("gpt", precision="bf16", samples=4)

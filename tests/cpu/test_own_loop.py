@@ -20,8 +20,9 @@ import meshwright as mw
 from meshwright.cli.shardings import try_sharding
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.models.objective import call, slice_batch
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import wrap
 
 Pools = Callable[[int], RankPool]

@@ -12,13 +12,14 @@ import pytest
 from cases import ASSETS
 from pool import RankPool, this_rank
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.cli.shrunk import plan_file_of_small
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan, Recompute
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 
 Pools = Callable[[int], RankPool]
 MODEL = "gpt:layers=6,hidden=32,heads=4,seq=16,vocab=60"

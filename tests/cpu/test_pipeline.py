@@ -20,14 +20,15 @@ from torch.nn.utils import get_total_norm
 from meshwright.core.collective import Collective
 from meshwright.core.errors import PlanError
 from meshwright.core.names import compact_names
+from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan, Stage
 from meshwright.core.recipe import Recipe
-from meshwright.core.request import PlanRequest, plain_plan
-from meshwright.core.schedule import Action
+from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import Estimator
 from meshwright.measure.parity import ParityResult, Tamper, compare
 from meshwright.measure.record import StepRecorder
 from meshwright.models.objective import call
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.program import Program
 

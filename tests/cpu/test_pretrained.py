@@ -21,8 +21,9 @@ from torch import nn
 from meshwright.cli.shardings import try_sharding
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Offload, Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.clip import local
 from meshwright.runtime.deferred import building, deferred
@@ -32,8 +33,8 @@ from meshwright.runtime.offload.saved import masters_of
 from meshwright.runtime.places import places_of
 from meshwright.runtime.program import Program
 from meshwright.runtime.undrawn import undrawn
-from meshwright.train.pretrained import Imported, fill, match
-from meshwright.train.weights_folder import INDEX, ONE_FILE, WeightsFolder
+from meshwright.training.pretrained import Imported, fill, match
+from meshwright.training.weights_folder import INDEX, ONE_FILE, WeightsFolder
 
 Pools = Callable[[int], RankPool]
 GLOBAL_BATCH = 4

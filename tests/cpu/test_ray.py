@@ -15,10 +15,10 @@ import pytest
 from command import Cli, losses
 
 from meshwright.core.errors import InputError
-from meshwright.core.trace import Trace
+from meshwright.core.run.trace import Trace
 from meshwright.runtime.host_ranks import HostRanks, Look
 from meshwright.runtime.ray_launch import RayJob, check_answers, check_room, import_ray
-from meshwright.train.folder import RunFolder
+from meshwright.training.folder import RunFolder
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'meshwright[ray]'")
 

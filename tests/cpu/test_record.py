@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.core.curve import thinned
 from meshwright.core.estimate import MemoryParts, TimeParts
-from meshwright.core.trace import MemoryPoint
+from meshwright.core.run.curve import thinned
+from meshwright.core.run.trace import MemoryPoint
 from meshwright.measure.allocations import Allocation, over_time, pair, peak
 from meshwright.measure.categories import Categories
 from meshwright.measure.intervals import Timeline

@@ -12,11 +12,12 @@ from pool import RankPool, this_rank
 from test_collectives_and_memory import BROAD, MEASURED_WITHIN, RECIPES
 
 from meshwright.core.plan import Plan, ScheduleKind
-from meshwright.core.request import PlanRequest, plain_plan
-from meshwright.core.trace import Trace
+from meshwright.core.request import PlanRequest
+from meshwright.core.run.trace import Trace
 from meshwright.cost.estimate import Estimator
 from meshwright.measure import profile
 from meshwright.measure.record import StepRecorder
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.watch import SAMPLED_STEP
 

@@ -19,12 +19,13 @@ from pool import RankPool, this_rank
 
 from meshwright.cli.shardings import try_sharding
 from meshwright.core.plan import Offload, Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.models.objective import slice_batch
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.offload.streamed_program import StreamedProgram
 from meshwright.runtime.program import Program
-from meshwright.train.checkpoint import Progress, restore, save
+from meshwright.training.checkpoint import Progress, restore, save
 
 Pools = Callable[[int], RankPool]
 Record = Callable[[str, object], None]

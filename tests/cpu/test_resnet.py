@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.capture.blocks import find_blocks
+from meshwright.capturing.blocks import find_blocks
 from meshwright.models.resnet import Bottleneck, ResNet, ResNetOptions
 
 SMALL = {"depth": 26, "image": 32, "classes": 10, "channels": 8}

@@ -16,17 +16,18 @@ from rich.console import Console
 
 from meshwright.core.graph import identity
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.models.parameters import list_parameters
 from meshwright.models.source import resolve
-from meshwright.train import checkpoint
-from meshwright.train.data import open_streams
-from meshwright.train.folder import RunFolder
-from meshwright.train.job import Job
-from meshwright.train.metrics import read_metrics
-from meshwright.train.run import build_program, run
-from meshwright.train.settings import CheckpointSettings, DataSettings, LearningRateSettings, Settings
-from meshwright.train.stream import Slice
+from meshwright.rules.plain_plan import plain_plan
+from meshwright.training import checkpoint
+from meshwright.training.data import open_streams
+from meshwright.training.folder import RunFolder
+from meshwright.training.job import Job
+from meshwright.training.metrics import read_metrics
+from meshwright.training.run import build_program, run
+from meshwright.training.settings import CheckpointSettings, DataSettings, LearningRateSettings, Settings
+from meshwright.training.stream import Slice
 
 Pools = Callable[[int], RankPool]
 MODEL = "gpt:layers=2,hidden=16,heads=2,seq=8,vocab=256,dropout=0.3"

@@ -14,7 +14,8 @@ from table import Row, fill, graph_of, row
 from torch import Tensor
 
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.split import pieces
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Cut, lay, layout_of

@@ -17,8 +17,8 @@ from command import Cli, Started, losses, wait_for
 from injection import alive
 
 from meshwright.runtime.process import Process, process_of
-from meshwright.train.folder import RunFolder
-from meshwright.train.lock import Holder
+from meshwright.training.folder import RunFolder
+from meshwright.training.lock import Holder
 
 RUN = {"model": f"{ASSETS}/faulty.py:told", "checkpoint": {"every": 5}}
 

@@ -15,9 +15,10 @@ from torch import nn
 import meshwright as mw
 from meshwright.cli.shardings import try_sharding
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.models.objective import call
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.same_samples import checksum
 
 Pools = Callable[[int], RankPool]

@@ -13,7 +13,8 @@ from cases import graph_of, source_of
 from pool import RankPool, this_rank
 
 from meshwright.cli.shardings import with_legal_sharding
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 
 Pools = Callable[[int], RankPool]

@@ -17,15 +17,16 @@ from hypothesis import strategies as st
 from pool import RankPool, this_rank
 from torch import Tensor, nn
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.cli.shardings import try_sharding
 from meshwright.cli.shrunk import plain_plan_of_small
 from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import BlockSharding, Plan, Stage, TensorSharding
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.split import exchange
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Addend, Cut, lay, part_shape

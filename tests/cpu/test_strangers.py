@@ -14,7 +14,7 @@ import torch
 from cases import ASSETS, ROOT
 from pool import RankPool, this_rank
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.cli.shrunk import plain_plan_of_small
 from meshwright.core.errors import InputError, ModelError
 from meshwright.core.plan import Plan

@@ -16,8 +16,9 @@ from pool import RankPool, this_rank
 from table import BESIDES, MODELS, PAIRS, ROWS, TRIPLES, Row, fill, graph_of, row, source_of
 
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.models.objective import call
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.program import Program
 

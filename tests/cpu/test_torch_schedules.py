@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as stock
 
-from meshwright.core.placement import coordinate_of
+from meshwright.core.pipeline.placement import coordinate_of
 from meshwright.core.plan import ScheduleKind, placement_of
-from meshwright.core.schedules import make_order
+from meshwright.rules.schedules import make_order
 
 KINDS = {"forward": stock.F, "backward": stock.B, "backward_inputs": stock.I, "backward_weights": stock.W}
 SIZES = [(p, m) for p in (1, 2, 3, 4) for m in (1, 2, 3, 5, 8, 9, 12) if m >= p]

@@ -17,11 +17,11 @@ from torch import nn
 from meshwright.core.errors import InputError
 from meshwright.core.request import PlanRequest
 from meshwright.runtime.apply import apply
-from meshwright.train.boards import TensorBoard
-from meshwright.train.folder import RunFolder
-from meshwright.train.metrics import Metrics, read_metrics
-from meshwright.train.optimizers import FUSED, learning_rate, make_optimizer, recipe_of, set_learning_rate
-from meshwright.train.settings import LearningRateSettings, OptimizerSettings, Settings
+from meshwright.training.boards import TensorBoard
+from meshwright.training.folder import RunFolder
+from meshwright.training.metrics import Metrics, read_metrics
+from meshwright.training.optimizers import FUSED, learning_rate, make_optimizer, recipe_of, set_learning_rate
+from meshwright.training.settings import LearningRateSettings, OptimizerSettings, Settings
 
 Pools = Callable[[int], RankPool]
 

@@ -12,9 +12,9 @@ from command import losses
 from hosts import Hosts, two_hosts, why_not
 
 from meshwright.core.cluster import Link
-from meshwright.core.trace import Trace
+from meshwright.core.run.trace import Trace
 from meshwright.measure.host_links import HostLink, notes_on, pairs_of
-from meshwright.train.folder import RunFolder
+from meshwright.training.folder import RunFolder
 
 MISSING = why_not()
 needs_hosts = pytest.mark.skipif(bool(MISSING), reason=MISSING)

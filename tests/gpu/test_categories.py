@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.capture.capture import capture_source
-from meshwright.core.request import PlanRequest, plain_plan
-from meshwright.core.trace import Trace
+from meshwright.capturing.capture import capture_source
+from meshwright.core.request import PlanRequest
+from meshwright.core.run.trace import Trace
 from meshwright.measure.record import StepRecorder
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.held import held_bytes
 from meshwright.runtime.ranks import Rank, joined

@@ -12,16 +12,17 @@ import msgspec
 import pytest
 import torch
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.request import PlanRequest, plain_plan
-from meshwright.core.trace import Trace
+from meshwright.core.request import PlanRequest
+from meshwright.core.run.trace import Trace
 from meshwright.cost.estimate import estimate
 from meshwright.measure.probe import measure_cluster
 from meshwright.measure.record import StepRecorder
 from meshwright.models.moe import MoE, MoEOptions
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.launch import launch
 from meshwright.runtime.ranks import Rank, joined

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.plan import Offload, Precision
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.offload import saved
 from meshwright.runtime.offload.kernel import find_kernel

@@ -26,7 +26,8 @@ from meshwright.core.graph import (
     Shape,
 )
 from meshwright.core.plan import Mesh, Plan, Recompute, Stage
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
+from meshwright.rules.plain_plan import plain_plan
 
 KEPT, OUTPUT, PEAK = 1000.0, 100.0, 50.0
 """Bytes per sample that each block of a chain keeps for backward, hands on, and needs for a moment on top."""

@@ -9,7 +9,7 @@ from machines import chain_graph, named_machine, plan_for
 from meshwright.core.collective import Collective
 from meshwright.core.estimate import MemoryParts, TimeParts
 from meshwright.core.plan import Plan
-from meshwright.core.trace import Interval, MemoryPoint, Part, PartSeconds, StepRecord, Trace
+from meshwright.core.run.trace import Interval, MemoryPoint, Part, PartSeconds, StepRecord, Trace
 from meshwright.cost.estimate import estimate
 from meshwright.cost.forecast import forecast
 from meshwright.report.run import Run

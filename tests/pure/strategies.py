@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Affine, Block, Graph, Kind, Op, Parameter
 from meshwright.core.names import compact_names, expand_names
-from meshwright.core.placement import Placement, coordinate_of
+from meshwright.core.pipeline.placement import Placement, coordinate_of
 from meshwright.core.plan import (
     V_SCHEDULES,
     BlockSharding,

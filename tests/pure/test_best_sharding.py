@@ -17,15 +17,15 @@ from writer import Storage, shape_of
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Affine, Block, Graph, Kind, Parameter, Segment
-from meshwright.core.labels import Way, labels_of
 from meshwright.core.legal import LegalSharding
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, TensorSharding
 from meshwright.core.request import PlanRequest
-from meshwright.core.sharding import block_sharding, ways_by_block
 from meshwright.cost.estimate import estimate
-from meshwright.search.search import search
-from meshwright.search.sharding import FoundSharding, best_sharding, find_sharding
+from meshwright.rules.labels import Way, labels_of
+from meshwright.rules.sharding import block_sharding, ways_by_block
+from meshwright.searching.search import search
+from meshwright.searching.sharding import FoundSharding, best_sharding, find_sharding
 
 FAST = machine(8, bytes_per_second=1e12, latency_seconds=1e-9)
 SLOW = machine(8, bytes_per_second=1e3, latency_seconds=1.0)

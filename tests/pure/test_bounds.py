@@ -18,17 +18,17 @@ from meshwright.core.constants import Constants
 from meshwright.core.errors import PlanError, ScheduleError
 from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
-from meshwright.core.limits import not_yet
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
-from meshwright.search.best_first import BestFirst
-from meshwright.search.builder import Builder
-from meshwright.search.cuts import best_cut
-from meshwright.search.drafts import Drafts
-from meshwright.search.exhaustive import cuts, offloadings, points, recomputes
-from meshwright.search.problem import Problem
-from meshwright.search.room import cut_fits
-from meshwright.search.space import Point, Shape, Way, family
+from meshwright.rules.limits import not_yet
+from meshwright.searching.best_first import BestFirst
+from meshwright.searching.builder import Builder
+from meshwright.searching.cuts import best_cut
+from meshwright.searching.drafts import Drafts
+from meshwright.searching.exhaustive import cuts, offloadings, points, recomputes
+from meshwright.searching.problem import Problem
+from meshwright.searching.room import cut_fits
+from meshwright.searching.space import Point, Shape, Way, family
 
 MOST_PLANS = 25
 ROUNDING = 1e-9

@@ -23,12 +23,12 @@ from meshwright.core.codec import Value, decode, load, stable_hash, without_none
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.estimate import Estimate, TimeParts
 from meshwright.core.graph import Graph
+from meshwright.core.pipeline.schedule import Schedule
 from meshwright.core.plan import Mesh, Offload, Plan
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
-from meshwright.core.schedule import Schedule
-from meshwright.core.schedules import make_schedule
-from meshwright.core.trace import Trace
+from meshwright.core.run.trace import Trace
+from meshwright.rules.schedules import make_schedule
 
 FILED = (Plan, PlanRequest, Graph, Cluster, Schedule, Estimate, SearchResult, Trace)
 

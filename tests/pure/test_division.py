@@ -15,11 +15,11 @@ from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Op
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.sharding import plain_sharding
 from meshwright.cost.block_calls import block_calls
 from meshwright.cost.compute import matmul_size
 from meshwright.cost.division import Division, divide
 from meshwright.cost.footprint import Footprints
+from meshwright.rules.sharding import plain_sharding
 
 sizes_of = st.builds(
     Sizes,

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from machines import chain_graph, named_machine, plan_for
 from strategies import quick
 
-from meshwright.core.curve import thinned
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.plan import ScheduleKind
-from meshwright.core.trace import MemoryPoint
+from meshwright.core.run.curve import thinned
+from meshwright.core.run.trace import MemoryPoint
 from meshwright.cost.estimate import estimate
 from meshwright.cost.forecast import MOST_ACTIONS, forecast
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from machines import chain_graph
 
-from meshwright.core.accelerate import load_accelerate, read_accelerate
-from meshwright.core.deepspeed import load_deepspeed, read_deepspeed
 from meshwright.core.errors import InputError
-from meshwright.core.foreign import Foreign, batch_of, filled, foreign_plan
 from meshwright.core.plan import Mesh, Offload, Plan
 from meshwright.core.request import PlanRequest
+from meshwright.interop.accelerate import load_accelerate, read_accelerate
+from meshwright.interop.deepspeed import load_deepspeed, read_deepspeed
+from meshwright.interop.foreign import Foreign, batch_of, filled, foreign_plan
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 GRAPH = chain_graph(8)

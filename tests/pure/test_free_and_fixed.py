@@ -18,7 +18,7 @@ from meshwright.core.errors import InfeasibleError, PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
-from meshwright.search.search import search
+from meshwright.searching.search import search
 
 ROUNDING = 1e-9
 FLAGS: dict[str, list[object]] = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import hand_graph, quick, values
 
 from meshwright.core.graph import ITEM_BYTES, Affine, DType, Graph, Parameter, identity
-from meshwright.core.groups import shard_groups
+from meshwright.rules.groups import shard_groups
 
 parameters = st.lists(values(Parameter), min_size=1, max_size=5, unique_by=lambda parameter: parameter.name).map(tuple)
 

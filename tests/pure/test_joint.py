@@ -16,8 +16,8 @@ from meshwright.core.errors import InfeasibleError
 from meshwright.core.graph import Block, Graph, Segment
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
-from meshwright.search.choice import complexity
-from meshwright.search.search import search
+from meshwright.searching.choice import complexity
+from meshwright.searching.search import search
 
 GENEROUS = 10**12
 small_graphs = st.integers(1, 4).map(chain_graph)

@@ -9,7 +9,7 @@ from machines import plan_for
 from transformer import transformer_graph
 
 from meshwright.core.errors import PlanError
-from meshwright.core.limits import check_runs, not_yet
+from meshwright.rules.limits import check_runs, not_yet
 
 GRAPH = transformer_graph(layers=8, hidden=64, heads=4, seq=32)
 

@@ -19,9 +19,9 @@ from test_report import save
 from meshwright.cli.serving import served_page
 from meshwright.cli.watch import has_ended, rank_states
 from meshwright.core.errors import InputError
-from meshwright.core.live import RankState
+from meshwright.core.run.live import RankState
 from meshwright.report.live_view import SHOWN_RANKS, live_view, silent_words, slowest_words, trend
-from meshwright.train.folder import RunFolder
+from meshwright.training.folder import RunFolder
 
 
 def state(rank: int, waiting: float | None = None) -> RankState:

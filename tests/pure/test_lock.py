@@ -16,12 +16,12 @@ import pytest
 
 from meshwright.core.errors import CheckpointError, InputError
 from meshwright.runtime.process import Process, process_of, seen
-from meshwright.train import lock as lock_file
-from meshwright.train.folder import RunFolder
-from meshwright.train.lock import FILE, Holder, RunLock, check_free
-from meshwright.train.run_id import check_same_run, check_still_ours, read_id, write_id
+from meshwright.training import lock as lock_file
+from meshwright.training.folder import RunFolder
+from meshwright.training.lock import FILE, Holder, RunLock, check_free
+from meshwright.training.run_id import check_same_run, check_still_ours, read_id, write_id
 
-HOLD = "import sys; from meshwright.train.lock import RunLock; RunLock(sys.argv[1]).take(); print('held', flush=True); input()"
+HOLD = "import sys; from meshwright.training.lock import RunLock; RunLock(sys.argv[1]).take(); print('held', flush=True); input()"
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
-from meshwright.search.drafts import Drafts
-from meshwright.search.near_meshes import NearMeshes
-from meshwright.search.problem import Problem
-from meshwright.search.search import search
+from meshwright.searching.drafts import Drafts
+from meshwright.searching.near_meshes import NearMeshes
+from meshwright.searching.problem import Problem
+from meshwright.searching.search import search
 
 GRAPH = transformer_graph(layers=16, hidden=64, vocab=2048, seq=64)
 

@@ -10,9 +10,9 @@ from meshwright.core.errors import InfeasibleError
 from meshwright.core.infeasible import WayOut
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
-from meshwright.search import dives, joint
-from meshwright.search.problem import Problem
-from meshwright.search.search import search
+from meshwright.searching import dives, joint
+from meshwright.searching.problem import Problem
+from meshwright.searching.search import search
 
 CLUSTER = machine(8)
 REQUEST = PlanRequest(global_batch=16, offload="none")

@@ -13,15 +13,8 @@ from strategies import degrees, hand_graph, hand_plan, plans, quick, requests
 from meshwright.core.errors import InputError, PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Mesh, Offload, Plan, Recompute, Stage, TensorSharding
-from meshwright.core.request import (
-    PlanRequest,
-    count_microbatches,
-    parse_recompute,
-    plain_mesh,
-    plain_plan,
-    recompute_rules,
-    share_of_batch,
-)
+from meshwright.core.request import PlanRequest, parse_recompute
+from meshwright.rules.plain_plan import count_microbatches, plain_mesh, plain_plan, recompute_rules, share_of_batch
 
 TWO_ON_ONE = (Stage(coordinate=0, blocks=("blocks.0-3",)), Stage(coordinate=0, blocks=("blocks.4-7",)))
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from strategies import quick, schedule_sizes
 
 from meshwright.core.errors import ScheduleError
+from meshwright.core.pipeline.schedule import Action, Order
 from meshwright.core.plan import ScheduleKind
-from meshwright.core.schedule import Action, Order
-from meshwright.core.schedules import make_order
 from meshwright.cost.play import play, play_schedule, timeline
 from meshwright.cost.timing import StageSeconds, Transfers
+from meshwright.rules.schedules import make_order
 
 Sizes = tuple[ScheduleKind, int, int, int]
 
@@ -255,7 +255,7 @@ def test_free_transfers_hold_nobody(case: tuple[Order, list[StageSeconds]]) -> N
 @quick
 @given(cases())
 def test_messages_that_wait_to_be_asked_for_are_never_there_earlier(case: tuple[Order, list[StageSeconds]]) -> None:
-    """What bounds a step of messages that leave at once bounds one of these (search/bounds.py)."""
+    """What bounds a step of messages that leave at once bounds one of these (searching/bounds.py)."""
     order, stages = case
     assert play(order, stages, "requested").step_seconds >= play(order, stages).step_seconds * (1 - 1e-12)
 

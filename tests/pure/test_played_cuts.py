@@ -11,11 +11,11 @@ from transformer import transformer_graph
 
 from meshwright.core.errors import PlanError
 from meshwright.core.request import PlanRequest
-from meshwright.core.stages import cut_stages
-from meshwright.search.cuts import every_cut
-from meshwright.search.problem import Problem
-from meshwright.search.search import search
-from meshwright.search.units import sizes_of
+from meshwright.rules.stages import cut_stages
+from meshwright.searching.cuts import every_cut
+from meshwright.searching.problem import Problem
+from meshwright.searching.search import search
+from meshwright.searching.units import sizes_of
 
 LITTLE = 1.01
 

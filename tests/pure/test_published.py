@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.core.cluster import Facts, catalogue
 from meshwright.core.errors import InputError
-from meshwright.core.published import Run, Unreadable, read_runs
+from meshwright.interop.published import Run, Unreadable, read_runs
 from meshwright.report.published import model_of, precision_of, read, system_of
 
 A100, V100 = (catalogue()[name] for name in ("a100-80g-selene", "v100-16g-p3"))

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from strategies import quick, schedule_sizes
 
-from meshwright.core.schedule import COMPUTE_KINDS, Action, Schedule
-from meshwright.core.schedules import make_schedule
-from meshwright.core.transfers import receipts, receives_ahead
+from meshwright.core.pipeline.schedule import COMPUTE_KINDS, Action, Schedule
+from meshwright.rules.schedules import make_schedule
+from meshwright.rules.transfers import receipts, receives_ahead
 
 Queue = Callable[[int, int], Hashable]
 """(the coordinate a message comes from, the one it goes to) → the queue it lies in, on each side."""

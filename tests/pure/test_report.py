@@ -13,7 +13,7 @@ from runs import run_of, trace_of
 
 from meshwright.cli.runs import check_comparable, read_run, read_runs, telling_names, write_page
 from meshwright.core.errors import InputError
-from meshwright.core.trace import Interval
+from meshwright.core.run.trace import Interval
 from meshwright.report.chrome import chrome_trace
 from meshwright.report.comparison import Line
 from meshwright.report.fullest import fullest_words

@@ -15,7 +15,7 @@ from meshwright.core.collective import Collective, total
 from meshwright.core.estimate import Estimate, MemoryParts, TimeParts
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, Stage
 from meshwright.core.result import RunnerUp, SearchResult, describe
-from meshwright.core.trace import StepRecord
+from meshwright.core.run.trace import StepRecord
 
 ESTIMATE = Estimate(
     step_seconds=0.25,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from strategies import quick
 
 from meshwright.core.errors import ScheduleError
-from meshwright.core.schedule import Action, Schedule
-from meshwright.core.schedule_check import check
-from meshwright.core.schedules import make_schedule
+from meshwright.core.pipeline.schedule import Action, Schedule
+from meshwright.rules.schedule_check import check
+from meshwright.rules.schedules import make_schedule
 
 Rows = list[list[Action]]
 

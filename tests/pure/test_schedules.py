@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from strategies import quick, schedule_sizes
 
 from meshwright.core.errors import ScheduleError
-from meshwright.core.placement import coordinate_of, stage_at
+from meshwright.core.pipeline.placement import coordinate_of, stage_at
 from meshwright.core.plan import ScheduleKind
-from meshwright.core.schedule_check import check
-from meshwright.core.schedules import make_order, make_schedule
+from meshwright.rules.schedule_check import check
+from meshwright.rules.schedules import make_order, make_schedule
 
 Sizes = tuple[ScheduleKind, int, int, int]
 LETTERS = {"forward": "F", "backward": "B", "backward_inputs": "I", "backward_weights": "W"}

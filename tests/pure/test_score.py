@@ -17,8 +17,8 @@ from meshwright.cli.score import score as score_command
 from meshwright.core.cluster import Facts, catalogue
 from meshwright.core.errors import CaptureError, InputError, ModelError
 from meshwright.core.graph import Casting, Graph, Precision
-from meshwright.core.published import Run, Unreadable
 from meshwright.core.units import GIB
+from meshwright.interop.published import Run, Unreadable
 from meshwright.report.accuracy import BEGIN, END, score_table, worst_table, write_section
 from meshwright.report.explain import explain_table, figures
 from meshwright.report.scatter import scatter

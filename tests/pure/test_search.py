@@ -24,9 +24,9 @@ from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
 from meshwright.core.units import format_bytes
 from meshwright.cost.estimate import estimate
-from meshwright.search.problem import SAMPLES_PER_DEVICE
-from meshwright.search.reasons import WORDS, reason_lost
-from meshwright.search.search import search
+from meshwright.searching.problem import SAMPLES_PER_DEVICE
+from meshwright.searching.reasons import WORDS, reason_lost
+from meshwright.searching.search import search
 
 GENEROUS = 10**12
 

@@ -8,7 +8,7 @@ from test_experts import GRAPH
 
 from meshwright.core.errors import PlanError
 from meshwright.core.request import PlanRequest
-from meshwright.search.search import search
+from meshwright.searching.search import search
 
 
 def test_degrees_that_do_not_divide_the_experts_are_left_out() -> None:

@@ -14,18 +14,19 @@ from strategies import quick
 from transformer import transformer_graph
 
 from meshwright.core.errors import InputError, PlanError
-from meshwright.core.limits import not_yet
 from meshwright.core.plan import Mesh
-from meshwright.core.request import PlanRequest, plain_plan
-from meshwright.search.builder import Builder, Point
-from meshwright.search.exhaustive import count_plans, cuts, exhaustive, plans, points
-from meshwright.search.frames import frames
-from meshwright.search.loads import Loads, Unit, in_flight, loads_of
-from meshwright.search.placement import device_loads, place, placement
-from meshwright.search.policy import Learner, Sample, policy, softmax
-from meshwright.search.problem import Outcome, Problem
-from meshwright.search.profile import Profile, free_replication, profile, replication_loss, uniform_replication
-from meshwright.search.search import METHODS, search
+from meshwright.core.request import PlanRequest
+from meshwright.rules.limits import not_yet
+from meshwright.rules.plain_plan import plain_plan
+from meshwright.searching.builder import Builder, Point
+from meshwright.searching.exhaustive import count_plans, cuts, exhaustive, plans, points
+from meshwright.searching.frames import frames
+from meshwright.searching.loads import Loads, Unit, in_flight, loads_of
+from meshwright.searching.placement import device_loads, place, placement
+from meshwright.searching.policy import Learner, Sample, policy, softmax
+from meshwright.searching.problem import Outcome, Problem
+from meshwright.searching.profile import Profile, free_replication, profile, replication_loss, uniform_replication
+from meshwright.searching.search import METHODS, search
 
 
 def divisors(number: int) -> list[int]:

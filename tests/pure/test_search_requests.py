@@ -14,11 +14,11 @@ from meshwright.core.errors import PlanError
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
 from meshwright.cost.links import Group, collective_seconds
-from meshwright.search.comparisons import FEWEST
-from meshwright.search.drafts import Drafts
-from meshwright.search.problem import Problem
-from meshwright.search.search import search
-from meshwright.search.space import Point, Shape, worlds
+from meshwright.searching.comparisons import FEWEST
+from meshwright.searching.drafts import Drafts
+from meshwright.searching.problem import Problem
+from meshwright.searching.search import search
+from meshwright.searching.space import Point, Shape, worlds
 
 
 def asked(num_devices: int = 4, num_blocks: int = 8, **fixed: Any) -> SearchResult:

@@ -14,16 +14,16 @@ from test_search_offload import GENEROUS, best_of, with_hosts
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InfeasibleError, PlanError
 from meshwright.core.graph import Graph
-from meshwright.core.limits import not_yet
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
 from meshwright.cost.estimate import estimate
 from meshwright.report.plan_words import offload_words
-from meshwright.search.bounds import SLACK
-from meshwright.search.drafts import Drafts
-from meshwright.search.problem import Problem
-from meshwright.search.search import search
-from meshwright.search.space import Point, Shape
+from meshwright.rules.limits import not_yet
+from meshwright.searching.bounds import SLACK
+from meshwright.searching.drafts import Drafts
+from meshwright.searching.problem import Problem
+from meshwright.searching.search import search
+from meshwright.searching.space import Point, Shape
 
 WIDE, DEEP = (40, 40), 10
 """Blocks of 6.25 KiB, so many that a window of two and two lanes of gradients are less than all of them."""

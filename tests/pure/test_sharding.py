@@ -12,11 +12,11 @@ from writer import Writer, shape_of
 
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Kind, Op
-from meshwright.core.labels import labels_of
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding
-from meshwright.core.sharding import plain_sharding, plain_ways, ways_by_block
 from meshwright.cost.estimate import estimate
+from meshwright.rules.labels import labels_of
+from meshwright.rules.sharding import plain_sharding, plain_ways, ways_by_block
 
 COLUMNS = [f"attention.{name}" for name in ("query", "key", "value")] + ["mlp.expand"]
 ROWS = ["attention.output", "mlp.contract"]

@@ -14,7 +14,7 @@ from meshwright.core.errors import PlanError
 from meshwright.core.graph import Block, Graph
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Stage
-from meshwright.core.stages import even_stages, plain_virtual
+from meshwright.rules.stages import even_stages, plain_virtual
 
 
 def graph_of(*names: str) -> Graph:

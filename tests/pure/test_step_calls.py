@@ -13,7 +13,6 @@ from strategies import divisors, quick
 from test_experts import GRAPH as EXPERTS
 from transformer import Sizes, transformer_graph
 
-from meshwright.core.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES
 from meshwright.core.graph import Graph, Kind, Parameter
 from meshwright.core.plan import Plan
@@ -23,6 +22,7 @@ from meshwright.cost.estimate import estimate
 from meshwright.cost.links import Group
 from meshwright.cost.state import groups_of, local_parameters, total_elements
 from meshwright.cost.step_calls import bucket_bytes, step_calls
+from meshwright.rules.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 PSI = 4 * 64 * 8
 """Parameters of `chain_graph(4, (64, 8))`, which every power of two up to 64 divides."""

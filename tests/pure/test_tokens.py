@@ -12,9 +12,9 @@ from meshwright.core.errors import PlanError
 from meshwright.core.flow import OBJECTIVE, Flow, FlowEvent, FlowTensor
 from meshwright.core.graph import Block, Graph, Kind, Op, Segment, Shape
 from meshwright.core.plan import Mesh, Plan, Stage
-from meshwright.core.tokens import handed_on, looked_up_tokens, token_names, tokens_in_blocks
 from meshwright.cost.degrees import Degrees, check_degrees
 from meshwright.cost.division import divide
+from meshwright.rules.tokens import handed_on, looked_up_tokens, token_names, tokens_in_blocks
 
 TOKENS, WIDTH, HEADS, DEPTH = 16, 32, 4, 4
 SAMPLES = Affine(0.0, 1.0)

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import quick, schedule_sizes
 
+from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import ScheduleKind
-from meshwright.core.schedule import Action
-from meshwright.core.schedules import make_order, make_schedule
 from meshwright.cost.walk import StageBytes, in_flight_by_stage, memory_peaks
+from meshwright.rules.schedules import make_order, make_schedule
 
 Sizes = tuple[ScheduleKind, int, int, int]
 

@@ -33,7 +33,7 @@ def capture(
 
     check_choice("--precision", precision, get_args(Precision))
     console = make_console(as_json)
-    import_module("meshwright.capture.capture")  # torch's own import is not the capture's time
+    import_module("meshwright.capturing.capture")  # torch's own import is not the capture's time
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GuessWarning)  # they are listed below the table

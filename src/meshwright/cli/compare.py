@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from meshwright.core.short_plans import Contender
     from meshwright.report.run import Run
-    from meshwright.train.settings import CompareSettings, Settings
+    from meshwright.rules.short_plans import Contender
+    from meshwright.training.settings import CompareSettings, Settings
 
 
 def compare(
@@ -50,7 +50,7 @@ def compare(
     from meshwright.cli.output import make_console
     from meshwright.cli.ready import OF_TRAINING, ready_ranks
     from meshwright.core.errors import RunError
-    from meshwright.core.short_plans import contenders
+    from meshwright.rules.short_plans import contenders
 
     settings, wanted = _read(file, plans, nproc, repeat, {"steps": steps, "seed": seed})
     chosen, left_out = contenders(wanted.plans, wanted.nproc)
@@ -78,7 +78,7 @@ def _read(
     import msgspec
 
     from meshwright.cli.train_settings import load_settings
-    from meshwright.train.settings import CompareSettings
+    from meshwright.training.settings import CompareSettings
 
     settings = load_settings(file)
     wanted = settings.compare or CompareSettings()
@@ -104,7 +104,7 @@ def _whole(word: str, text: str) -> int:
 def _make_room(folder: Path, is_chosen: bool, console: Console) -> None:
     """An earlier comparison of the same study is moved aside; what somebody named is not touched."""
     from meshwright.core.errors import InputError
-    from meshwright.train.folder import move_aside
+    from meshwright.training.folder import move_aside
 
     if not folder.exists() or not any(folder.iterdir()):
         return
@@ -118,7 +118,7 @@ def _check(settings: Settings, chosen: list[Contender]) -> int | None:
     from meshwright.core.errors import InputError
     from meshwright.models.source import resolve
     from meshwright.runtime.launch import check_num_ranks
-    from meshwright.train.data import check_data, steps_per_epoch
+    from meshwright.training.data import check_data, steps_per_epoch
 
     if len(chosen) < 2:
         raise InputError("fewer than two plans are left to compare: give more with --plans or --nproc")
@@ -137,8 +137,8 @@ def _peers(settings: Settings, names: str | None, nprocs: tuple[int, ...]) -> li
     """Other libraries, on every number of ranks above one."""
     if names is None:
         return []
-    from meshwright.core.short_plans import Contender
-    from meshwright.train.peers import LIKE, check_peer, peers_named
+    from meshwright.rules.short_plans import Contender
+    from meshwright.training.peers import LIKE, check_peer, peers_named
 
     found = []
     for peer in peers_named(names):
@@ -184,7 +184,7 @@ def _run_one(settings: Settings, one: Contender, folder: Path) -> Run:
     import msgspec
 
     from meshwright.cli.runs import read_run
-    from meshwright.core.short_plans import parse_short
+    from meshwright.rules.short_plans import parse_short
 
     changed = msgspec.structs.replace(
         settings,
@@ -218,7 +218,7 @@ def _train_peer(settings: Settings, peer: str) -> None:
 
     from meshwright.cli.train_folder import lay_out
     from meshwright.runtime.launch import launch
-    from meshwright.train.lock import RunLock
+    from meshwright.training.lock import RunLock
 
     with RunLock(settings.folder) as lock:
         folder, decision = lay_out(settings, resume=False, console=Console(quiet=True), lock=lock)

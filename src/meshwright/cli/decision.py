@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
     from meshwright.core.estimate import Estimate
-    from meshwright.core.forecast import Forecast
     from meshwright.core.graph import Graph, Precision
     from meshwright.core.plan import Plan
     from meshwright.core.result import SearchResult
-    from meshwright.train.settings import Settings
+    from meshwright.core.run.forecast import Forecast
+    from meshwright.training.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def _searched(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: C
     from meshwright.cli.graphs import graph_run_by
     from meshwright.cli.searching import Searching
     from meshwright.cost.forecast import forecast
-    from meshwright.train.optimizers import recipe_of
+    from meshwright.training.optimizers import recipe_of
 
     recipe = recipe_of(settings)
     result = Searching(*graphs, settings.memory_bytes, world, recipe=recipe).on(cluster, settings.plan)
@@ -49,7 +49,7 @@ def _given(settings: Settings, graph: Graph, cluster: Cluster, world: int | None
     from meshwright.cli.shardings import with_legal_sharding
     from meshwright.core.errors import PlanError
     from meshwright.core.plan import Plan
-    from meshwright.core.request import plain_plan
+    from meshwright.rules.plain_plan import plain_plan
 
     if settings.plan_file is None:
         plain = plain_plan(settings.plan, graph, world or cluster.num_devices, cluster.hash)
@@ -67,11 +67,11 @@ def _costed(plan: Plan, settings: Settings, graphs: tuple[Graph, Graph | None], 
     """Refused where it cannot run, or does not fit."""
     from meshwright.cli.graphs import graph_run_by
     from meshwright.core.errors import InfeasibleError
-    from meshwright.core.limits import check_runs
     from meshwright.core.units import format_bytes
     from meshwright.cost.estimate import estimate
     from meshwright.cost.forecast import forecast
-    from meshwright.train.optimizers import recipe_of
+    from meshwright.rules.limits import check_runs
+    from meshwright.training.optimizers import recipe_of
 
     check_runs(plan)
     recipe = recipe_of(settings)
@@ -113,7 +113,7 @@ def with_host_link(cluster: Cluster, settings: Settings) -> Cluster:
 
 def check_batch(settings: Settings) -> None:
     """A batch that cannot be divided is refused before anything is measured."""
-    from meshwright.core.request import count_microbatches, plain_mesh, share_of_batch
+    from meshwright.rules.plain_plan import count_microbatches, plain_mesh, share_of_batch
 
     wish = settings.plan
     if settings.plan_file is None and settings.nproc is not None and wish.global_batch is not None:

@@ -44,9 +44,9 @@ def export(
     from meshwright.core.errors import InputError
     from meshwright.core.units import format_bytes, parse_bytes
     from meshwright.runtime.launch import launch
-    from meshwright.train.checkpoint import latest
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.places import places_of
+    from meshwright.training.checkpoint import latest
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.places import places_of
 
     check_choice("--dtype", dtype, DTYPES)
     folder = RunFolder(run)

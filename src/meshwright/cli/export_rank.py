@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from meshwright.core.plan import Plan
     from meshwright.runtime.ranks import Rank
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.settings import Settings
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.settings import Settings
 
 
 def export_rank(payload: dict[str, Any]) -> dict[str, Any]:
@@ -26,9 +26,9 @@ def export_rank(payload: dict[str, Any]) -> dict[str, Any]:
     from meshwright.models.source import resolve
     from meshwright.runtime.ranks import joined
     from meshwright.runtime.undrawn import undrawn
-    from meshwright.train.export import check_exportable, check_target, export
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.settings import Settings
+    from meshwright.training.export import check_exportable, check_target, export
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.settings import Settings
 
     folder, target = RunFolder(payload["run"]), Path(payload["folder"])
     settings = Settings.load(folder.settings)
@@ -61,8 +61,8 @@ def _restore(module: nn.Module, folder: RunFolder, rank: Rank) -> int:
     from meshwright.core.plan import Plan
     from meshwright.models.parameters import list_parameters
     from meshwright.runtime.apply import apply
-    from meshwright.train.checkpoint import restore
-    from meshwright.train.places import places_of
+    from meshwright.training.checkpoint import restore
+    from meshwright.training.places import places_of
 
     graph = identity(list_parameters(module))
     optimizer = partial(torch.optim.SGD, lr=0.0)  # it keeps nothing: what the run's own kept is not read

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import __version__
-from meshwright.core.cache import cache_folder, content_of, version_of
 from meshwright.core.errors import GuessWarning
+from meshwright.core.files.cache import cache_folder, content_of, version_of
 from meshwright.core.graph import CAPTURE_VERSION
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ def _capture_both(model: str, precision: Precision) -> tuple[Graph, Graph]:
 
     import msgspec
 
-    import meshwright.capture.capture
+    import meshwright.capturing.capture
     import meshwright.models.source  # noqa: F401
     from meshwright.core.graph import Graph
-    from meshwright.search.program import load_solver
+    from meshwright.searching.program import load_solver
 
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
         other = child.submit(_captured, model, precision)
@@ -82,7 +82,7 @@ def _captured(model: str, precision: Precision) -> bytes:
 
 def capture_now(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
     """Capture, whatever is known, and keep the graph for the next time."""
-    from meshwright.capture.capture import capture_source
+    from meshwright.capturing.capture import capture_source
     from meshwright.models.source import resolve
 
     graph = capture_source(resolve(model), precision, casting)

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from meshwright.train.settings import Settings
+    from meshwright.training.settings import Settings
 
 VERBS = ("train", "probe", "doctor")
 
@@ -34,7 +34,7 @@ class Launch:
     @property
     def folder(self) -> Path:
         """Of what launching leaves in the run folder."""
-        from meshwright.train.folder import RunFolder
+        from meshwright.training.folder import RunFolder
 
         return RunFolder(self.settings.folder).launch
 
@@ -130,7 +130,7 @@ def _read(
     from meshwright.cli.choices import check_choice
     from meshwright.cli.train_settings import load_settings
     from meshwright.core.errors import InputError
-    from meshwright.train.folder import RunFolder
+    from meshwright.training.folder import RunFolder
 
     check_choice("--verb", verb, VERBS)
     settings = load_settings(file)

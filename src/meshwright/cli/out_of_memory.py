@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from meshwright.core.errors import OutOfMemoryError
     from meshwright.core.estimate import Estimate
     from meshwright.core.infeasible import WayOut
-    from meshwright.train.settings import Settings
+    from meshwright.training.settings import Settings
 
 LESS = 0.9
 """Of what the plan was predicted to need: a plan that does not need a tenth less may fail as well."""
@@ -66,9 +66,9 @@ def ways_out_of(settings: Settings, decision: Decision, cluster: Cluster) -> tup
     """Changes of the plan that ran, costed against a budget that it would not have fitted."""
     from meshwright.cli.decision import precision_of_run
     from meshwright.cli.graphs import both_castings
-    from meshwright.search.problem import Problem
-    from meshwright.search.ways_out import ways_out
-    from meshwright.train.optimizers import recipe_of
+    from meshwright.searching.problem import Problem
+    from meshwright.searching.ways_out import ways_out
+    from meshwright.training.optimizers import recipe_of
 
     graph, other = both_castings(settings.model, precision_of_run(settings))
     problem = Problem(

@@ -79,7 +79,7 @@ def _read(target: str, flags: PlanFlags, nproc: int | None) -> tuple[str, Plan, 
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
     from meshwright.measure.probe import default_num_ranks
-    from meshwright.train.settings import Settings
+    from meshwright.training.settings import Settings
 
     model, request, file = target, PlanRequest(), flags.file
     if target.endswith(".toml"):

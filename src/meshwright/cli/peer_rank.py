@@ -8,9 +8,9 @@ from typing import Any
 def peer_rank(payload: dict[str, Any]) -> dict[str, Any]:
     from meshwright.core.plan import Plan
     from meshwright.runtime.ranks import joined
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.peer_loop import run_peer
-    from meshwright.train.settings import Settings
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.peer_loop import run_peer
+    from meshwright.training.settings import Settings
 
     folder = RunFolder(payload["folder"])
     settings = Settings.load(folder.settings)

@@ -103,8 +103,8 @@ def plan(
     name = cluster or "local"
     if from_deepspeed is not None or from_accelerate is not None:
         from meshwright.cli.plan_foreign import improve_on
-        from meshwright.core.accelerate import load_accelerate
-        from meshwright.core.deepspeed import load_deepspeed
+        from meshwright.interop.accelerate import load_accelerate
+        from meshwright.interop.deepspeed import load_deepspeed
 
         foreign = load_deepspeed(from_deepspeed) if from_deepspeed else load_accelerate(str(from_accelerate))
         improve_on(console, foreign, model, name, hosts, nproc, flags.request, settings, output, as_json)

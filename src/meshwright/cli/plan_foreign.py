@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
     from meshwright.core.cluster import Cluster
     from meshwright.core.estimate import Estimate
-    from meshwright.core.foreign import Foreign
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
     from meshwright.core.result import SearchResult
+    from meshwright.interop.foreign import Foreign
 
 
 def improve_on(
@@ -37,8 +37,8 @@ def improve_on(
     from meshwright.cli.shardings import with_legal_sharding
     from meshwright.cli.wiring import plain_precision
     from meshwright.core.errors import InfeasibleError
-    from meshwright.core.foreign import filled, foreign_plan
     from meshwright.cost.estimate import estimate
+    from meshwright.interop.foreign import filled, foreign_plan
 
     found = asked_cluster(console, cluster, foreign.num_hosts if hosts is None else hosts, nproc)
     check_budget(settings["memory"], found)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 LOADED = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining",
-    "meshwright.runtime.apply", "meshwright.runtime.rank", "meshwright.capture.capture", "meshwright.measure.record",
+    "meshwright.runtime.apply", "meshwright.runtime.rank", "meshwright.capturing.capture", "meshwright.measure.record",
 )  # fmt: skip
 """What every rank needs, and no thread is started by."""
-OF_TRAINING = (*LOADED, "meshwright.train.loop", "meshwright.train.checkpoint", "meshwright.cli.train_rank")
+OF_TRAINING = (*LOADED, "meshwright.training.loop", "meshwright.training.checkpoint", "meshwright.cli.train_rank")
 
 
 @contextmanager

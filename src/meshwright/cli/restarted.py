@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from meshwright.cli.decision import Decision
     from meshwright.runtime.ranks import Rank
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.settings import Settings
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.settings import Settings
 
 
 def continued(settings: Settings, resume: bool, rank: Rank, console: Console) -> tuple[Settings, bool, bool]:
@@ -26,7 +26,7 @@ def continued(settings: Settings, resume: bool, rank: Rank, console: Console) ->
     from meshwright.cli.train_settings import as_before
     from meshwright.runtime.messages.exchange import all_ranks, from_first
     from meshwright.runtime.restarts import launcher
-    from meshwright.train.folder import RunFolder
+    from meshwright.training.folder import RunFolder
 
     folder = RunFolder(settings.folder)
     launchers = all_ranks(launcher(), str)
@@ -85,7 +85,7 @@ def decision_again(settings: Settings, world: int, folder: RunFolder) -> Decisio
     from meshwright.core.errors import PlanError
     from meshwright.core.estimate import Estimate
     from meshwright.core.plan import Plan
-    from meshwright.train.settings import Settings
+    from meshwright.training.settings import Settings
 
     plan = Plan.load(folder.plan)
     if plan.world == world:

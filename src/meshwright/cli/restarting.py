@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
     from meshwright.cli.decision import Decision
     from meshwright.core.cluster import Cluster
-    from meshwright.core.fault import Fault
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
+    from meshwright.core.run.fault import Fault
     from meshwright.runtime.restarts import Attempt
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.settings import Settings
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.settings import Settings
 
 LOSING = ("killed", "hung", "lost", "corrupt")
 """Faults after which a rank may be done without."""
@@ -37,9 +37,9 @@ class Restarting:
         from functools import partial
 
         from meshwright.runtime.restarts import Attempt
-        from meshwright.train.company import mend
-        from meshwright.train.folder import RunFolder
-        from meshwright.train.kept import clear_left
+        from meshwright.training.company import mend
+        from meshwright.training.folder import RunFolder
+        from meshwright.training.kept import clear_left
 
         folder = RunFolder(attempt.payload["folder"])
         self.num_restarts = attempt.number + 1
@@ -79,9 +79,9 @@ class Restarting:
 
 def resumable_step(folder: RunFolder) -> int:
     """Of the newest whole checkpoint; 0 where there is none."""
-    from meshwright.train.checkpoint import latest
-    from meshwright.train.kept import step_of
-    from meshwright.train.places import places_of
+    from meshwright.training.checkpoint import latest
+    from meshwright.training.kept import step_of
+    from meshwright.training.places import places_of
 
     newest = latest(places_of(folder))
     return step_of(newest) if newest is not None else 0

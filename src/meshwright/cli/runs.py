@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
     from meshwright.core.codec import Value
     from meshwright.core.result import SearchResult
-    from meshwright.core.trace import Trace
+    from meshwright.core.run.trace import Trace
     from meshwright.report.run import Run
-    from meshwright.train.folder import RunFolder
+    from meshwright.training.folder import RunFolder
 
     V = TypeVar("V", bound=Value)
 
@@ -77,12 +77,12 @@ def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricL
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import InputError
     from meshwright.core.estimate import Estimate
-    from meshwright.core.forecast import Forecast
-    from meshwright.core.given_file import read_given
+    from meshwright.core.files.given_file import read_given
     from meshwright.core.plan import Plan
     from meshwright.core.result import SearchResult
+    from meshwright.core.run.forecast import Forecast
     from meshwright.report.run import Run
-    from meshwright.train.folder import RunFolder
+    from meshwright.training.folder import RunFolder
 
     folder = RunFolder(path)
     if not folder.settings.exists():
@@ -163,7 +163,7 @@ def write_page(runs: Sequence[Run], file: str) -> Path:
 def _traces(folder: RunFolder, plan: str) -> tuple[Trace, ...]:
     """Of every rank where the run left them, else of the one rank that is known; of a run that goes on, its last sampled step."""
     from meshwright.core.errors import InputError
-    from meshwright.core.trace import Trace
+    from meshwright.core.run.trace import Trace
 
     if not folder.trace.exists():
         so_far = (_read(Trace, file) for file in sorted(folder.live.glob("sample-*.json")))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from meshwright.core.cluster import Facts
     from meshwright.core.graph import Casting, Graph, Precision
-    from meshwright.core.published import Run, Unreadable
+    from meshwright.interop.published import Run, Unreadable
     from meshwright.report.score import GraphOf, Prediction
 
 
@@ -34,7 +34,7 @@ def score(
     from pathlib import Path
 
     from meshwright.cli.output import make_console, print_json
-    from meshwright.core.published import read_runs
+    from meshwright.interop.published import read_runs
     from meshwright.report.accuracy import write_section
 
     console = make_console(as_json)
@@ -49,7 +49,7 @@ def score(
 
 def _facts(path: str) -> dict[str, Facts]:
     from meshwright.core.cluster import read_facts
-    from meshwright.core.given_file import read_given
+    from meshwright.core.files.given_file import read_given
 
     return read_facts(read_given(path), path)
 

@@ -36,8 +36,8 @@ class Searching:
 
     def on(self, cluster: Cluster, request: PlanRequest) -> SearchResult:
         from meshwright.cli.shardings import with_legal_sharding
-        from meshwright.search.asking import search_legal
-        from meshwright.search.search import search
+        from meshwright.searching.asking import search_legal
+        from meshwright.searching.search import search
 
         def find(legal: tuple[LegalSharding, ...]) -> SearchResult:
             return search(

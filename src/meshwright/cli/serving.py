@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meshwright.cli.metric_lines import MetricLines
     from meshwright.report.live_view import Live
-    from meshwright.train.folder import RunFolder
+    from meshwright.training.folder import RunFolder
 
 ADDRESS = "127.0.0.1"
 NAMES = ("localhost", ADDRESS, "[::1]")
@@ -98,6 +98,6 @@ def _live(folder: RunFolder, every: float) -> Live:
 
     from meshwright.cli.watch import rank_states
     from meshwright.report.live_view import Live
-    from meshwright.train.settings import Settings
+    from meshwright.training.settings import Settings
 
     return Live(every, tuple(rank_states(folder)), Settings.load(folder.settings).steps, time.time())

@@ -24,13 +24,13 @@ def plan_file_of_small(model: str, plan: Plan, file: str) -> Plan:
     """The whole plan of a file: its shardings, stages and recompute, laid on the small model's blocks."""
     import msgspec
 
-    from meshwright.capture.capture import capture_source
+    from meshwright.capturing.capture import capture_source
     from meshwright.cli.graphs import graph_of
     from meshwright.cli.shardings import try_sharding
-    from meshwright.core.limits import check_runs
-    from meshwright.core.shrunk import shrunk_plan
     from meshwright.cost.degrees import check_divides
     from meshwright.models.source import resolve
+    from meshwright.rules.limits import check_runs
+    from meshwright.rules.shrunk import shrunk_plan
 
     whole = graph_of(model, plan.precision, plan.casting)
     _check_file(plan, whole, file)
@@ -47,9 +47,9 @@ def plan_file_of_small(model: str, plan: Plan, file: str) -> Plan:
 def _check_file(plan: Plan, whole: Graph, file: str) -> None:
     """Made for this model, of blocks and tensors that it has."""
     from meshwright.cli.decision import check_made_for
-    from meshwright.core.sharding import ways_by_block
-    from meshwright.core.stages import check_blocks
     from meshwright.cost.degrees import check_divides
+    from meshwright.rules.sharding import ways_by_block
+    from meshwright.rules.stages import check_blocks
 
     check_made_for(plan, whole, file)
     check_blocks(whole, plan)

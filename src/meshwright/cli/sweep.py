@@ -136,7 +136,7 @@ def _point(searching: Searching, cluster: Cluster, batch: int | None, request: P
 
     from meshwright.core.errors import InfeasibleError, PlanError
     from meshwright.report.sweep import SweepPoint
-    from meshwright.search.problem import SAMPLES_PER_DEVICE
+    from meshwright.searching.problem import SAMPLES_PER_DEVICE
 
     batch = batch or SAMPLES_PER_DEVICE * cluster.num_devices
     point = SweepPoint(num_hosts=cluster.num_hosts, num_devices=cluster.num_devices, global_batch=batch)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
     from meshwright.core.codec import Value
     from meshwright.core.plan import Plan
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.lock import RunLock
-    from meshwright.train.settings import Settings
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.lock import RunLock
+    from meshwright.training.settings import Settings
 
 
 MOST_CHECKED = 300_000_000
@@ -38,10 +38,10 @@ def check_settings(settings: Settings, resume: bool) -> None:
     """What can be refused before anything is measured."""
     from meshwright.cli.decision import check_batch
     from meshwright.models.source import resolve
-    from meshwright.train.boards import check_boards
-    from meshwright.train.data import check_data
-    from meshwright.train.optimizers import check_optimizer
-    from meshwright.train.pretrained import check_weights
+    from meshwright.training.boards import check_boards
+    from meshwright.training.data import check_data
+    from meshwright.training.optimizers import check_optimizer
+    from meshwright.training.pretrained import check_weights
 
     check_batch(settings)
     source = resolve(settings.model)
@@ -60,8 +60,8 @@ def lay_out_on(
     from meshwright.cli.graphs import both_castings
     from meshwright.cli.train_room import check_room, checkpoint_bytes
     from meshwright.cli.train_settings import with_plan_of_before
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.optimizers import recipe_of
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.optimizers import recipe_of
 
     cluster = with_host_link(cluster, settings)
     wish = with_plan_of_before(settings, world or cluster.num_devices) if resume else settings
@@ -132,10 +132,10 @@ def _open(
     folder: RunFolder, settings: Settings, decision: Decision, resume: bool, console: Console, lock: RunLock
 ) -> None:
     """The folder of before, if its checkpoints are of the same model, or a fresh one."""
-    from meshwright.train.checkpoint import check_same_model
-    from meshwright.train.company import mend
-    from meshwright.train.places import places_of
-    from meshwright.train.run_id import read_id
+    from meshwright.training.checkpoint import check_same_model
+    from meshwright.training.company import mend
+    from meshwright.training.places import places_of
+    from meshwright.training.run_id import read_id
 
     if resume:
         mend(folder, partial(console.print, highlight=False, markup=False))
@@ -159,8 +159,8 @@ def write_plan(folder: RunFolder, settings: Settings, decision: Decision) -> Non
 
 def _save(value: Value, path: Path) -> None:
     """A file that says the same already is left alone: a resumed run needs no room for it."""
-    from meshwright.core.cache import content_of
     from meshwright.core.errors import InputError
+    from meshwright.core.files.cache import content_of
 
     if content_of(path) == (value.to_toml() if path.suffix == ".toml" else value.to_json()):
         return

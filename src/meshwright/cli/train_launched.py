@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
     from meshwright.cli.decision import Decision
     from meshwright.core.cluster import Cluster
-    from meshwright.train.lock import RunLock
-    from meshwright.train.settings import Settings
+    from meshwright.training.lock import RunLock
+    from meshwright.training.settings import Settings
 
 
 def join_launched(settings: Settings, resume: bool, console: Console, as_json: bool, verify: bool) -> None:
@@ -25,8 +25,8 @@ def join_launched(settings: Settings, resume: bool, console: Console, as_json: b
     from meshwright.runtime.messages.exchange import from_first
     from meshwright.runtime.rank import leave
     from meshwright.runtime.ranks import joined
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.lock import RunLock
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.lock import RunLock
 
     world = _world(settings)
     folder = RunFolder(settings.folder)
@@ -85,7 +85,7 @@ def _plan(
     from meshwright.cli.train_folder import lay_out_on
     from meshwright.cli.wiring import find_cluster
     from meshwright.models.source import resolve
-    from meshwright.train.pretrained import check_weights
+    from meshwright.training.pretrained import check_weights
 
     if not resume:
         check_weights(settings, resolve(settings.model))

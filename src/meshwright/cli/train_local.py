@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meshwright.cli.decision import Decision
-    from meshwright.train.lock import RunLock
-    from meshwright.train.settings import Settings
+    from meshwright.training.lock import RunLock
+    from meshwright.training.settings import Settings
 
 
 def run_ranks(
@@ -18,7 +18,7 @@ def run_ranks(
     """Plan here, then start the ranks and wait for them. No summary where a resumed run had nothing left to do."""
     from meshwright.cli.train_summary import show_again
     from meshwright.runtime.launch import stoppable
-    from meshwright.train.lock import RunLock
+    from meshwright.training.lock import RunLock
 
     if resume and (done := show_again(settings, console, as_json)):
         _clear(settings.folder)
@@ -35,8 +35,8 @@ def _clear(folder: str) -> None:
 
     from meshwright.core.errors import InputError
     from meshwright.runtime.temporary import clear_abandoned
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.lock import RunLock
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.lock import RunLock
 
     clear_abandoned(Path(gettempdir()))
     with suppress(InputError), RunLock(folder):
@@ -55,7 +55,7 @@ def _run(
     from meshwright.core.errors import OutOfMemoryError
     from meshwright.runtime.launch import Interrupted
     from meshwright.runtime.restarts import Attempt, launch_with_restarts
-    from meshwright.train.folder import RunFolder
+    from meshwright.training.folder import RunFolder
 
     folder, decision = lay_out(settings, resume, console, lock)
     payload = make_payload(folder, console, as_json, resume=resume, verify=verify, quiet=quiet)

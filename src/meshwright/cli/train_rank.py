@@ -17,7 +17,7 @@ def make_payload(
     folder: Path, console: Console, as_json: bool, *, resume: bool, verify: bool, quiet: bool = False
 ) -> dict[str, Any]:
     """What a rank is told; all else is in the run folder."""
-    from meshwright.train.run_id import read_id
+    from meshwright.training.run_id import read_id
 
     return {
         "folder": str(folder), "run": read_id(folder), "resume": resume, "verify": verify, "as_json": as_json, "quiet": quiet,
@@ -28,8 +28,8 @@ def make_payload(
 def train_rank(payload: dict[str, Any]) -> dict[str, Any]:
     """What each rank that we started runs."""
     from meshwright.runtime.ranks import joined
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.settings import Settings
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.settings import Settings
 
     folder = RunFolder(payload["folder"])
     settings = Settings.load(folder.settings)
@@ -42,11 +42,11 @@ def run_rank(payload: dict[str, Any], rank: Rank) -> dict[str, Any]:
 
     from meshwright.core.plan import Plan
     from meshwright.measure.record import StepRecorder
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.job import Job
-    from meshwright.train.run import run
-    from meshwright.train.run_id import check_still_ours
-    from meshwright.train.settings import Settings
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.job import Job
+    from meshwright.training.run import run
+    from meshwright.training.run_id import check_still_ours
+    from meshwright.training.settings import Settings
 
     folder, run_id = RunFolder(payload["folder"]), payload["run"]
     check_still_ours(folder.path, run_id)

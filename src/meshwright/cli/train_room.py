@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshwright.core.graph import Graph
     from meshwright.core.plan import Plan
     from meshwright.core.recipe import Recipe
-    from meshwright.train.settings import Settings
+    from meshwright.training.settings import Settings
 
 
 def checkpoint_bytes(graph: Graph, plan: Plan, recipe: Recipe) -> int:
@@ -30,7 +30,7 @@ def check_room(settings: Settings, needed: int, console: Console) -> None:
 
     from meshwright.core.errors import InputError
     from meshwright.core.units import format_bytes
-    from meshwright.train.saver import FARE_BYTES
+    from meshwright.training.saver import FARE_BYTES
 
     folder, elsewhere = Path(settings.folder), settings.checkpoint.elsewhere
     places = [folder] if elsewhere is None else [folder, Path(elsewhere)]

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meshwright.cli.options import PlanFlags
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.settings import FaultSettings, Settings
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.settings import FaultSettings, Settings
 
 
 DECIDING = (
@@ -69,9 +69,9 @@ def put_right(file: str, out: str | None, console: Console) -> None:
     """Damaged files beside whole checkpoints, before a run is resumed. Nothing is touched where nothing is damaged."""
     from functools import partial
 
-    from meshwright.train.company import damages, mend
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.lock import RunLock
+    from meshwright.training.company import damages, mend
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.lock import RunLock
 
     folder = RunFolder(out or (load_settings(file).folder if file.endswith(".toml") else file))
     if damages(folder):
@@ -81,7 +81,7 @@ def put_right(file: str, out: str | None, console: Console) -> None:
 
 def load_settings(file: str) -> Settings:
     from meshwright.core.errors import InputError
-    from meshwright.train.settings import Settings
+    from meshwright.training.settings import Settings
 
     if not file.endswith(".toml"):
         raise InputError(f"{file}: settings are read from a .toml file; see examples/")
@@ -91,7 +91,7 @@ def load_settings(file: str) -> Settings:
 def _in_run_folder(path: str, given: dict[str, Any], resume: bool) -> tuple[str, dict[str, Any]]:
     """The settings of a run, and that folder as where it goes on."""
     from meshwright.core.errors import InputError
-    from meshwright.train.folder import RunFolder
+    from meshwright.training.folder import RunFolder
 
     folder = RunFolder(path)
     if not folder.path.is_dir():
@@ -111,8 +111,8 @@ def with_plan_of_before(settings: Settings, world: int) -> Settings:
 
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.settings import Settings
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.settings import Settings
 
     folder = RunFolder(settings.folder)
     if settings.plan_file is not None or not folder.plan.exists():
@@ -142,9 +142,9 @@ def as_before(settings: Settings) -> Settings:
     from meshwright.core.errors import InputError
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
-    from meshwright.train.checkpoint import latest
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.places import places_of
+    from meshwright.training.checkpoint import latest
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.places import places_of
 
     folder = RunFolder(settings.folder)
     if not folder.settings.exists() or latest(places_of(folder)) is None:
@@ -160,7 +160,7 @@ def _where_before(settings: Settings, folder: RunFolder) -> Settings:
     """Checkpoints may lie in the second place that the run had: it keeps it, unless it is given another."""
     import msgspec
 
-    from meshwright.train.settings import Settings
+    from meshwright.training.settings import Settings
 
     elsewhere = Settings.load(folder.settings).checkpoint.elsewhere
     if settings.checkpoint.elsewhere is not None or elsewhere is None:

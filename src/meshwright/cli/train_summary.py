@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meshwright.cli.decision import Decision
-    from meshwright.core.trace import Trace
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.settings import Settings
+    from meshwright.core.run.trace import Trace
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.settings import Settings
 
 
 def show_summary(
@@ -20,10 +20,10 @@ def show_summary(
 ) -> None:
     """Predicted against measured, and where everything is."""
     from meshwright.cli.output import print_json
-    from meshwright.core.trace import Trace
+    from meshwright.core.run.trace import Trace
     from meshwright.report.tables import comparison_table
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.metrics import dropped_tokens
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.metrics import dropped_tokens
 
     folder = RunFolder(settings.folder)
     trace = Trace.load(folder.trace) if folder.trace.exists() else None
@@ -71,14 +71,14 @@ def show_again(settings: Settings, console: Console, as_json: bool) -> Decision 
     from meshwright.cli.decision import Decision
     from meshwright.core.estimate import Estimate
     from meshwright.core.plan import Plan
-    from meshwright.train.checkpoint import latest
-    from meshwright.train.folder import RunFolder
-    from meshwright.train.kept import step_of
-    from meshwright.train.manifest import DamagedError
-    from meshwright.train.metrics import last_values
-    from meshwright.train.places import places_of
-    from meshwright.train.position import read_progress
-    from meshwright.train.run_id import check_same_run, read_id
+    from meshwright.training.checkpoint import latest
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.kept import step_of
+    from meshwright.training.manifest import DamagedError
+    from meshwright.training.metrics import last_values
+    from meshwright.training.places import places_of
+    from meshwright.training.position import read_progress
+    from meshwright.training.run_id import check_same_run, read_id
 
     folder = RunFolder(settings.folder)
     newest = latest(places_of(folder))

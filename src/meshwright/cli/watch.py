@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
 
     from meshwright.cli.metric_lines import MetricLines
-    from meshwright.core.live import RankState
-    from meshwright.train.folder import RunFolder
+    from meshwright.core.run.live import RankState
+    from meshwright.training.folder import RunFolder
 
 
 def watch(
@@ -31,7 +31,7 @@ def watch(
     """
     from meshwright.cli.output import make_console
     from meshwright.cli.runs import read_run
-    from meshwright.train.folder import RunFolder
+    from meshwright.training.folder import RunFolder
 
     run = RunFolder(folder)
     read_run(folder, is_live=True)  # what is no run is refused before anything is shown
@@ -78,14 +78,14 @@ def _look(folder: RunFolder, lines: MetricLines | None = None) -> Group:
 
     from meshwright.cli.runs import read_run
     from meshwright.report.live_view import live_view
-    from meshwright.train.settings import Settings
+    from meshwright.training.settings import Settings
 
     run = read_run(str(folder.path), is_live=True, lines=lines)
     return live_view(run, rank_states(folder), Settings.load(folder.settings).steps, time.time())
 
 
 def rank_states(folder: RunFolder) -> list[RankState]:
-    from meshwright.core.live import RankState
+    from meshwright.core.run.live import RankState
 
     return [RankState.load(file) for file in sorted(folder.live.glob("rank-*.json"))]
 

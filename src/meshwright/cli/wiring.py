@@ -63,7 +63,7 @@ def plan_from_flags(flags: PlanFlags, graph: Graph, cluster: Cluster, devices: i
     from meshwright.cli.decision import check_made_for
     from meshwright.cli.shardings import with_legal_sharding
     from meshwright.core.plan import Plan
-    from meshwright.core.request import plain_plan
+    from meshwright.rules.plain_plan import plain_plan
 
     if flags.file is None:
         world = _world(flags.request, devices or cluster.num_devices)

@@ -24,8 +24,8 @@ import tomli_w
 
 from meshwright.core.bounds import LARGEST_FILE_BYTES
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.given_file import read_given
-from meshwright.core.parsing import parse_json, parse_toml
+from meshwright.core.files.given_file import read_given
+from meshwright.core.files.parsing import parse_json, parse_toml
 from meshwright.core.units import parse_bytes, parse_seconds
 
 T = TypeVar("T")

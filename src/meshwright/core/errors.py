@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshwright.core.fault import Fault
     from meshwright.core.infeasible import Infeasible
+    from meshwright.core.run.fault import Fault
 
 
 MOST_SHOWN = 120

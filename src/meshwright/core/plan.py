@@ -18,15 +18,15 @@ from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Casting, Precision
 from meshwright.core.names import expand_names
-from meshwright.core.placement import Placement
-from meshwright.core.plan_check import check_plan
-from meshwright.core.schedule_kinds import (
+from meshwright.core.pipeline.placement import Placement
+from meshwright.core.pipeline.schedule_kinds import (
     MULTI_STAGE_SCHEDULES,
     SPLIT_SCHEDULES,
     V_SCHEDULES,
     ScheduleKind,
     placement_of,
 )
+from meshwright.core.plan_check import check_plan
 
 __all__ = [
     "MULTI_STAGE_SCHEDULES", "SPLIT_SCHEDULES", "V_SCHEDULES",
@@ -38,7 +38,7 @@ __all__ = [
 RecomputeMode = Literal["selective", "full"]
 ZeroStage = Literal[0, 1, 2, 3]
 ContextWay = Literal["heads", "ring"]
-"""How attention over tokens that lie over cp is done: core/attention.py."""
+"""How attention over tokens that lie over cp is done: rules/attention.py."""
 
 
 class Mesh(Value, kw_only=True):
@@ -148,7 +148,7 @@ class Plan(Value, kw_only=True, dict=True):
     """Under cp: tokens are exchanged for heads, or keys and values go round the ranks."""
     token_blocks: tuple[str, ...] = ()
     """Under cp, where the model looks up no tokens: blocks that cut what they are called with, [samples, tokens, width]. An entry
-    is a run of blocks, which gathers its tokens again where it ends (core/tokens.py)."""
+    is a run of blocks, which gathers its tokens again where it ends (rules/tokens.py)."""
     zero: ZeroStage = 0
     hybrid: Degree | None = None
     """Ranks in one sharding group of ZeRO; without it, all that hold the same parameters: dp · cp."""

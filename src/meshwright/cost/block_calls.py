@@ -1,6 +1,6 @@
 """Which collectives one rank calls inside the blocks, in each microbatch, and again where the forward is redone.
 
-    tp       all-reduce where labels say so (core/labels.py)                              -> _tensor_calls
+    tp       all-reduce where labels say so (rules/labels.py)                              -> _tensor_calls
     sp       sequence parallel: instead, an all-gather before and a reduce-scatter after each split part
     loss     logits split by the vocabulary: three all-reduces over tp, of each token's largest logit, its sum of
              exponentials and its target's logit; tokens split: one all-reduce of the sum, and along cp one of its
@@ -9,7 +9,7 @@
              their tokens of it; backward gathers the gradient over tp                    -> _lookup_calls
     tokens   what is summed over tokens that lie over ranks, or runs along them           (cost/token_calls.py)
     cp       heads: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same; heads
-             of keys that are too few for the ranks go several times (core/context.py)   -> _exchange_calls
+             of keys that are too few for the ranks go several times (rules/context.py)   -> _exchange_calls
              blocks that cut tokens nobody looks up: the last of a run gathers them, backward by a reduce-scatter
                                                                                           -> _hand_on_calls
              ring: keys and values go round in one message, cp - 1 sends; backward once more, and with them the sums of
@@ -33,15 +33,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from meshwright.core.context import ACCUMULATED_BYTES
 from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Shape
-from meshwright.core.once import once_per_kind
 from meshwright.core.plan import Plan
 from meshwright.cost.block_ops import BlockOps, last_needed
 from meshwright.cost.communication import Call
 from meshwright.cost.division import Division
 from meshwright.cost.links import axis_group
 from meshwright.cost.token_calls import token_calls
+from meshwright.rules.context import ACCUMULATED_BYTES
+from meshwright.rules.once import once_per_kind
 
 EXPERT_COUNT_BYTES = 8
 """How many rows come to one expert, as int64."""

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 from math import prod
 
 from meshwright.core.graph import Kind, Op, Shape, Source
-from meshwright.core.once import once_per_kind
 from meshwright.core.plan import Plan
 from meshwright.cost.division import Division
+from meshwright.rules.once import once_per_kind
 
 WORK_ALONG = ("sum", "mean", "cumsum", "cumprod", "logcumsumexp")
 """Ops that sum over tokens, or run along them."""

@@ -15,7 +15,6 @@ from math import prod
 
 from meshwright.core.cluster import FLOP_KINDS, Cluster, Device
 from meshwright.core.graph import Graph, Kind, Op, Pass, Precision
-from meshwright.core.once import once_per_kind
 from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.block_ops import last_needed
@@ -24,6 +23,7 @@ from meshwright.cost.fusion import is_fused
 from meshwright.cost.kernels import Kernels, MatmulSize
 from meshwright.cost.points import kernel_seconds, no_rate, rate_points
 from meshwright.cost.redone import Mode, redone_ops
+from meshwright.rules.once import once_per_kind
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, gcd
 
-from meshwright.core.context import num_heads, num_pieces
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Kind
-from meshwright.core.labels import Way, labels_of
 from meshwright.core.plan import ContextWay, Plan
 from meshwright.core.plan_check import check_experts
-from meshwright.core.sharding import ways_by_block
-from meshwright.core.tokens import TokenBlocks, cut_in_blocks, looked_up_counts, looked_up_tokens, stream_of
+from meshwright.rules.context import num_heads, num_pieces
+from meshwright.rules.labels import Way, labels_of
+from meshwright.rules.sharding import ways_by_block
+from meshwright.rules.tokens import TokenBlocks, cut_in_blocks, looked_up_counts, looked_up_tokens, stream_of
 
 STACKED_DIMS = 3
 """Matrices of several experts in one parameter."""

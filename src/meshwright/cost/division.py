@@ -1,6 +1,6 @@
 """What one rank does and holds of a block: the ops of its kind under tp, sequence parallel, cp and ep.
 
-    tp    an op on a split tensor does 1/tp of its work and its result takes 1/tp of the memory        (core/labels.py)
+    tp    an op on a split tensor does 1/tp of its work and its result takes 1/tp of the memory        (rules/labels.py)
     sp    between the split parts the tokens lie over tp: whole tensors with tokens take 1/tp too
     cp    tokens lie over cp: everything that grows with the samples takes 1/cp; where n tokens do not divide, ⌈n/cp⌉/n, as the
           first ranks have it
@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from meshwright.core.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats
 from meshwright.core.flow import FlowTensor
 from meshwright.core.graph import PRECISION_BYTES, Graph, Kind, Op, Source
-from meshwright.core.labels import Label, Labels, Way, labels_of
 from meshwright.core.plan import Plan
-from meshwright.core.sharding import ways_by_block
-from meshwright.core.tokens import TokenBlocks, cut_in_blocks, handed_on, looked_up_tokens, stream_of
 from meshwright.cost.degrees import Degrees, check_divides, experts_by_block
 from meshwright.cost.fusion import Fused, fused_groups
+from meshwright.rules.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats
+from meshwright.rules.labels import Label, Labels, Way, labels_of
+from meshwright.rules.sharding import ways_by_block
+from meshwright.rules.tokens import TokenBlocks, cut_in_blocks, handed_on, looked_up_tokens, stream_of
 
 RING_LAUNCHES = 9
 """Of one piece: the attention, what merges it with the others or adds up its gradients, and copies for its way. Origin: counted."""

@@ -18,12 +18,9 @@ from meshwright.core.collective import Collective, total
 from meshwright.core.errors import InfeasibleError, PlanError
 from meshwright.core.estimate import Estimate, TimeParts
 from meshwright.core.graph import PRECISION_BYTES, Graph
+from meshwright.core.pipeline.schedule import Order
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.schedule import Order
-from meshwright.core.schedules import make_order
-from meshwright.core.stages import check_blocks
-from meshwright.core.tokens import token_names
 from meshwright.core.units import format_bytes
 from meshwright.cost.away import away_bytes, exposed_away_seconds
 from meshwright.cost.beside import beside
@@ -41,6 +38,9 @@ from meshwright.cost.play import Play, enough_microbatches, play_schedule
 from meshwright.cost.stages import StageCost, StageCosts
 from meshwright.cost.streaming import StreamedCost, is_streamed
 from meshwright.cost.timing import StageSeconds, Transfers
+from meshwright.rules.schedules import make_order
+from meshwright.rules.stages import check_blocks
+from meshwright.rules.tokens import token_names
 
 
 def estimate(

@@ -15,19 +15,19 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.curve import thinned
 from meshwright.core.estimate import MemoryParts
-from meshwright.core.forecast import Forecast, Planned
 from meshwright.core.graph import Graph
+from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.schedule import Action
-from meshwright.core.schedules import make_order
-from meshwright.core.trace import MemoryPoint
+from meshwright.core.run.curve import thinned
+from meshwright.core.run.forecast import Forecast, Planned
+from meshwright.core.run.trace import MemoryPoint
 from meshwright.cost.estimate import Estimator, stage_seconds
 from meshwright.cost.holdings import Holdings
 from meshwright.cost.memory import MemoryCost, Moment
 from meshwright.cost.play import Span, enough_microbatches, play, timeline
+from meshwright.rules.schedules import make_order
 
 MOST_ACTIONS = 8192
 """Forwards and backwards of all coordinates that are shown one by one."""

@@ -20,9 +20,9 @@ from math import prod
 
 from meshwright.core.cluster import FLOP_KINDS
 from meshwright.core.graph import Affine, Kind, Op, Source
-from meshwright.core.once import once_per_kind
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
+from meshwright.rules.once import once_per_kind
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import msgspec
 from meshwright.core.cluster import Device
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.graph import Graph, Parameter
-from meshwright.core.offloaded import num_kept, order_of_need
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.state import (
@@ -27,6 +26,7 @@ from meshwright.cost.state import (
     shard_degree,
     total_elements,
 )
+from meshwright.rules.offloaded import num_kept, order_of_need
 
 
 class Holdings:

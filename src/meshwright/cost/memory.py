@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from meshwright.core.cluster import Device
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.graph import Segment
+from meshwright.core.pipeline.schedule import Action, Order
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.schedule import Action, Order
 from meshwright.cost.division import Division
 from meshwright.cost.footprint import Footprint, Footprints
 from meshwright.cost.holdings import Holdings

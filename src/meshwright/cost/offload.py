@@ -1,6 +1,6 @@
 """What keeping optimizer state on the host costs, as runtime/offload/optimizer.py runs it.
 
-    n, n_h        elements this rank updates, and those whose state is on the host (core/offloaded.py)
+    n, n_h        elements this rank updates, and those whose state is on the host (rules/offloaded.py)
     D, M          bytes of an element as the device computes with it, and as the host updates it
     F, B          forward of a step, and backward of its last microbatch
     U             seconds the host needs for its updates: n_h / rate, by the bytes of memory that an element moves there.

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.core.codec import Value
+from meshwright.core.pipeline.schedule import Action, Order
 from meshwright.core.plan import ScheduleKind
-from meshwright.core.schedule import Action, Order
-from meshwright.core.schedules import make_order
 from meshwright.cost.timing import StageSeconds, Transfers, time_order
+from meshwright.rules.schedules import make_order
 
 
 class Play(Value, kw_only=True):

@@ -14,9 +14,9 @@ from typing import Literal
 from meshwright.core.cluster import FLOP_KINDS
 from meshwright.core.graph import Kind
 from meshwright.core.names import expand_names
-from meshwright.core.once import once_per_kind
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
+from meshwright.rules.once import once_per_kind
 
 Mode = Literal["none", "selective", "selective core", "selective ops", "full", "offloaded"]
 """offloaded: nothing is done again, and what backward needs comes back from the host."""

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import msgspec
 
 from meshwright.core.graph import PRECISION_BYTES, Graph, Parameter
-from meshwright.core.groups import shard_groups
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Mesh, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.units import ceil_div
+from meshwright.rules.groups import shard_groups
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshwright.core.buckets import fill_buckets
 from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES, Axis
 from meshwright.core.graph import Graph, Parameter
 from meshwright.core.names import expand_names, is_list_item
@@ -50,6 +49,7 @@ from meshwright.cost.state import (
     stage_parameters,
     total_elements,
 )
+from meshwright.rules.buckets import fill_buckets
 
 FIGURE_BYTES = 4
 """Of what ranks tell each other about a tensor that stays on the device (runtime/offload/resident.py)."""

@@ -29,9 +29,7 @@ from functools import cached_property
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.graph import PRECISION_BYTES, Graph, Parameter
-from meshwright.core.limits import not_yet
 from meshwright.core.names import is_list_item
-from meshwright.core.pieces import PIECE_BYTES
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.compute import update_seconds
@@ -39,6 +37,8 @@ from meshwright.cost.division import Division
 from meshwright.cost.footprint import Footprints
 from meshwright.cost.offload import disk_rate, host_update_rate
 from meshwright.cost.stages import StageCost
+from meshwright.rules.limits import not_yet
+from meshwright.rules.pieces import PIECE_BYTES
 
 IN_PASSING = 4 + 1
 """Inputs of blocks that are on their way to the host, and one that is to follow them; on the way back there are fewer: one in use

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from meshwright.core.codec import Value
 from meshwright.core.errors import ScheduleError
-from meshwright.core.schedule import Action, ActionKind, Order
+from meshwright.core.pipeline.schedule import Action, ActionKind, Order
 
 Transfers = Literal["asynchronous", "requested", "blocking"]
 

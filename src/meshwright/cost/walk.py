@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.core.codec import Value
-from meshwright.core.schedule import Action, ActionKind, Order
+from meshwright.core.pipeline.schedule import Action, ActionKind, Order
 
 
 class StageBytes(Value, kw_only=True):

@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from meshwright.core.estimate import MemoryParts
-from meshwright.core.trace import MemoryPoint
+from meshwright.core.run.trace import MemoryPoint
 from meshwright.measure.profile import Change
 
 

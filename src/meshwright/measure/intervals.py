@@ -19,7 +19,7 @@ from typing import cast
 
 from meshwright.core.collective import Axis
 from meshwright.core.estimate import TimeParts
-from meshwright.core.trace import Interval, Part, PartSeconds, Stream
+from meshwright.core.run.trace import Interval, Part, PartSeconds, Stream
 from meshwright.measure.profile import Profile, Span
 from meshwright.measure.running import is_collective, running_collectives
 from meshwright.measure.spans import Spans

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.cluster import Rate
 from meshwright.core.graph import Graph, OpKind, Phase
 from meshwright.measure.stopwatch import typical_seconds

@@ -36,10 +36,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from meshwright.core.cache import cache_folder
 from meshwright.core.cluster import Alone, Cluster, Device, Rate
 from meshwright.core.codec import stable_hash
 from meshwright.core.errors import InputError
+from meshwright.core.files.cache import cache_folder
 from meshwright.measure import kernels, links
 from meshwright.measure.host import measure_disk, measure_host
 from meshwright.measure.host_links import measure_host_links, notes_on

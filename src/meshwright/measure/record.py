@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch.profiler import record_function
 
 from meshwright.core.collective import total
-from meshwright.core.curve import thinned
+from meshwright.core.run.curve import thinned
 from meshwright.measure import profile
 from meshwright.measure.allocations import over_time, pair, peak
 from meshwright.measure.categories import Categories

@@ -17,11 +17,12 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
 from meshwright.measure.kernels import TINY_MODEL, count_ops, tiny_graph
 from meshwright.measure.stopwatch import typical_seconds
 from meshwright.models.objective import call, map_batch
 from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.pipeline.weights import WeightsLater
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import lay

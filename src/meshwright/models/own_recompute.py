@@ -5,7 +5,7 @@ wherever Meshwright calls the model: what is recomputed is the plan's decision, 
     non-reentrant   its second forward runs in backward, where neither the batch nor the ranks' rules are at hand
 
 Both call the function they were given, once, as it is. A plan that says nothing about recompute redoes the blocks of such a
-model (core/request.py), so that nobody who saved memory this way runs out of it.
+model (rules/plain_plan.py), so that nobody who saved memory this way runs out of it.
 """
 
 from __future__ import annotations

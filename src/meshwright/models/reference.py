@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from meshwright.core.sharding import VOCABULARY_ROWS
 from meshwright.models.bert import BERT, BERTOptions
 from meshwright.models.coatnet import CoAtNet, CoAtNetOptions
 from meshwright.models.examples import ImageShape, Shape, TextShape, VectorShape
@@ -20,6 +19,7 @@ from meshwright.models.objective import DEFAULT, Objective
 from meshwright.models.resnet import ResNet, ResNetOptions
 from meshwright.models.t5 import T5, T5Options
 from meshwright.models.vit import ViT, ViTOptions
+from meshwright.rules.sharding import VOCABULARY_ROWS
 
 SMALL_DEPTH = 4
 """Blocks of a shrunk model: two stages on each of two pp coordinates."""
@@ -59,7 +59,7 @@ def vectors(options: MLPOptions) -> VectorShape:
 
 
 def small_vocabulary(vocab: int) -> int:
-    """As many rows as make a table worth splitting (core/sharding.py), where it had as many; else a few."""
+    """As many rows as make a table worth splitting (rules/sharding.py), where it had as many; else a few."""
     return VOCABULARY_ROWS if vocab >= VOCABULARY_ROWS else min(vocab, 64)
 
 

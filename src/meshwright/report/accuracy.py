@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from meshwright.core.errors import InputError
-from meshwright.core.published import Unreadable
+from meshwright.interop.published import Unreadable
 from meshwright.report.scatter import scatter
 from meshwright.report.score import Prediction, Score, by_table, score
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.core.trace import Interval
+from meshwright.core.run.trace import Interval
 from meshwright.report.run import Run
 from meshwright.report.straggler import sampled_seconds
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.core.trace import Interval, Trace
+from meshwright.core.run.trace import Interval, Trace
 from meshwright.report.words import MEMORY_WORDS
 
 MICRO = 1e6

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.core.estimate import Estimate, TimeParts
-from meshwright.core.trace import Trace
+from meshwright.core.run.trace import Trace
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.run import speed_words
 from meshwright.report.words import MEMORY_WORDS

@@ -7,9 +7,9 @@ from rich.text import Text
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
-from meshwright.core.foreign import Foreign
 from meshwright.core.plan import Plan
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.interop.foreign import Foreign
 from meshwright.report.plan_view import chosen_view
 
 

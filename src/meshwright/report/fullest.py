@@ -6,7 +6,7 @@ its total agrees: the words say which moments are compared.
 
 from __future__ import annotations
 
-from meshwright.core.trace import MemoryPoint, Trace
+from meshwright.core.run.trace import MemoryPoint, Trace
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.run import Run
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.core.trace import Interval, Trace
+from meshwright.core.run.trace import Interval, Trace
 from meshwright.core.units import format_seconds
 
 

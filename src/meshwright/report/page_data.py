@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from meshwright.core.curve import thinned
 from meshwright.core.estimate import MemoryParts
-from meshwright.core.forecast import Forecast
 from meshwright.core.names import compact_names
-from meshwright.core.trace import MemoryPoint, Trace
+from meshwright.core.run.curve import thinned
+from meshwright.core.run.forecast import Forecast
+from meshwright.core.run.trace import MemoryPoint, Trace
 from meshwright.report.bars import measured_rows, planned_rows, short
 from meshwright.report.overlap import overlap
 from meshwright.report.run import Run, median

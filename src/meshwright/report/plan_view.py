@@ -16,13 +16,13 @@ from rich.text import Text
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
-from meshwright.core.limits import not_yet
 from meshwright.core.plan import Plan
 from meshwright.core.result import SearchResult
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.report.differences import difference_words
 from meshwright.report.plan_words import plan_in_words
 from meshwright.report.words import MEMORY_WORDS, TIME_WORDS
+from meshwright.rules.limits import not_yet
 
 SHOWN_RUNNERS_UP = 5
 SCREEN_WIDTH = 100

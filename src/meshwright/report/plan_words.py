@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph
-from meshwright.core.limits import not_yet
 from meshwright.core.names import compact_names, expand_names, is_list_item
 from meshwright.core.plan import Plan
 from meshwright.cost.links import Group, axis_group
+from meshwright.rules.limits import not_yet
 
 SCHEDULE_WORDS = {
     "gpipe": "GPipe",

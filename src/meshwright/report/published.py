@@ -22,9 +22,10 @@ import msgspec
 from meshwright.core.cluster import Facts
 from meshwright.core.graph import Casting, Graph, Precision
 from meshwright.core.plan import Plan, ScheduleKind
-from meshwright.core.published import Run
 from meshwright.core.recipe import Recipe
-from meshwright.core.request import PlanRequest, plain_plan
+from meshwright.core.request import PlanRequest
+from meshwright.interop.published import Run
+from meshwright.rules.plain_plan import plain_plan
 
 System = Literal["deepspeed", "megatron", "fsdp", "torchtitan"]
 

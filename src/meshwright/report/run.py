@@ -9,10 +9,10 @@ from typing import Any
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
-from meshwright.core.forecast import Forecast
 from meshwright.core.plan import Plan
 from meshwright.core.result import SearchResult
-from meshwright.core.trace import Trace, steps_that_count
+from meshwright.core.run.forecast import Forecast
+from meshwright.core.run.trace import Trace, steps_that_count
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from meshwright.core.cluster import Cluster, Facts, from_facts
 from meshwright.core.codec import Value
 from meshwright.core.errors import MeshwrightError, nearest
 from meshwright.core.graph import Casting, Graph, Precision
-from meshwright.core.published import Run, Unreadable
 from meshwright.core.units import GIB
 from meshwright.cost.estimate import estimate
+from meshwright.interop.published import Run, Unreadable
 from meshwright.report.published import plan_of, read
 
 GraphOf = Callable[[str, Precision, Casting], Graph]

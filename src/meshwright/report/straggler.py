@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.plan import Plan
-from meshwright.core.trace import Trace
+from meshwright.core.run.trace import Trace
 from meshwright.core.units import format_seconds
 
 LEAST_SHARE = 0.05

@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.core.estimate import TimeParts
 from meshwright.core.result import describe
-from meshwright.core.trace import Trace
+from meshwright.core.run.trace import Trace
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.run import Run, median, speed_words
 from meshwright.report.straggler import find_straggler

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.core.errors import PlanError
-from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
-from meshwright.core.schedules import make_schedule
 from meshwright.models.experts import find_experts
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.models.old_norms import without_computed_weights
+from meshwright.rules.limits import check_runs
+from meshwright.rules.schedules import make_schedule
 from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.communicators import data_mesh, noted
 from meshwright.runtime.compile import compile_blocks, compile_loss

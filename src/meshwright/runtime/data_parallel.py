@@ -27,9 +27,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.core.groups import shard_groups
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
+from meshwright.rules.groups import shard_groups
 from meshwright.runtime._torch import FakeTensor, leave_out_of_replicas, tree_leaves
 from meshwright.runtime.buckets import reduce_in_buckets, set_last
 from meshwright.runtime.communicators import state_mesh

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.plan import Plan
-from meshwright.core.trace import Trace, steps_that_count
+from meshwright.core.run.trace import Trace, steps_that_count
 from meshwright.runtime.environment import describe_environment, peak_resident_bytes
 from meshwright.runtime.step import StepOutput, divided, median_parts
 from meshwright.runtime.watch import Sample

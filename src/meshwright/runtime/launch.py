@@ -21,7 +21,7 @@ import msgspec
 
 from meshwright.core.codec import decode
 from meshwright.core.errors import FailsUnderPlanError, HangError, InputError, OutOfMemoryError, RefusedError, RunError
-from meshwright.core.fault import Fault
+from meshwright.core.run.fault import Fault
 from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
 from meshwright.runtime.local_ranks import LocalRanks, heeding_signals

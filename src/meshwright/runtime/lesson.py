@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.attention import FUSED_ATTENTION, attention_core, reading_parameters
+from meshwright.rules.attention import FUSED_ATTENTION, attention_core, reading_parameters
 from meshwright.runtime.rebuild import Maker, changed
 
 MATMULS = ("mm", "bmm", "addmm", "baddbmm")

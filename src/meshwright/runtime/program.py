@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.core.errors import RunError
+from meshwright.core.pipeline.schedule import Action, Schedule
 from meshwright.core.plan import Plan
-from meshwright.core.schedule import Action, Schedule
-from meshwright.core.trace import Trace
+from meshwright.core.run.trace import Trace
 from meshwright.models.objective import Batch, Objective, call
 from meshwright.models.one_process import seen_under
 from meshwright.runtime.answers import Answers

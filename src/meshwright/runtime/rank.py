@@ -25,7 +25,7 @@ from meshwright.core.errors import (
     OutOfMemoryError,
     RunError,
 )
-from meshwright.core.fault import Fault, FaultKind
+from meshwright.core.run.fault import Fault, FaultKind
 from meshwright.runtime.affinity import pin
 
 SET_DEATH_SIGNAL = 1

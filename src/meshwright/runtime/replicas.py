@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import CorruptionError
-from meshwright.core.fault import Fault
+from meshwright.core.run.fault import Fault
 from meshwright.runtime.clip import local
 from meshwright.runtime.experts import expert_parameters_of, expert_spread_of
 from meshwright.runtime.gather import is_so_anywhere

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import RunError
-from meshwright.core.fault import Fault
+from meshwright.core.run.fault import Fault
 from meshwright.runtime.launch import launch
 from meshwright.runtime.process import process_of
 

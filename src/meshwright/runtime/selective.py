@@ -1,7 +1,7 @@
 """Selective recompute: a block keeps what it keeps, but for what lies inside its attention core; backward makes that again.
 
 The block runs as it is, whatever the model. A dispatch mode sees its ops below autograd, and hooks see what autograd saves.
-The first run of a block learns, by the rule that capture marks graphs with (core/attention.py):
+The first run of a block learns, by the rule that capture marks graphs with (rules/attention.py):
 
     core      ops between the projections
     dropped   what core ops made and autograd saved, unless something behind the core reads it too     -> lesson.learn

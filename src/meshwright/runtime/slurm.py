@@ -28,7 +28,7 @@ OWN_OPTIONS = ("nodes", "ntasks-per-node", "output", "open-mode", "requeue", "si
 """What the script sets and relies on."""
 RESUME = (
     "# A job that was queued again goes on from its newest checkpoint, if it had come to one.",
-    'if [ "$attempt" -gt 0 ] && "$python" -m meshwright.train.resumable "$run"; then resume=(--resume); fi',
+    'if [ "$attempt" -gt 0 ] && "$python" -m meshwright.training.resumable "$run"; then resume=(--resume); fi',
 )
 DURATION = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 

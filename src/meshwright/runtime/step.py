@@ -12,7 +12,7 @@ import msgspec
 from torch import Tensor
 
 from meshwright.core.estimate import TimeParts
-from meshwright.core.trace import StepRecord
+from meshwright.core.run.trace import StepRecord
 from meshwright.runtime.clock import Mark
 
 PARTS = {

@@ -24,7 +24,7 @@ from torch.profiler import record_function
 
 from meshwright.core.collective import Collective
 from meshwright.core.estimate import MemoryParts, TimeParts
-from meshwright.core.trace import Interval, MemoryPoint, PartSeconds
+from meshwright.core.run.trace import Interval, MemoryPoint, PartSeconds
 from meshwright.models.objective import Batch
 from meshwright.runtime.step import StepOutput
 

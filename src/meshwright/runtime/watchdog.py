@@ -27,7 +27,7 @@ import msgspec
 import torch.distributed as dist
 
 from meshwright.core.errors import HangError
-from meshwright.core.fault import Fault
+from meshwright.core.run.fault import Fault
 from meshwright.runtime._torch_distributed import pending_collectives, set_group_timeouts
 from meshwright.runtime.hang_report import compose, culprits_of, silent_ranks, write_report
 from meshwright.runtime.messages.form import MessageError

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.codec import Value
 from meshwright.core.errors import FailsUnderPlanError, HangError, MeshwrightError, PlanError, RefusedError, RunError
 from meshwright.core.graph import Graph

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.core.cache import cache_folder, content_of, version_of
 from meshwright.core.codec import stable_hash
+from meshwright.core.files.cache import cache_folder, content_of, version_of
 
 CHECK_VERSION = 1
 """Raised when a check finds more than before: what passed is then compared again."""

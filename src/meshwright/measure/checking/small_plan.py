@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from meshwright.capture.capture import capture_source
+from meshwright.capturing.capture import capture_source
 from meshwright.core.graph import Graph
-from meshwright.core.limits import check_runs
 from meshwright.core.plan import Plan
-from meshwright.core.request import PlanRequest, plain_mesh, plain_plan, share_of_batch
+from meshwright.core.request import PlanRequest
 from meshwright.cost.degrees import check_divides
 from meshwright.measure.cutting import check_stages
 from meshwright.measure.mean_loss import cuts_batch, find_in_source
 from meshwright.models.faked.build import build_followable
 from meshwright.models.source import ModelSource
+from meshwright.rules.limits import check_runs
+from meshwright.rules.plain_plan import plain_mesh, plain_plan, share_of_batch
 from meshwright.runtime.own_backward import check_hooks
 from meshwright.runtime.split.legal import legal_plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.core.cache import cache_folder
+from meshwright.core.files.cache import cache_folder
 from meshwright.measure.checkup import machine, software
 from meshwright.measure.checkup.finding import Finding, made
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.core.cache import cache_folder
+from meshwright.core.files.cache import cache_folder
 from meshwright.measure.checkup.finding import Finding, ok, problem, warning
 from meshwright.runtime.offload.kernel import Kernel, find_compiler, try_kernel
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.core.errors import InputError, MeshwrightError, ModelError, nearest
-from meshwright.core.given_file import read_given
+from meshwright.core.files.given_file import read_given
 from meshwright.models.audio import WAVE, AudioShape, short_wave, small_sounds
 from meshwright.models.examples import TextShape, random_examples
 from meshwright.models.faked.running import runs

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from meshwright.core.errors import InputError, PlanError
 from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
-from meshwright.core.schedules import make_schedule
 from meshwright.models.head_loss import postpone_logits
 from meshwright.models.objective import Objective
+from meshwright.rules.schedules import make_schedule
 from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.compile import compile_blocks
 from meshwright.runtime.deferred import materialise

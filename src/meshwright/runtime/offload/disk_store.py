@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.core.disk import rename
 from meshwright.core.errors import DiskError, InfeasibleError, InputError
+from meshwright.core.files.disk import rename
 from meshwright.core.units import format_bytes
 
 CHUNK_BYTES = 16 * 2**20

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.core.errors import PlanError
-from meshwright.core.offloaded import num_kept, order_of_need, place_of
 from meshwright.core.plan import Offload, Plan
+from meshwright.rules.offloaded import num_kept, order_of_need, place_of
 from meshwright.runtime.clip import local
 from meshwright.runtime.lowered import Values, fill_rest
 from meshwright.runtime.offload.host import FileMemory, HostMemory, check_host_memory

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.pipeline.schedule import Schedule
 from meshwright.core.plan import Plan
-from meshwright.core.schedule import Schedule
 from meshwright.models.objective import Batch, Objective, map_batch
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.lowered import narrow

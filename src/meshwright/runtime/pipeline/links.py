@@ -1,8 +1,8 @@
 """Links between neighbouring stages: tensors there, gradients back, in order.
 
 Sends return at once. What they send is kept until it has left: until the work says so (NCCL), or a message comes back that the
-other side sent after it had taken it (gloo, `core/transfers.py:receipts`). Receives are posted one piece of work ahead of the piece
-that needs them, so that a message crosses while its taker computes. Each link has its own communicator (`communicators.py`).
+other side sent after it had taken it (gloo, `rules/transfers.py:receipts`). Receives are posted one piece of work ahead of the
+piece that needs them, so that a message crosses while its taker computes. Each link has its own communicator (`communicators.py`).
 
 Nothing but order tells messages of a link apart. The first message of a kind is preceded by a header that says shape, dtype and
 layout of each of its tensors, which the receiver keeps for all later ones: under tp a rank sends its part, whose shape only the
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan
-from meshwright.core.schedule import Action
 from meshwright.runtime.communicators import link_groups
 from meshwright.runtime.pipeline.forms import HEADER_BYTES, Form, form_of, header, read_header
 

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan
-from meshwright.core.schedule import Action
-from meshwright.core.schedules import make_schedule
-from meshwright.core.transfers import receipts, receives_ahead
 from meshwright.models.block_hooks import recorders_apart
 from meshwright.models.fakes import unchecked_distributions
 from meshwright.models.follow import give_number
 from meshwright.models.objective import Batch, Objective, call, tensors_of
 from meshwright.models.sketch import Sketch
+from meshwright.rules.schedules import make_schedule
+from meshwright.rules.transfers import receipts, receives_ahead
 from meshwright.runtime._torch import around_calls
 from meshwright.runtime.communicators import state_mesh
 from meshwright.runtime.data_parallel import give_up_gathered

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from meshwright.core.groups import shard_groups
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
+from meshwright.rules.groups import shard_groups
 from meshwright.runtime._torch import finish_sharded_backward
 from meshwright.runtime.data_parallel import copy_from_first_rank, prepare_shards, scalars, shard_experts
 from meshwright.runtime.experts import expert_parameters_of, expert_spread_of

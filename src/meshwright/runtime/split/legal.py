@@ -1,6 +1,6 @@
 """Which shardings of a module are legal: found by running its blocks on fake tensors, with the ranks pretended.
 
-The plain sharding is a proposal read off the graph (core/sharding.py). Here one block of each rule is called as the model calls
+The plain sharding is a proposal read off the graph (rules/sharding.py). Here one block of each rule is called as the model calls
 it, under the Splitter. What comes out is a plan that says what will run:
 
     a dim that must be cut in runs (a fused query, key, value)   gets them

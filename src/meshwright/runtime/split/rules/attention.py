@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.core.collective import Axis
-from meshwright.core.context import FUSED_DIMS, key_repeats
+from meshwright.rules.context import FUSED_DIMS, key_repeats
 from meshwright.runtime.split.laying import laid
 from meshwright.runtime.split.layout import Cut, cuts, lay, layout_of
 from meshwright.runtime.split.ring import Ring, ring_attention

@@ -1,0 +1,1 @@
+"""nn.Module on fake tensors → Graph: blocks, ops, flops, bytes, memory over a step. No torch.distributed here."""

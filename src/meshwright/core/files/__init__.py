@@ -1,0 +1,1 @@
+"""Files as people hand them in and as Meshwright keeps them: strict reading, caches, writes that are on the disk when they end."""

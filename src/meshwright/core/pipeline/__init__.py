@@ -1,0 +1,1 @@
+"""The schedule as a value: its kinds, its actions, and where its stages lie."""

@@ -1,0 +1,105 @@
+"""A Trace: what a run did. The same fields as an Estimate, observed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from meshwright.core.bounds import LARGEST_RECORD_BYTES, CountOrZero, Degree, Number
+from meshwright.core.codec import Value
+from meshwright.core.collective import Axis, Collective, CollectiveKind
+from meshwright.core.estimate import MemoryParts, TimeParts
+
+Stream = Literal["compute", "communication", "transfer"]
+Part = Literal[
+    "forward", "recompute", "backward", "update", "waiting", "other", "host_to_device", "device_to_host", CollectiveKind
+]
+
+WARMUP_STEPS = 3
+"""Steps left out of the timings where there are more."""
+
+
+class StepRecord(Value, kw_only=True):
+    """One step as one rank saw it."""
+
+    step: CountOrZero
+    loss: float
+    seconds: Number
+    time_seconds: TimeParts
+    tokens: CountOrZero
+    sampled: bool = False
+    """Sampled steps run under the recorder and are left out of the timings."""
+
+
+def steps_that_count(records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
+    """Without warm-up and sampled steps, where enough others remain."""
+    plain = tuple(record for record in records if not record.sampled)
+    return plain[WARMUP_STEPS:] if len(plain) > 2 * WARMUP_STEPS else plain[1:] or plain
+
+
+class Interval(Value, kw_only=True):
+    """A stretch of the sampled step on one stream. Intervals of one stream and axis do not overlap.
+
+    compute: what the device computes for, or `waiting` (it stands still while a collective runs), or `other` (the host
+        between two actions). Gaps are idle.
+    communication: one collective, along `axis`. A collective begins when this rank is ready, so that it contains the wait
+        for the other ranks.
+    transfer: a copy between host and device.
+    """
+
+    stream: Stream
+    part: Part
+    start_seconds: Number
+    """Since the step began."""
+    seconds: Number
+    axis: Axis | None = None
+    num_bytes: CountOrZero | None = None
+    """Of a collective's input tensor, or of a copy."""
+
+
+class PartSeconds(Value, kw_only=True):
+    """All intervals of one part on one stream, before short gaps between them are closed for the timeline."""
+
+    stream: Stream
+    part: Part
+    axis: Axis | None = None
+    seconds: Number
+    count: CountOrZero
+
+
+class MemoryPoint(Value, kw_only=True):
+    """Bytes in use from one moment of the sampled step to the next point."""
+
+    at_seconds: Number
+    """Since the step began."""
+    memory_bytes: MemoryParts
+
+
+class Trace(Value, kw_only=True):
+    largest_file_bytes = LARGEST_RECORD_BYTES
+
+    format: Literal[1] = 1
+    plan: str
+    """Hash of the plan that ran."""
+    rank: CountOrZero
+    num_ranks: Degree
+    step_seconds: Number
+    """Median over the steps that count."""
+    time_seconds: TimeParts
+    peak_bytes: CountOrZero | None = None
+    """Of the worst rank, at the allocator; None when no step was sampled."""
+    memory_bytes: MemoryParts | None = None
+    host_bytes: CountOrZero
+    """Peak resident memory of the process."""
+    tokens_per_second: Number
+    collectives: tuple[Collective, ...] = ()
+    timeline: tuple[Interval, ...] = ()
+    """Of the last sampled step, like the three fields around it."""
+    part_seconds: tuple[PartSeconds, ...] = ()
+    sampled_at: Number | None = None
+    """When that step began on this rank, in seconds of the host's clock since 1970: it lays all ranks on one clock."""
+    memory_over_time: tuple[MemoryPoint, ...] = ()
+    """As many moments as a picture can show (core/run/curve.py); the peak is one of them."""
+    num_steps: CountOrZero
+    steps: tuple[StepRecord, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    """Versions and device names, for reproduction."""

@@ -1,0 +1,1 @@
+"""Other people's formats: DeepSpeed and Accelerate configurations, tables of published runs. No torch."""

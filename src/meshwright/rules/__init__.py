@@ -1,0 +1,1 @@
+"""What the cost model and the runtime must agree on: ZeRO groups, buckets, shardings, stages, schedules. No torch."""

@@ -1,0 +1,1 @@
+"""(Graph, Cluster, budget) → SearchResult. Pure, no torch."""

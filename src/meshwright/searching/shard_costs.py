@@ -1,0 +1,163 @@
+"""Seconds and bytes behind the integer program of searching/shard_program.py, each asked of the cost room.
+
+kernel      an op whole, split, or split with a whole result (a sum over the parts): a Division in which all of the
+            kind's ops are so                                                                    -> op_seconds
+calls       a collective that one op asks for: the op alone in a kind, with and without it       -> summed_seconds …
+state       what a rank pays for each element of a parameter, spread over the microbatches of a step: its update, under
+            sequence parallel the sum of its gradient over tp where it is whole, and the price of its bytes
+                                                                                                 -> state_seconds
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import msgspec
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.graph import Graph, Kind, Op, Parameter, Phase
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.cost.block_calls import block_calls
+from meshwright.cost.compute import KernelCosts, update_seconds
+from meshwright.cost.degrees import Degrees
+from meshwright.cost.division import Division
+from meshwright.cost.fusion import is_fused
+from meshwright.cost.links import axis_group, collective_seconds
+from meshwright.cost.state import items_of
+from meshwright.rules.labels import Label, Labels
+
+PHASES: tuple[Phase, Phase] = ("forward", "backward")
+
+
+class ShardCosts:
+    """Costs of the ops of one graph under one set of degrees."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        cluster: Cluster,
+        recipe: Recipe,
+        kernels: KernelCosts | None = None,
+        *,
+        bytes_price: float = 0.0,
+        num_microbatches: int = 1,
+    ) -> None:
+        """plan: its degrees and microbatch count, its sharding does not. bytes_price: seconds a byte held by a rank is worth."""
+        self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
+        self.bytes_price, self.num_microbatches = bytes_price, num_microbatches
+        self.kernels = kernels or KernelCosts(graph, cluster.device)
+        self.degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context)
+        self._divisions: dict[tuple[str, Label, bool], Division] = {}
+
+    # ------------------------------------------------------------ kernels
+
+    def op_seconds(self, kind: Kind, number: int, label: Label, *, split: bool) -> float:
+        """Of all `count` of them; split: whether a rank does a part of the work."""
+        division = self.division(kind, label, split=split)
+        return kind.ops[number].count * self.kernels.op_seconds(division, number, self.plan.microbatch)
+
+    def group_seconds(self, kind: Kind, group: int, *, split: bool) -> float:
+        """Of a group of fused ops."""
+        division = self.division(kind, "split" if split else "whole", split=split)
+        fused = division.fused
+        return self.kernels.fused_seconds(division, fused.members[group], fused.bytes_at(group, self.plan.microbatch))
+
+    def is_fused(self, block: str) -> bool:
+        return is_fused(block, self.plan, self.recipe)
+
+    def division(self, kind: Kind, label: Label, *, split: bool) -> Division:
+        """All ops of a kind alike."""
+        key = (kind.name, label, split)
+        if key not in self._divisions:
+            num = len(kind.ops)
+            self._divisions[key] = Division(kind, Labels((label,) * num, (split,) * num, (), (), {}), self.degrees)
+        return self._divisions[key]
+
+    def launch_seconds(self, phase: Phase, num_ops: int, *, fused: bool) -> float:
+        """Of the host, for so many kernels."""
+        device = self.cluster.device
+        if fused:
+            return num_ops * (device.constants.compiled_launch_seconds if device.constants else device.launch_seconds)
+        backward = device.backward_launch_seconds
+        return num_ops * (backward if phase == "backward" and backward is not None else device.launch_seconds)
+
+    # ------------------------------------------------------------ collectives
+
+    def summed_seconds(self, op: Op) -> float:
+        """Of adding up a result of which each rank has a summand, and of its mirror in backward."""
+        return self._seconds((op,), "whole", reduced=((0,), ())) - self._seconds((op,), "whole")
+
+    def read_seconds(self, op: Op) -> float:
+        """Of adding up the gradient of what weights split by outputs read, and of its mirror in forward."""
+        return self._seconds((op,), "split", reduced=((), (0,))) - self._seconds((op,), "split")
+
+    def own_seconds(self, op: Op, label: Label, *, is_second_product: bool = False) -> float:
+        """Of the collectives that an op which reads and makes such tensors asks for itself: of the loss, a lookup, cp.
+
+        is_second_product: whether it is an attention's product with the values, before which one with the keys has been.
+        """
+        before = (op,) if is_second_product else ()
+        return self._seconds((*before, op), label) - self._seconds(before, "whole")
+
+    def _seconds(
+        self, ops: tuple[Op, ...], label: Label, reduced: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    ) -> float:
+        """Of all collectives of some ops alone, of which the last lies as said and reads what lies so."""
+        if not ops:
+            return 0.0
+        alone = tuple(msgspec.structs.replace(op, inputs=_outer_inputs(op)) for op in ops)
+        rest: list[Label] = ["whole"] * (len(ops) - 1)
+        results = (*rest, label)
+        outside = dict.fromkeys(alone[-1].inputs, label)
+        labels = Labels(results, tuple(one == "split" for one in results), *reduced, outside)
+        division = Division(Kind(name="", ops=alone), labels, self.degrees)
+        calls = (call for phase in PHASES for call in block_calls(division, self.plan, phase))
+        return sum(c.count * collective_seconds(c.kind, c.num_bytes, c.group, self.cluster) for c in calls)
+
+    # ------------------------------------------------------------ state
+
+    def state_seconds(self, parameter: Parameter, *, split: bool, is_lookup: bool = False) -> float:
+        """What a microbatch pays for the state of a parameter that is whole or split.
+
+        is_lookup: whether every rank looks up all of it, so that its gradient is whole.
+        """
+        if parameter.tied_to is not None:
+            return 0.0
+        items, share = items_of(self.plan, self.recipe), 1 / self.plan.mesh.tp if split else 1.0
+        trained = parameter.num_elements if parameter.trainable else 0
+        held = items.parameter * parameter.num_elements + (items.gradient + items.state) * trained
+        found = share * (self.bytes_price * held + trained * self._update / self.num_microbatches)
+        if self.plan.sequence_parallel and not split and not is_lookup:
+            found += trained * items.reduced * self._sum_over_tp / self.num_microbatches
+        return found
+
+    def kept_gain(self, op: Op) -> float:
+        """What the bytes are worth that an op's split result takes less until backward."""
+        if self.plan.sequence_parallel or op.phase != "forward":
+            return 0.0
+        cp = self.plan.mesh.cp if op.written_bytes.per_sample > 0 else 1
+        return self.bytes_price * op.saved_bytes.at(self.plan.microbatch) / cp * (1 - 1 / self.plan.mesh.tp)
+
+    @cached_property
+    def _num_elements(self) -> int:
+        return max(1, self.graph.num_parameters)
+
+    @cached_property
+    def _update(self) -> float:
+        """Of one element, in an update of all."""
+        item = 8 if self.plan.precision == "fp64" else 4
+        seconds = update_seconds(self._num_elements, self.cluster.device, self.recipe.optimizer_slots, item)
+        return seconds / self._num_elements
+
+    @cached_property
+    def _sum_over_tp(self) -> float:
+        """Of one byte, in a sum of all."""
+        num_bytes = self._num_elements * items_of(self.plan, self.recipe).reduced
+        return collective_seconds("all_reduce", num_bytes, axis_group(self.plan.mesh, "tp"), self.cluster) / num_bytes
+
+
+def _outer_inputs(op: Op) -> tuple[str, ...]:
+    """Other ops named as if they were in another block."""
+    return tuple(source if isinstance(source, str) else f"@#{source}" for source in op.inputs)

@@ -1,0 +1,245 @@
+"""The space of plans: every choice but where stages are cut and which blocks are recomputed.
+
+    mesh           pp · dp · cp · tp = W; W: all devices, or fewer where their number is open: whole hosts, or part of one; on many
+                   hosts the next few numbers below all
+                   dp divides the batch, ep divides dp and the experts, pp · virtual ≤ repeated blocks
+    microbatch     a divisor of a dp rank's samples
+    schedule       pp > 1: gpipe, 1f1b, zb, zbv, interleaved with v = 2 … MOST_VIRTUAL stages a coordinate, in deep models those
+                   that make stages of equal size, and no gpipe: 1f1b is as fast and keeps less
+    sharding       ZeRO 0 to 3 where dp · cp > 1, in groups of any divisor of a small dp, or of 1, 2, 4 … hosts' ranks
+    context        cp > 1: heads exchanged, or keys and values in a ring
+    compile        on a GPU, where no rule of tp or cp is in its way
+    offload        what the runtime can run: the optimizer's state anywhere, parameters on one device or over dp with ZeRO 3
+
+A *Shape* is the part that a microbatch's work follows from (mesh, sequence parallel, microbatch, compile); a *Point* is a shape
+with schedule and state. What a request fixes stays fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from math import prod
+
+from meshwright.core.divisors import divisors
+from meshwright.core.plan import MULTI_STAGE_SCHEDULES, ContextWay, Mesh, ScheduleKind, ZeroStage
+from meshwright.core.request import PlanRequest
+from meshwright.searching.problem import OffloadKind, Problem
+from meshwright.searching.units import FEW_UNITS
+
+MANY_HOSTS, FEW_WORLDS = 16, 6
+"""On more hosts than these, only so many smaller numbers of devices are looked at: the next ones that some mesh divides."""
+SMALL_DP = 8
+"""Up to so many data-parallel ranks, ZeRO may shard over groups of any size that divides them."""
+MOST_VIRTUAL = 8
+"""Stages on one coordinate: beyond, sends eat what the smaller bubble saves."""
+SCHEDULES: tuple[ScheduleKind, ...] = ("1f1b", "gpipe", "zb", "zbv", "interleaved")
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """What the work of one microbatch follows from."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+    sequence_parallel: bool
+    microbatch: int
+    num_microbatches: int
+    compile: bool
+    context: ContextWay = "heads"
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep)
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """A shape, how its stages take turns, and how its state is kept."""
+
+    shape: Shape
+    schedule: ScheduleKind
+    virtual: int
+    zero: ZeroStage
+    hybrid: int | None
+    offload: OffloadKind
+
+    @property
+    def num_stages(self) -> int:
+        return self.shape.pp * self.virtual
+
+    @property
+    def casts_ahead(self) -> bool:
+        """Whether parameters reach 16 bits before the ops that read them: sharded ones, and those whose masters lie apart."""
+        return self.zero > 0 or (self.offload != "none" and self.shape.world == 1)
+
+
+def worlds(problem: Problem) -> list[int]:
+    """How many devices may be used, the most first: where their number is open, whole hosts, or part of one."""
+    request = problem.request
+    degrees = (request.dp, request.pp, request.tp, request.cp)
+    if all(degree is not None for degree in degrees):
+        world = prod(degree or 1 for degree in degrees)
+        return [world] if world <= problem.devices and problem.world in (None, world) else []
+    if problem.world is not None:
+        return [problem.world]
+    per_host = problem.cluster.devices_per_host
+    found = [number * per_host for number in range(problem.cluster.num_hosts, 0, -1)]
+    parts = list(range(per_host - 1, 0, -1))
+    if len(found) <= MANY_HOSTS:
+        return [*found, *parts]
+    smaller = (world for world in found[1:] if next(meshes(problem, world), None) is not None)
+    near = [found[0], *islice(smaller, FEW_WORLDS)]
+    return near if _can_fill(problem, near[-1]) else [*near, *_halves(near[-1])]
+
+
+def _can_fill(problem: Problem, world: int) -> bool:
+    """Whether a sample on each dp rank, a block on each stage and tp inside hosts make so many ranks."""
+    most_stages = max(1, len(problem.graph.repeated_blocks))
+    return problem.global_batch * most_stages * problem.cluster.devices_per_host >= world
+
+
+def _halves(world: int) -> list[int]:
+    return [world >> times for times in range(1, world.bit_length())]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a microbatch is run over the ranks of tp and cp."""
+
+    sequence_parallel: bool
+    compile: bool
+    context: ContextWay
+
+
+def tensor_degrees(problem: Problem, world: int) -> list[int]:
+    return [tp for tp in _open(problem.request.tp, divisors(world)) if world % tp == 0]
+
+
+def context_degrees(problem: Problem, world: int, tp: int) -> list[int]:
+    return [cp for cp in _open(problem.request.cp, divisors(world // tp)) if world % (tp * cp) == 0]
+
+
+def meshes(problem: Problem, world: int, tensor: int | None = None, context: int | None = None) -> Iterator[Mesh]:
+    """Every mesh of so many ranks that the request, the batch and the number of blocks allow. tensor, context: tp and cp alone."""
+    request, batch = problem.request, problem.global_batch
+    most_stages = max(1, len(problem.graph.repeated_blocks))
+    for pp in _open(request.pp, [part for part in divisors(world) if part <= most_stages]):
+        for tp in _open(tensor or request.tp, divisors(world // pp) if world % pp == 0 else []):
+            for cp in _open(context or request.cp, divisors(world // (pp * tp)) if world % (pp * tp) == 0 else []):
+                dp, left = divmod(world, pp * tp * cp)
+                if left or batch % dp or request.dp not in (None, dp):
+                    continue
+                for ep in _open(request.ep, divisors(dp) if problem.has_experts else [1]):
+                    if dp % ep == 0:
+                        yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+
+
+def ways(problem: Problem, tp: int, cp: int) -> Iterator[Way]:
+    request = problem.request
+    for parallel in _open(request.sequence_parallel, [False, True] if tp > 1 else [False]):
+        for compiled in _open(request.compile, [False, True] if may_compile(problem, tp, cp) else [False]):
+            for context in context_ways(request, cp):
+                yield Way(parallel, compiled, context)
+
+
+def may_compile(problem: Problem, tp: int, cp: int) -> bool:
+    """Whether a search proposes it: on a CPU it is not costed well enough, and the rules of tp and cp are in its way."""
+    return problem.cluster.device.kind == "cuda" and tp == cp == 1
+
+
+def family(problem: Problem, mesh: Mesh, way: Way) -> list[Shape]:
+    """Shapes that differ in the microbatch only, the largest first."""
+    share = problem.global_batch // mesh.dp
+    sizes = [size for size in _open(problem.request.microbatch, divisors(share)) if share % size == 0]
+    degrees = (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)
+    of_way = (way.compile, way.context)
+    return [Shape(*degrees, way.sequence_parallel, size, share // size, *of_way) for size in reversed(sizes)]
+
+
+def families(problem: Problem, mesh: Mesh) -> Iterator[list[Shape]]:
+    return (family(problem, mesh, way) for way in ways(problem, mesh.tp, mesh.cp))
+
+
+def context_ways(request: PlanRequest, cp: int) -> list[ContextWay]:
+    """Where tokens lie over ranks, both, or the one that is asked for; heads that do not divide are refused later."""
+    if cp == 1:
+        return ["heads"]
+    return ["heads", "ring"] if request.context is None else [request.context]
+
+
+def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
+    """Schedules with their stages a coordinate."""
+    request = problem.request
+    if shape.pp == 1:
+        yield request.schedule or "1f1b", request.virtual or 1
+        return
+    num_blocks = len(problem.graph.repeated_blocks)
+    most = min(MOST_VIRTUAL, num_blocks // shape.pp)
+    deep = is_deep(problem)
+    for schedule in schedules(problem, shape.pp):
+        if schedule == "dualpipev" and shape.num_microbatches < 2 * shape.pp:
+            continue  # it fills both ways through the V
+        several = schedule in MULTI_STAGE_SCHEDULES
+        numbers = [2] if schedule in ("zbv", "dualpipev") else list(range(2, most + 1)) if several else [1]
+        if deep and len(numbers) > 1:  # stages of unlike size only where every one counts
+            numbers = [number for number in numbers if number == 2 or num_blocks % (number * shape.pp) == 0]
+        for virtual in _open(request.virtual, numbers):
+            if virtual <= max(1, most):
+                yield schedule, virtual
+
+
+def schedules(problem: Problem, pp: int) -> list[ScheduleKind]:
+    if pp == 1:
+        return [problem.request.schedule or "1f1b"]
+    every = [kind for kind in SCHEDULES if not (is_deep(problem) and kind == "gpipe")]
+    return _open(problem.request.schedule, every)
+
+
+def is_deep(problem: Problem) -> bool:
+    return len(problem.graph.repeated_blocks) > FEW_UNITS
+
+
+def states(problem: Problem, shape: Shape) -> Iterator[tuple[ZeroStage, int | None, OffloadKind]]:
+    """ZeRO, its groups, and what is offloaded."""
+    request = problem.request
+    alone = shape.dp * shape.cp == 1
+    offloads: list[OffloadKind] = list(problem.offloads)
+    stages: tuple[ZeroStage, ...] = (0,) if alone else (0, 1, 2, 3)
+    for zero in _open(request.zero, stages):
+        groups = [None] if zero == 0 or alone else [None, *_groups(problem, shape)]
+        for hybrid in _open(request.hybrid, groups):
+            if hybrid is not None and (zero == 0 or shape.dp % hybrid):
+                continue
+            for offload in offloads:
+                if offload != "parameters" or _streams(shape, zero, hybrid):
+                    yield zero, hybrid, offload
+
+
+def _streams(shape: Shape, zero: ZeroStage, hybrid: int | None) -> bool:
+    """Whether parameters can be streamed: on one device, or cut over all data-parallel ranks (rules/limits.py)."""
+    sharded = zero == 3 and hybrid is None
+    return shape.pp == shape.cp == shape.tp == shape.ep == 1 and (shape.dp == 1 or sharded)
+
+
+def _groups(problem: Problem, shape: Shape) -> list[int]:
+    """Sizes of sharding groups: all divisors of a small dp; of a large one those that are the ranks of 1, 2, 4 … hosts."""
+    found = [part for part in divisors(shape.dp) if 1 < part < shape.dp * shape.cp]
+    if shape.dp <= SMALL_DP:
+        return found
+    on_host = max(1, problem.cluster.devices_per_host // (shape.tp * shape.cp))
+    return [part for part in found if part % on_host == 0 and (part // on_host).bit_count() == 1]
+
+
+def _open(fixed: object, choices: object) -> list:  # type: ignore[type-arg]
+    """What was fixed, or every choice."""
+    return [fixed] if fixed is not None else list(choices)  # type: ignore[call-overload]

@@ -1,0 +1,205 @@
+"""Tables of work by unit, one for every way to divide a microbatch; the shardings behind them, and the bounds in front.
+
+What a table needs is found once: microbatches by their work, kernels by their op, shardings by their degrees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from itertools import product
+from math import inf
+
+from meshwright.core.divisors import divisors
+from meshwright.core.errors import PlanError
+from meshwright.core.graph import Graph
+from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Stage
+from meshwright.cost.compute import KernelCosts
+from meshwright.cost.degrees import check_degrees
+from meshwright.cost.division import Division, divide
+from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of, work_key
+from meshwright.cost.state import Items, items_of
+from meshwright.rules.tokens import token_names
+from meshwright.searching.bounds import Bounds
+from meshwright.searching.problem import Problem
+from meshwright.searching.shardings import Shardings
+from meshwright.searching.space import Shape, Way, may_compile
+from meshwright.searching.units import units_of
+from meshwright.searching.work import Divided, UnitTable, divide_units, make_table
+
+Key = tuple[int, int, int, bool, int, bool, bool, ContextWay]
+
+
+class Tables:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.units = units_of(problem.graph)
+        self._unit_stages = tuple(Stage(coordinate=number, blocks=unit) for number, unit in enumerate(self.units))
+        self.refusals: list[str] = []
+        """Why degrees were left out."""
+        self._shardings = Shardings(problem, self._kernels, self.refusals)
+        self._divided: dict[tuple[object, ...], Divided] = {}
+        self._divisions: dict[tuple[object, ...], dict[str, Division]] = {}
+        self._tables: dict[Key, UnitTable | None] = {}
+        self._bounds: dict[Key, Bounds] = {}
+        self._microbatches: dict[tuple[object, ...], Microbatch] = {}
+        self._alike: dict[tuple[object, ...], Microbatch] = {}
+        """By work alone."""
+        self._kernels_of: dict[int, KernelCosts] = {}
+        self._refused: dict[tuple[object, ...], str | None] = {}
+        """Why degrees do not divide the model, where they do not."""
+        self._least: dict[tuple[int, int], float] = {}
+
+    def table(self, shape: Shape, *, sharded: bool) -> UnitTable | None:
+        """None where these degrees do not divide the model."""
+        key = self._key(shape, sharded)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(shape, sharded)
+        return self._tables[key]
+
+    def bounds(self, shape: Shape, *, sharded: bool) -> Bounds | None:
+        table = self.table(shape, sharded=sharded)
+        if table is None:
+            return None
+        key = self._key(shape, sharded)
+        if key not in self._bounds:
+            self._bounds[key] = Bounds(self.problem, table)
+        return self._bounds[key]
+
+    def _key(self, shape: Shape, sharded: bool) -> Key:
+        """Casting differs with sharding in 16 bits only."""
+        differs = sharded and self.problem.other_casting is not None
+        return (
+            shape.tp,
+            shape.cp,
+            shape.ep,
+            shape.sequence_parallel,
+            shape.microbatch,
+            shape.compile,
+            differs,
+            shape.context,
+        )
+
+    def _make_table(self, shape: Shape, sharded: bool) -> UnitTable | None:
+        sharding = self.sharding(shape)
+        if sharding is None:
+            return None
+        plan = self._unit_plan(shape, sharding, sharded)
+        if not self._has_degrees(plan):
+            return None
+        graph = self.problem.graph_of(plan)
+        key = (shape.tp, shape.cp, shape.ep, shape.sequence_parallel, shape.context, id(graph))
+        if key not in self._divided:
+            self._divided[key] = divide_units(self.problem, graph, plan, self._microbatch(plan, graph))
+        return make_table(self.problem, graph, plan, self._divided[key], self.microbatch(plan))
+
+    def _has_degrees(self, plan: Plan) -> bool:
+        """Whether its degrees divide the model, its experts too; whatever the microbatch."""
+        mesh = plan.mesh
+        key = (mesh.tp, mesh.cp, mesh.ep, plan.sequence_parallel, plan.context)
+        if key not in self._refused:
+            try:
+                check_degrees(self.problem.graph, plan)
+                self._refused[key] = None
+            except PlanError as error:
+                self._refused[key] = str(error)
+        refused = self._refused[key]
+        if refused is not None:
+            self.refusals.append(refused)
+        return refused is None
+
+    def microbatch(self, plan: Plan) -> Microbatch:
+        """Of plans that are made here: their sharding follows from their degrees."""
+        key = microbatch_key(plan)
+        if key not in self._microbatches:
+            self._microbatches[key] = self._microbatch(plan, self.problem.graph_of(plan))
+        return self._microbatches[key]
+
+    def _microbatch(self, plan: Plan, graph: Graph) -> Microbatch:
+        key = work_key(plan)
+        if key not in self._alike:
+            problem = self.problem
+            known = (self._divide(plan, graph), self._kernels(graph))
+            self._alike[key] = microbatch_of(graph, plan, problem.cluster, problem.recipe, *known)
+        return replace(self._alike[key], inner_seconds={})
+
+    def _divide(self, plan: Plan, graph: Graph) -> dict[str, Division]:
+        key = (plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context, id(graph))
+        if key not in self._divisions:
+            self._divisions[key] = divide(graph, plan)
+        return self._divisions[key]
+
+    def _kernels(self, graph: Graph) -> KernelCosts:
+        """An op that lies alike under several degrees is costed once."""
+        if id(graph) not in self._kernels_of:
+            self._kernels_of[id(graph)] = KernelCosts(graph, self.problem.cluster.device)
+        return self._kernels_of[id(graph)]
+
+    def least_device_seconds(self, tp: int, cp: int) -> float:
+        """Device-seconds of a step at least, in any way to run it over tp and cp; infinite where these do not divide the model."""
+        key = (tp, cp)
+        if key not in self._least:
+            found = min(self.device_seconds(tp, cp, way) for way in self._ways(tp, cp))
+            asked = any(answer.refusal and answer.key[0] == tp for answer in self.problem.legal)
+            self._least[key] = 0.0 if asked and found == inf else found  # what it refuses, it may run under another cp
+        return self._least[key]
+
+    def _ways(self, tp: int, cp: int) -> list[Way]:
+        """All of them, whatever is asked for in a part of the search; with tp and cp, the compiler has none."""
+        compiled = (False, True) if may_compile(self.problem, tp, cp) else (False,)
+        contexts: tuple[ContextWay, ...] = ("heads", "ring") if cp > 1 else ("heads",)
+        switches = product((False, True) if tp > 1 else (False,), compiled, contexts)
+        return [Way(*switch) for switch in switches]
+
+    @property
+    def unsplit(self) -> list[str]:
+        """Degrees of tp that only a request for them makes searched, in words."""
+        return [f"tp {tp}, of which no split of a tensor is worth its communication" for tp in self._shardings.unsplit]
+
+    def device_seconds(self, tp: int, cp: int, way: Way) -> float:
+        """In this way; infinite where it does not divide the model. Experts that lie over ranks may run better than all together:
+        only one device bounds them, by constants."""
+        if self.problem.has_experts and (tp * cp > 1 or not self.larger_is_quicker):
+            return 0.0
+        batch = self.problem.global_batch
+        sizes = [batch] if self.larger_is_quicker else divisors(batch)
+        least = inf
+        for size in sizes:
+            shape = Shape(1, 1, cp, tp, 1, way.sequence_parallel, size, batch // size, way.compile, way.context)
+            known = (self.bounds(shape, sharded=sharded) for sharded in (False, True))
+            works = [one.forward_seconds + one.backward_seconds for one in known if one is not None]
+            least = min(least, batch // size * min(works, default=inf))
+        return tp * cp * least
+
+    @property
+    def larger_is_quicker(self) -> bool:
+        """Whether a sample takes the less the larger its microbatch: so it is by constants, which say how well a device is filled.
+        What was measured at some sizes may be anything at others."""
+        return self.problem.cluster.device.constants is not None
+
+    def _unit_plan(self, shape: Shape, sharding: tuple[BlockSharding, ...], sharded: bool) -> Plan:
+        """One stage a unit: no plan to run, but what the cost room takes to cost units one by one."""
+        return Plan(
+            mesh=Mesh(pp=len(self.units), dp=shape.ep, cp=shape.cp, tp=shape.tp, ep=shape.ep),
+            stages=self._unit_stages,
+            sharding=sharding,
+            sequence_parallel=shape.sequence_parallel,
+            context=shape.context,
+            token_blocks=token_names(self.problem.graph, shape.cp),
+            zero=1 if sharded else 0,
+            microbatch=shape.microbatch,
+            num_microbatches=1,
+            global_batch=shape.microbatch * shape.ep,
+            precision=self.problem.graph.precision,
+            compile=shape.compile,
+        )
+
+    def sharding(self, shape: Shape) -> tuple[BlockSharding, ...] | None:
+        """None where the degrees are refused."""
+        return self._shardings.of(shape)
+
+    @cached_property
+    def items(self) -> Items:
+        """Bytes of an element follow from the precision alone."""
+        first = Shape(1, 1, 1, 1, 1, sequence_parallel=False, microbatch=1, num_microbatches=1, compile=False)
+        return items_of(self._unit_plan(first, (), sharded=False), self.problem.recipe)
