@@ -22,11 +22,11 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.graphs import graph_of
 from meshwright.core import constants
 from meshwright.core.cluster import Facts, read_facts
 from meshwright.core.errors import MeshwrightError
 from meshwright.interop.published import Run, read_runs
+from meshwright.planner.graphs import graph_of
 from meshwright.report.published import read
 from meshwright.report.score import facts_of, predict
 

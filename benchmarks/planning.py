@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from meshwright.cli.graphs import both_castings, graph_of
 from meshwright.core.cluster import Cluster, from_facts, read_facts
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import describe
 from meshwright.cost.estimate import estimate
 from meshwright.interop.published import Run, read_runs
+from meshwright.planner.graphs import both_castings, graph_of
 from meshwright.report.published import plan_of, read
 from meshwright.searching.search import search
 

@@ -53,18 +53,18 @@ LINKS: dict[str, float | None] = {"loopback": None, "1 Gbit/s": 1e9, "200 Mbit/s
 
 
 def graph_and_source(workload: Workload) -> tuple[Graph, ModelSource]:
-    from meshwright.cli.graphs import graph_of
     from meshwright.models.source import resolve
+    from meshwright.planner.graphs import graph_of
 
     return graph_of(workload.model, PRECISION), resolve(workload.model)  # type: ignore[arg-type]
 
 
 def legal_shardings(graph: Graph, source: ModelSource) -> tuple[LegalSharding, ...]:
     """What the runtime answers for every way to split that two ranks allow."""
-    from meshwright.cli.shardings import try_sharding
     from meshwright.core.errors import PlanError
     from meshwright.core.legal import LegalSharding
     from meshwright.core.request import PlanRequest
+    from meshwright.planner.shardings import try_sharding
     from meshwright.rules.plain_plan import plain_plan
 
     found = []

@@ -15,13 +15,13 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.cli.graphs import both_castings
-from meshwright.cli.wiring import plain_precision
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InfeasibleError, PlanError
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import describe
 from meshwright.core.units import format_seconds
+from meshwright.planner.graphs import both_castings
+from meshwright.planner.plan import plain_precision
 from meshwright.searching.problem import Problem
 from meshwright.searching.profile import replication_loss
 from meshwright.searching.search import METHODS, search

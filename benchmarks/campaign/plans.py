@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from meshwright.cli.graphs import both_castings
 from meshwright.core.cluster import Cluster
 from meshwright.core.request import PlanRequest
+from meshwright.planner.graphs import both_castings
 from meshwright.rules.plain_plan import plain_plan
 
 GPT = "gpt:layers=2,hidden=16,heads=2,seq=8,vocab=64,dropout=0.1"

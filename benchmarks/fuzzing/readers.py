@@ -13,14 +13,7 @@ import msgspec
 from rich.console import Console
 
 from meshwright.capturing.capture import capture_source
-from meshwright.cli.decision import check_made_for, world_of_run
-from meshwright.cli.graphs import graph_of
-from meshwright.cli.options import PlanFlags
 from meshwright.cli.report import report
-from meshwright.cli.searching import Searching
-from meshwright.cli.train_folder import check_settings, lay_out_on
-from meshwright.cli.train_settings import put_right, read_settings
-from meshwright.cli.wiring import find_cluster
 from meshwright.core.cluster import Cluster, load_cluster
 from meshwright.core.files.disk import read_facts
 from meshwright.core.graph import Graph
@@ -31,7 +24,15 @@ from meshwright.cost.forecast import forecast
 from meshwright.interop.accelerate import load_accelerate
 from meshwright.interop.deepspeed import load_deepspeed
 from meshwright.interop.foreign import foreign_plan
+from meshwright.jobs.layout import check_settings, lay_out_on
+from meshwright.jobs.settings import put_right, read_settings
 from meshwright.models.source import resolve
+from meshwright.planner.clusters import find_cluster
+from meshwright.planner.decision import world_of_run
+from meshwright.planner.estimate import check_made_for
+from meshwright.planner.graphs import graph_of
+from meshwright.planner.plan import PlanQuestion
+from meshwright.planner.subject import NamedModel
 from meshwright.rules.limits import check_runs
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.rules.stages import check_blocks
@@ -77,7 +78,7 @@ def read_plan(path: Path) -> None:
 
 def read_run_settings(path: Path) -> None:
     """`meshwright train`, up to where it would start its ranks. This machine is not measured: a cluster stands in for it."""
-    settings = read_settings(str(path), PlanFlags(PlanRequest(), None), dict(NOT_GIVEN))
+    settings = read_settings(str(path), PlanRequest(), None, dict(NOT_GIVEN))
     settings = msgspec.structs.replace(settings, out="out")
     check_settings(settings, resume=False)
     world = world_of_run(settings)
@@ -85,7 +86,7 @@ def read_run_settings(path: Path) -> None:
         check_num_ranks(world or 1)
         cluster = Cluster.load("cluster.json")
     else:
-        cluster = find_cluster(quiet(), settings.cluster, settings.hosts, world, settings.device, settings.backend)
+        cluster = find_cluster(settings.cluster, settings.hosts, world, settings.device, settings.backend)
     lay_out_on(cluster, settings, world, False, quiet(), RunLock("out"))
 
 
@@ -106,7 +107,7 @@ def read_cluster(path: Path) -> None:
     estimate(graph(), plan, cluster)
     forecast(graph(), plan, cluster)
     if crc32(path.read_bytes()) % SEARCHED_ONE_IN == 0:
-        Searching(graph(), None).on(cluster, PlanRequest(global_batch=8, precision="fp32"))
+        PlanQuestion(NamedModel(MODEL), graph(), None, cluster, PlanRequest(global_batch=8, precision="fp32")).answer()
 
 
 def read_checkpoint(path: Path) -> None:

@@ -1,8 +1,7 @@
 """Meshwright: which parallelism, for my model, on my cluster?
 
-    cluster = mw.probe()                     # or mw.Cluster.named("a100-80g-selene", hosts=8)
-    graph   = mw.capture(model, batch)
-    result  = mw.search(graph, cluster)
+    cluster = mw.probe()                                      # or mw.Cluster.named("a100-80g-selene", hosts=8), or a file
+    result  = mw.plan(model, cluster, batch=batch)            # what `meshwright plan` answers, value for value
     program = mw.apply(model, result.plan, optimizer=..., loss=...)
     out     = program.step(batch)
 
@@ -14,7 +13,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from meshwright.core.version import VERSION
+
+__version__ = VERSION
 
 _HOMES = {
     "Cluster": "meshwright.core.cluster",
@@ -22,21 +23,32 @@ _HOMES = {
     "Graph": "meshwright.core.graph",
     "InfeasibleError": "meshwright.core.errors",
     "MeshwrightError": "meshwright.core.errors",
+    "ParityResult": "meshwright.measure.parity",
     "Plan": "meshwright.core.plan",
     "PlanRequest": "meshwright.core.request",
+    "Program": "meshwright.runtime.program",
     "Recipe": "meshwright.core.recipe",
+    "RunSummary": "meshwright.core.run.summary",
     "Schedule": "meshwright.core.pipeline.schedule",
     "SearchResult": "meshwright.core.result",
+    "StepOutput": "meshwright.runtime.step",
+    "Sweep": "meshwright.report.sweep",
     "Trace": "meshwright.core.run.trace",
     "apply": "meshwright._api",
     "capture": "meshwright._api",
     "clip_grad_norm_": "meshwright.runtime.own_loop.loop",
     "deferred": "meshwright.runtime.deferred",
-    "estimate": "meshwright.cost.estimate",
+    "estimate": "meshwright.planner.estimate",
+    "load": "meshwright.training.program_state",
+    "parity": "meshwright.planner.parity",
     "plain_plan": "meshwright._api",
+    "plan": "meshwright.planner.plan",
     "predicted_vs_measured": "meshwright.report.tables",
     "probe": "meshwright.measure.probe",
+    "save": "meshwright.training.program_state",
     "search": "meshwright._api",
+    "sweep": "meshwright.planner.sweep",
+    "train": "meshwright.jobs.train",
     "wrap": "meshwright._api",
 }
 
@@ -51,12 +63,22 @@ if TYPE_CHECKING:
     from meshwright.core.recipe import Recipe
     from meshwright.core.request import PlanRequest
     from meshwright.core.result import SearchResult
+    from meshwright.core.run.summary import RunSummary
     from meshwright.core.run.trace import Trace
-    from meshwright.cost.estimate import estimate
+    from meshwright.jobs.train import train
+    from meshwright.measure.parity import ParityResult
     from meshwright.measure.probe import probe
+    from meshwright.planner.estimate import estimate
+    from meshwright.planner.parity import parity
+    from meshwright.planner.plan import plan
+    from meshwright.planner.sweep import sweep
+    from meshwright.report.sweep import Sweep
     from meshwright.report.tables import predicted_vs_measured
     from meshwright.runtime.deferred import deferred
     from meshwright.runtime.own_loop.loop import clip_grad_norm_
+    from meshwright.runtime.program import Program
+    from meshwright.runtime.step import StepOutput
+    from meshwright.training.program_state import load, save
 
 __all__ = [
     "Cluster",
@@ -64,11 +86,16 @@ __all__ = [
     "Graph",
     "InfeasibleError",
     "MeshwrightError",
+    "ParityResult",
     "Plan",
     "PlanRequest",
+    "Program",
     "Recipe",
+    "RunSummary",
     "Schedule",
     "SearchResult",
+    "StepOutput",
+    "Sweep",
     "Trace",
     "__version__",
     "apply",
@@ -76,10 +103,16 @@ __all__ = [
     "clip_grad_norm_",
     "deferred",
     "estimate",
+    "load",
+    "parity",
     "plain_plan",
+    "plan",
     "predicted_vs_measured",
     "probe",
+    "save",
     "search",
+    "sweep",
+    "train",
     "wrap",
 ]
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright._captured import remember, settled
 from meshwright.capturing.capture import capture as capture_module
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Precision
@@ -22,6 +21,7 @@ from meshwright.core.units import parse_bytes
 from meshwright.measure.checking.first_batch import FirstBatch
 from meshwright.measure.record import StepRecorder
 from meshwright.models.objective import Batch, objective_of
+from meshwright.planner.captured import remember, settled
 from meshwright.rules.plain_plan import plain_plan as plan_plainly
 from meshwright.runtime.apply import apply as apply_plan
 from meshwright.runtime.apply import wrap as wrap_plan

@@ -19,7 +19,6 @@ from captures import shared_graph
 from cases import ASSETS, hand_cluster
 from pool import RankError, RankPool, this_rank
 
-from meshwright.cli.shardings import try_sharding
 from meshwright.core.collective import Collective
 from meshwright.core.errors import GuessWarning, PlanError
 from meshwright.core.graph import Graph, Precision
@@ -30,6 +29,7 @@ from meshwright.cost.estimate import Estimator
 from meshwright.measure.parity import ParityResult, Tamper, compare
 from meshwright.measure.record import StepRecorder
 from meshwright.models.source import ModelSource, resolve
+from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_mesh, plain_plan
 from meshwright.runtime.apply import apply
 

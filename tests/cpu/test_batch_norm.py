@@ -15,12 +15,12 @@ from test_parity import compare_on_rank, scale_one_gradient
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.cli.shardings import try_sharding
-from meshwright.cli.shrunk import plain_plan_of_small
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
+from meshwright.planner.parity_plan import plain_plan_of_small
+from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 

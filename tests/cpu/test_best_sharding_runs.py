@@ -11,7 +11,6 @@ import torch
 from cases import ASSETS, graph_of, hand_cluster, source_of
 from pool import RankPool, this_rank
 
-from meshwright.cli.shardings import try_sharding
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.collective import Collective
 from meshwright.core.graph import Graph, Precision
@@ -23,6 +22,7 @@ from meshwright.cost.division import divide
 from meshwright.cost.estimate import Estimator, estimate
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.measure.record import StepRecorder
+from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.rules.sharding import plain_sharding
 from meshwright.runtime.apply import apply

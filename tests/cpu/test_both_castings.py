@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-from meshwright.cli import graphs
+from meshwright.planner import graphs
 
 MODEL = "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=61"
 at_once, forked = graphs._capture_both, []

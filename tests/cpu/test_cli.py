@@ -254,7 +254,7 @@ def test_version_and_help(here: Cli) -> None:
 
 def test_brackets_of_others_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     """Words of torch and gloo name files in brackets: they are no markup."""
-    from meshwright.cli.output import make_console
+    from meshwright.jobs.output import make_console
 
     make_console(as_json=False).print("[/src/gloo/transport/tcp/pair.cc:144] no connection [/closed]")
     assert capsys.readouterr().out.strip() == "[/src/gloo/transport/tcp/pair.cc:144] no connection [/closed]"

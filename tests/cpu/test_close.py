@@ -16,10 +16,10 @@ import torch.distributed as dist
 from cases import MODELS, graph_of, source_of
 from pool import RankPool, this_rank
 
-from meshwright.cli.shardings import with_legal_sharding
 from meshwright.core.errors import PlanError, RunError
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
+from meshwright.planner.shardings import with_legal_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.offload.optimizer import HostOptimizer

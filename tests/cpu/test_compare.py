@@ -129,8 +129,8 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
 
 def test_an_earlier_comparison_is_moved_aside_where_nobody_chose_the_folder(tmp_path: Path) -> None:
     from meshwright.cli.compare import _make_room
-    from meshwright.cli.output import make_console
     from meshwright.core.errors import InputError
+    from meshwright.jobs.output import make_console
 
     folder = tmp_path / "study-compare"
     (folder / "one-on-1").mkdir(parents=True)

@@ -13,12 +13,12 @@ from pool import RankPool, this_rank
 from test_compile import needs_compiler
 from torch.nn.utils import get_total_norm
 
-from meshwright.cli.shardings import try_sharding
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.objective import call, slice_batch
+from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply, wrap
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from cases import ROOT
 
-from meshwright.cli.shrunk import plain_plan_of_small
 from meshwright.core.request import PlanRequest
 from meshwright.measure.checking.check import _made_small
 from meshwright.measure.cutting import CannotCutError
 from meshwright.models.source import resolve
+from meshwright.planner.parity_plan import plain_plan_of_small
 
 SURVEY = ROOT / "tests" / "survey"
 REFUSED = {

@@ -140,7 +140,7 @@ def test_a_frame_that_stands_on_no_line() -> None:
 
 BETWEEN = """
 import os, signal
-import meshwright.cli.restarting as restarting
+import meshwright.jobs.restarting as restarting
 from meshwright.cli import main
 
 noted = restarting.note

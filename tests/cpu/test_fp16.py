@@ -14,10 +14,10 @@ from pool import RankError, RankPool, this_rank
 from test_collectives_and_memory import check_collectives_and_state
 from torch import nn
 
-from meshwright.cli.shardings import try_sharding
 from meshwright.core.request import PlanRequest
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.models.source import resolve
+from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime import scaling
 from meshwright.runtime.apply import apply, wrap

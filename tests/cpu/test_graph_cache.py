@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from cases import ASSETS
 
-from meshwright.cli import graphs
-from meshwright.cli.graphs import capture_now, graph_file, graph_of
+from meshwright.planner import graphs
+from meshwright.planner.graphs import capture_now, graph_file, graph_of
 
 MODEL = "gpt:layers=1,hidden=8,heads=2,seq=4,vocab=11"
 ASK = f"""
 import sys
-from meshwright.cli.graphs import graph_of
+from meshwright.planner.graphs import graph_of
 print(graph_of({MODEL!r}, "fp32").num_parameters, "torch" in sys.modules)
 """
 

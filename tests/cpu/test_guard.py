@@ -164,7 +164,7 @@ def flipped(case: Case, odd_rank: int, spread: dict[str, Any]) -> tuple[str, tup
     source = source_of(case.model)
     plan = plan_of(case)
     if spread:
-        from meshwright.cli.shardings import with_legal_sharding
+        from meshwright.planner.shardings import with_legal_sharding
 
         request = PlanRequest(global_batch=8, precision="fp64", **spread)  # type: ignore[arg-type]
         from cases import MODELS

@@ -16,9 +16,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from meshwright.capturing.capture import capture_source
-from meshwright.cli.train_folder import lay_out_on
 from meshwright.core.errors import ModelError, PlanError
 from meshwright.core.request import PlanRequest
+from meshwright.jobs.layout import lay_out_on
 from meshwright.measure.mean_loss import check_mean_loss, depends_on_batch, find_whole_batch_loss
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.objective import DEFAULT, Batch, Objective

@@ -11,12 +11,12 @@ from cases import ROOT
 from pool import RankPool, this_rank
 from torch import nn
 
-from meshwright.cli.shrunk import plain_plan_of_small
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.old_norms import without_computed_weights
 from meshwright.models.source import resolve
+from meshwright.planner.parity_plan import plain_plan_of_small
 
 Pools = Callable[[int], RankPool]
 FILE = ROOT / "tests/survey/habits/state.py"

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn import utils
 
 import meshwright as mw
-from meshwright.cli.shardings import try_sharding
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.models.objective import call, slice_batch
+from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import wrap
 

@@ -13,12 +13,12 @@ from cases import ASSETS
 from pool import RankPool, this_rank
 
 from meshwright.capturing.capture import capture_source
-from meshwright.cli.shrunk import plan_file_of_small
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan, Recompute
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
+from meshwright.planner.parity_plan import plan_file_of_small
 from meshwright.rules.plain_plan import plain_plan
 
 Pools = Callable[[int], RankPool]

@@ -18,11 +18,11 @@ from pool import RankPool, this_rank
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from meshwright.cli.shardings import try_sharding
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Offload, Plan
 from meshwright.core.request import PlanRequest
 from meshwright.models.source import resolve
+from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.clip import local

@@ -17,10 +17,10 @@ import torch
 from cases import graph_of, source_of
 from pool import RankPool, this_rank
 
-from meshwright.cli.shardings import try_sharding
 from meshwright.core.plan import Offload, Plan
 from meshwright.core.request import PlanRequest
 from meshwright.models.objective import slice_batch
+from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.offload.streamed_program import StreamedProgram

@@ -13,11 +13,11 @@ from pool import RankError, RankPool, this_rank
 from torch import nn
 
 import meshwright as mw
-from meshwright.cli.shardings import try_sharding
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.models.objective import call
 from meshwright.models.source import resolve
+from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.same_samples import checksum
 

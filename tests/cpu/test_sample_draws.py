@@ -12,11 +12,11 @@ from cases import graph_of
 from pool import RankError, RankPool, this_rank
 from torch import Tensor, nn
 
-from meshwright.cli.shardings import try_sharding
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.models.objective import DEFAULT, Batch, Objective
 from meshwright.models.source import resolve
+from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.program import Program

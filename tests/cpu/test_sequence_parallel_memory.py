@@ -12,8 +12,8 @@ import torch
 from cases import graph_of, source_of
 from pool import RankPool, this_rank
 
-from meshwright.cli.shardings import with_legal_sharding
 from meshwright.core.request import PlanRequest
+from meshwright.planner.shardings import with_legal_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 

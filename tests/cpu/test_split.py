@@ -18,14 +18,14 @@ from pool import RankPool, this_rank
 from torch import Tensor, nn
 
 from meshwright.capturing.capture import capture_source
-from meshwright.cli.shardings import try_sharding
-from meshwright.cli.shrunk import plain_plan_of_small
 from meshwright.core.collective import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import BlockSharding, Plan, Stage, TensorSharding
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
+from meshwright.planner.parity_plan import plain_plan_of_small
+from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.split import exchange
 from meshwright.runtime.split.collectives import Ranks

@@ -13,11 +13,11 @@ from runs import run_of
 from meshwright.core.errors import InputError
 from meshwright.core.request import PlanRequest
 from meshwright.core.run.trace import StepRecord
+from meshwright.planner.short_plans import contenders, parse_short
 from meshwright.report.contest import findings, judge, loss_difference, loss_words, noise, row_of, rows_of, said_about
 from meshwright.report.contest_table import contest_tables
 from meshwright.report.histogram import NUM_BINS, bars, counted, shared_edges
 from meshwright.report.run import Run
-from meshwright.rules.short_plans import contenders, parse_short
 
 
 def timed(name: str, seconds: list[float], *repeats: list[float], **request: object) -> Run:

@@ -178,7 +178,7 @@ def test_no_row_ends_the_command(
             raise ModelError("cannot be built")
         return graph_of(model, precision, casting)
 
-    monkeypatch.setattr("meshwright.cli.graphs.graph_of", capture)
+    monkeypatch.setattr("meshwright.planner.graphs.graph_of", capture)
     fine = "b,new,,4,64,4,2048,32,a100-80g-selene,8,2,1,,1,1,8,none,0,0,bf16,0,,1.0,1.0,1,,,"
     lines = (
         HEADER, ROW, ROW, fine, fine.replace("selene", "nowhere"), fine.replace(",4,64", ",[/b],64"),

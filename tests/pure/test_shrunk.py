@@ -15,7 +15,7 @@ from transformer import transformer_graph
 from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, Recompute, Stage
-from meshwright.rules.shrunk import shrunk_plan
+from meshwright.planner.shrunk import shrunk_plan
 
 WHOLE, SMALL = transformer_graph(layers=12), transformer_graph(layers=4)
 

@@ -57,7 +57,7 @@ def version(
     show: bool = typer.Option(False, "--version", help="Print the version and end."),
 ) -> None:
     if show:
-        from meshwright import __version__
+        from meshwright.core.version import VERSION
 
-        print(__version__)
+        print(VERSION)
         raise typer.Exit

@@ -24,11 +24,10 @@ def capture(
     import warnings
     from importlib import import_module
 
-    from meshwright.cli.choices import check_choice
-    from meshwright.cli.graphs import capture_now
-    from meshwright.cli.output import make_console, print_json
-    from meshwright.core.errors import GuessWarning
+    from meshwright.core.errors import GuessWarning, check_choice
     from meshwright.core.graph import Precision
+    from meshwright.jobs.output import make_console, print_json
+    from meshwright.planner.graphs import capture_now
     from meshwright.report.tables import graph_table, guesses_table
 
     check_choice("--precision", precision, get_args(Precision))

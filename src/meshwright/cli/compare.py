@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from meshwright.planner.short_plans import Contender
     from meshwright.report.run import Run
-    from meshwright.rules.short_plans import Contender
     from meshwright.training.settings import CompareSettings, Settings
 
 
@@ -47,10 +47,10 @@ def compare(
     """
     from pathlib import Path
 
-    from meshwright.cli.output import make_console
-    from meshwright.cli.ready import OF_TRAINING, ready_ranks
     from meshwright.core.errors import RunError
-    from meshwright.rules.short_plans import contenders
+    from meshwright.jobs.output import make_console
+    from meshwright.jobs.ready import OF_TRAINING, ready_ranks
+    from meshwright.planner.short_plans import contenders
 
     settings, wanted = _read(file, plans, nproc, repeat, {"steps": steps, "seed": seed})
     chosen, left_out = contenders(wanted.plans, wanted.nproc)
@@ -77,7 +77,7 @@ def _read(
     """The file, with what the command line says put over it."""
     import msgspec
 
-    from meshwright.cli.train_settings import load_settings
+    from meshwright.jobs.settings import load_settings
     from meshwright.training.settings import CompareSettings
 
     settings = load_settings(file)
@@ -137,7 +137,7 @@ def _peers(settings: Settings, names: str | None, nprocs: tuple[int, ...]) -> li
     """Other libraries, on every number of ranks above one."""
     if names is None:
         return []
-    from meshwright.rules.short_plans import Contender
+    from meshwright.planner.short_plans import Contender
     from meshwright.training.peers import LIKE, check_peer, peers_named
 
     found = []
@@ -184,7 +184,7 @@ def _run_one(settings: Settings, one: Contender, folder: Path) -> Run:
     import msgspec
 
     from meshwright.cli.runs import read_run
-    from meshwright.rules.short_plans import parse_short
+    from meshwright.planner.short_plans import parse_short
 
     changed = msgspec.structs.replace(
         settings,
@@ -205,7 +205,7 @@ def _run_one(settings: Settings, one: Contender, folder: Path) -> Run:
 def _train(settings: Settings) -> None:
     from rich.console import Console
 
-    from meshwright.cli.train_local import run_ranks
+    from meshwright.jobs.local import run_ranks
 
     summary, _ = run_ranks(settings, resume=False, console=Console(quiet=True), as_json=False, quiet=True)
     if summary is None or summary["interrupted"]:
@@ -216,7 +216,7 @@ def _train_peer(settings: Settings, peer: str) -> None:
     """In a folder of the plan of ours that does the same: its estimate stands beside what the peer takes."""
     from rich.console import Console
 
-    from meshwright.cli.train_folder import lay_out
+    from meshwright.jobs.layout import lay_out
     from meshwright.runtime.launch import launch
     from meshwright.training.lock import RunLock
 
@@ -248,7 +248,7 @@ def _write(runs: list[Run], file: str, console: Console) -> str:
 def _print_json(
     runs: list[Run], failed: dict[str, str], left_out: list[str], epoch_steps: int | None, page: str
 ) -> None:
-    from meshwright.cli.output import print_json
+    from meshwright.jobs.output import print_json
     from meshwright.report.contest import findings, judge, loss_words, rows_of
 
     judgement = judge(runs)

@@ -29,9 +29,9 @@ def doctor(
 
     Under torchrun, or `meshwright launch --verb doctor`: all hosts, the links between them, and whether their clocks agree.
     """
-    from meshwright.cli.choices import check_choice
-    from meshwright.cli.output import make_console
-    from meshwright.cli.ready import LOADED, ready_ranks
+    from meshwright.core.errors import check_choice
+    from meshwright.jobs.output import make_console
+    from meshwright.jobs.ready import LOADED, ready_ranks
     from meshwright.runtime.rank import started_by_launcher
 
     check_choice("--device", device, ("auto", "cpu", "cuda"))
@@ -107,7 +107,7 @@ def _as_a_rank(out: str, device: str, backend: str, console: Console, as_json: b
 
 def _show(findings: list[Finding], console: Console, as_json: bool) -> bool:
     """Print them; returns whether one is a problem."""
-    from meshwright.cli.output import print_json
+    from meshwright.jobs.output import print_json
 
     host = ""
     for finding in findings:

@@ -38,11 +38,10 @@ def export(
       model = "hf:demo-hf/config.json"
       weights = "demo-hf"
     """
-    from meshwright.cli.choices import check_choice
-    from meshwright.cli.output import make_console, print_json
-    from meshwright.cli.ready import OF_TRAINING, ready_ranks
-    from meshwright.core.errors import InputError
+    from meshwright.core.errors import InputError, check_choice
     from meshwright.core.units import format_bytes, parse_bytes
+    from meshwright.jobs.output import make_console, print_json
+    from meshwright.jobs.ready import OF_TRAINING, ready_ranks
     from meshwright.runtime.launch import launch
     from meshwright.training.checkpoint import latest
     from meshwright.training.folder import RunFolder

@@ -93,8 +93,8 @@ def launch(
       meshwright launch FILE.toml --slurm -- --zero 3            flags of train
     The hosts must share the folder this is started in. torchrun needs no launch: torchrun … -m meshwright train FILE.toml
     """
-    from meshwright.cli.output import make_console
     from meshwright.core.errors import InputError
+    from meshwright.jobs.output import make_console
 
     if slurm == ray:
         raise InputError("say where: --slurm or --ray; on this machine alone, `meshwright train` starts its own ranks")
@@ -127,9 +127,8 @@ def _read(
 
     import msgspec
 
-    from meshwright.cli.choices import check_choice
-    from meshwright.cli.train_settings import load_settings
-    from meshwright.core.errors import InputError
+    from meshwright.core.errors import InputError, check_choice
+    from meshwright.jobs.settings import load_settings
     from meshwright.training.folder import RunFolder
 
     check_choice("--verb", verb, VERBS)

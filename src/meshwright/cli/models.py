@@ -11,7 +11,7 @@ def models(as_json: JsonFlag = False) -> None:
 
     from rich.table import Table
 
-    from meshwright.cli.output import make_console, print_json
+    from meshwright.jobs.output import make_console, print_json
     from meshwright.models.reference import REFERENCE
 
     options = {

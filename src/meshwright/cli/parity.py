@@ -19,7 +19,7 @@ from meshwright.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meshwright.core.plan import Plan
+    from meshwright.measure.parity import ParityResult
 
 
 @plan_flags
@@ -41,71 +41,53 @@ def parity(
     import os
     from contextlib import nullcontext
 
-    import msgspec
-
-    from meshwright.cli.output import make_console, print_json
-    from meshwright.cli.ready import LOADED, ready_ranks
     from meshwright.core.result import describe
-    from meshwright.runtime.launch import launch
+    from meshwright.jobs.output import make_console, print_json
+    from meshwright.jobs.ready import LOADED, ready_ranks
+    from meshwright.planner.parity import ParityQuestion
     from meshwright.runtime.rank import started_by_launcher
 
     console, is_rank = make_console(as_json), started_by_launcher()
     with nullcontext() if is_rank else ready_ranks((*LOADED, "meshwright.measure.parity")):
-        model, plan, num_ranks = _read(target, flags, int(os.environ["WORLD_SIZE"]) if is_rank else nproc)
-        payload = {
-            "model": model, "plan": msgspec.to_builtins(plan), "steps": steps, "device": device, "backend": backend,
-        }  # fmt: skip
-        payload |= {} if timeout is None else {"timeout": timeout}
+        num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else nproc
+        asked = ParityQuestion.ask(target, flags.request, flags.file, num_ranks)
+        payload = asked.payload(steps, device, backend, timeout)
         if is_rank:
-            from meshwright.measure.parity import parity_rank
-
-            result = parity_rank(payload)
-            if os.environ["RANK"] != "0":
-                raise typer.Exit(0 if result["ok"] else 1)
+            result = _as_a_rank(payload)
         else:
-            console.print(f"{model}, shrunk: {describe(plan)}, against one process, {steps} steps", highlight=False)
-            result = launch("meshwright.measure.parity:parity_rank", payload, num_ranks)
+            words = f"{asked.model}, shrunk: {describe(asked.plan)}, against one process, {steps} steps"
+            console.print(words, highlight=False)
+            result = asked.answer(payload)
     _show(console, result)
     if as_json:
         print_json(result)
-    if not result["ok"]:
+    if not result.ok:
         raise typer.Exit(1)
 
 
-def _read(target: str, flags: PlanFlags, nproc: int | None) -> tuple[str, Plan, int]:
-    """The model, the plan for it made small, and how many ranks run it."""
-    from meshwright.cli.shrunk import plain_plan_of_small, plan_file_of_small
-    from meshwright.core.errors import InputError, PlanError
-    from meshwright.core.plan import Plan
-    from meshwright.core.request import PlanRequest
-    from meshwright.measure.probe import default_num_ranks
-    from meshwright.training.settings import Settings
+def _as_a_rank(payload: dict[str, Any]) -> ParityResult:
+    """Started by a launcher: all compare, the first speaks."""
+    import os
 
-    model, request, file = target, PlanRequest(), flags.file
-    if target.endswith(".toml"):
-        settings = Settings.load(target)
-        model, request, nproc = settings.model, settings.plan, nproc or settings.nproc
-        file = file or settings.plan_file
-    if file is None:
-        num_ranks = nproc or default_num_ranks()
-        return model, plain_plan_of_small(model, request.updated(flags.request), num_ranks), num_ranks
-    if flags.request != PlanRequest():
-        raise InputError(f"{target} names a whole plan, {file}: leave the plan flags out, or edit that plan")
-    plan = Plan.load(file)
-    if nproc not in (None, plan.world):
-        raise PlanError(f"{file} is for {plan.world} ranks, but {nproc} were asked for: use --nproc {plan.world}")
-    return model, plan_file_of_small(model, plan, file), plan.world
+    import msgspec
+
+    from meshwright.measure.parity import ParityResult, parity_rank
+
+    result = msgspec.convert(parity_rank(payload), ParityResult)
+    if os.environ["RANK"] != "0":
+        raise typer.Exit(0 if result.ok else 1)
+    return result
 
 
-def _show(console: Console, result: dict[str, Any]) -> None:
-    for step, (found, expected) in enumerate(result["losses"]):
+def _show(console: Console, result: ParityResult) -> None:
+    for step, (found, expected) in enumerate(result.losses):
         console.print(f"step {step}: loss {found:.12f}, one process {expected:.12f}", highlight=False)
     console.print(
-        f"{result['num_tensors']} tensors; largest relative differences: loss {result['max_loss_difference']:.2e}, "
-        f"gradient {result['max_gradient_difference']:.2e}, parameter {result['max_parameter_difference']:.2e}; "
-        f"bound {result['bound']:.2e}",
+        f"{result.num_tensors} tensors; largest relative differences: loss {result.max_loss_difference:.2e}, "
+        f"gradient {result.max_gradient_difference:.2e}, parameter {result.max_parameter_difference:.2e}; "
+        f"bound {result.bound:.2e}",
         highlight=False,
     )
-    if result["silenced"]:
-        console.print(f"without randomness: {', '.join(result['silenced'])} gave their mean", highlight=False)
-    console.print("parity holds" if result["ok"] else f"parity FAILS: {result['first_difference']}", highlight=False)
+    if result.silenced:
+        console.print(f"without randomness: {', '.join(result.silenced)} gave their mean", highlight=False)
+    console.print("parity holds" if result.ok else f"parity FAILS: {result.first_difference}", highlight=False)

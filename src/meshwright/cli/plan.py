@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
     from meshwright.core.graph import Graph
     from meshwright.core.result import SearchResult
+    from meshwright.planner.plan import PlanQuestion
 
 SearchOption = Annotated[str, typer.Option("--search", help="Which method searches.")]
 PreferFastestFlag = Annotated[
@@ -71,9 +72,10 @@ def plan(
       meshwright plan MODEL --cluster a100-80g-selene --from-deepspeed ds_config.json
       meshwright plan MODEL --cluster a100-80g-selene --from-accelerate config.yaml --global-batch 64
     """
-    from meshwright.cli.output import make_console
     from meshwright.cli.plan_file import check_plan_file
     from meshwright.core.errors import InputError
+    from meshwright.jobs.output import make_console
+    from meshwright.planner.plan import check_offload
 
     if flags.file is not None:
         raise InputError(
@@ -87,7 +89,7 @@ def plan(
         raise InputError("--diff, --from-deepspeed and --from-accelerate are different questions: ask one at a time")
     if output is not None:
         check_plan_file(output)
-    _check_offload(flags)
+    check_offload(flags.request)
     console = make_console(as_json)
     if diff is not None:
         from meshwright.cli.plan_diff import compare_files
@@ -99,7 +101,9 @@ def plan(
         return
     if model is None:
         raise InputError("no MODEL was given: name one, such as gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304")
-    settings: dict[str, Any] = {"memory": memory, "method": search, "prefer_fastest": prefer_fastest, "world": devices}
+    limits: dict[str, Any] = {
+        "hosts": hosts, "nproc": nproc, "devices": devices, "memory": memory, "search": search, "prefer_fastest": prefer_fastest,
+    }  # fmt: skip
     name = cluster or "local"
     if from_deepspeed is not None or from_accelerate is not None:
         from meshwright.cli.plan_foreign import improve_on
@@ -107,58 +111,58 @@ def plan(
         from meshwright.interop.deepspeed import load_deepspeed
 
         foreign = load_deepspeed(from_deepspeed) if from_deepspeed else load_accelerate(str(from_accelerate))
-        improve_on(console, foreign, model, name, hosts, nproc, flags.request, settings, output, as_json)
+        improve_on(console, foreign, model, name, flags.request, limits, output, as_json)
         return
-    _search(console, model, name, hosts, nproc, flags, settings, (output, html), as_json)
-
-
-def _check_offload(flags: PlanFlags) -> None:
-    from meshwright.core.errors import InputError
-
-    request = flags.request
-    how = (request.offload_share, request.offload_moments, request.offload_delayed or None)
-    if request.offload == "none" and any(answer is not None for answer in how):
-        raise InputError("nothing is to be offloaded, but a flag says how: leave --offload-… out, or --no-offload")
+    _search(console, model, name, flags, limits, (output, html), as_json)
 
 
 def _search(
     console: Console,
     model: str,
     cluster: str,
-    hosts: int | None,
-    nproc: int | None,
     flags: PlanFlags,
-    settings: dict[str, Any],
+    limits: dict[str, Any],
     files: tuple[str | None, str | None],
     as_json: bool,
 ) -> None:
-    from meshwright.cli.plan_cluster import asked_cluster, check_budget
-    from meshwright.cli.searching import prepare, say_infeasible
-    from meshwright.cli.wiring import plain_precision
-    from meshwright.core.errors import InfeasibleError
+    from meshwright.jobs.output import say_on
+    from meshwright.planner.plan import PlanQuestion
+    from meshwright.planner.subject import NamedModel
 
-    found = asked_cluster(console, cluster, hosts, nproc)
-    check_budget(settings["memory"], found)
-    searching = prepare(model, flags.request.precision or plain_precision(found), **settings)
-    try:
-        result = searching.on(found, flags.request)
-    except InfeasibleError as error:
-        say_infeasible(error, console, found, as_json)
-        raise
+    asked = PlanQuestion.ask(NamedModel(model), cluster, flags.request, **limits, say=say_on(console))
+    result = answered(asked, console, as_json)
     output, html = files
     if html is not None:
         from meshwright.cli.runs import planned_run, write_page
 
-        written = write_page([planned_run(result, found, searching)], html)
+        written = write_page([planned_run(result, asked)], html)
         console.print(f"saved as {written}", highlight=False)
-    show(console, result, found, searching.graph, output, as_json)
+    show(console, result, asked.cluster, asked.graph, output, as_json)
+
+
+def answered(asked: PlanQuestion, console: Console, as_json: bool) -> SearchResult:
+    """Where nothing fits: the nearest miss and the ways out; the error itself is said by whoever catches it."""
+    from meshwright.core.errors import InfeasibleError
+    from meshwright.jobs.output import print_json
+    from meshwright.report.infeasible import infeasible_view
+
+    try:
+        return asked.answer()
+    except InfeasibleError as error:
+        if (found := error.found) is not None:
+            console.print(infeasible_view(found, asked.cluster))
+            if as_json:
+                miss = {"plan": found.plan, "estimate": found.estimate, "binding": found.binding}
+                counted = {"ways_out": found.ways_out, "num_candidates": found.num_candidates}
+                print_json({"fits": False, "nearest_miss": miss, **counted})
+        raise
 
 
 def show(
     console: Console, result: SearchResult, cluster: Cluster, graph: Graph, output: str | None, as_json: bool
 ) -> None:
-    from meshwright.cli.output import print_json
     from meshwright.cli.plan_file import save_plan
+    from meshwright.jobs.output import print_json
     from meshwright.report.plan_view import plan_view
 
     console.print(plan_view(result, cluster, graph))

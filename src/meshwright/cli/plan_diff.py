@@ -22,9 +22,9 @@ def compare_files(
     as_json: bool,
 ) -> None:
     """Differences alone where no cluster is named; with one, both estimates side by side."""
-    from meshwright.cli.output import print_json
-    from meshwright.cli.plan_cluster import asked_cluster
     from meshwright.core.plan import Plan
+    from meshwright.jobs.output import print_json, say_on
+    from meshwright.planner.clusters import asked_cluster
     from meshwright.report.differences import differences_table, plan_differences
 
     plans = Plan.load(files[0]), Plan.load(files[1])
@@ -35,7 +35,7 @@ def compare_files(
         if differences:
             console.print("what it costs: add --cluster NAME_OR_FILE, and --hosts N", highlight=False)
     else:
-        found = asked_cluster(console, cluster, hosts)
+        found = asked_cluster(cluster, hosts, say=say_on(console))
         estimates = [
             _estimate(plan, model or plan.model, found, file, memory) for plan, file in zip(plans, files, strict=True)
         ]
@@ -53,11 +53,11 @@ def compare_estimates(console: Console, first: Estimate, second: Estimate, names
 
 
 def _estimate(plan: Plan, model: str, cluster: Cluster, file: str, memory: str | None) -> Estimate:
-    from meshwright.cli.decision import check_made_for
-    from meshwright.cli.graphs import graph_of
-    from meshwright.cli.wiring import budget_of
     from meshwright.core.errors import InputError
     from meshwright.cost.estimate import estimate
+    from meshwright.planner.clusters import budget_of
+    from meshwright.planner.estimate import check_made_for
+    from meshwright.planner.graphs import graph_of
 
     if not model:
         raise InputError(f"{file} does not say which model it is for: name the MODEL on the command line")

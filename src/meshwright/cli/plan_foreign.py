@@ -20,78 +20,29 @@ def improve_on(
     foreign: Foreign,
     model: str,
     cluster: str,
-    hosts: int | None,
-    nproc: int | None,
     flags: PlanRequest,
-    settings: dict[str, Any],
+    limits: dict[str, Any],
     output: str | None,
     as_json: bool,
 ) -> None:
-    """Cost the configuration's plan, search with its batch and precision, and say what to change."""
-    import msgspec
-
-    from meshwright.cli.output import print_json
-    from meshwright.cli.plan_cluster import asked_cluster, check_budget
+    """The configuration's plan with its cost, then the search with its batch and precision, and what to change."""
+    from meshwright.cli.plan import answered, as_object
     from meshwright.cli.plan_file import save_plan
-    from meshwright.cli.searching import prepare, say_infeasible
-    from meshwright.cli.shardings import with_legal_sharding
-    from meshwright.cli.wiring import plain_precision
-    from meshwright.core.errors import InfeasibleError
-    from meshwright.cost.estimate import estimate
-    from meshwright.interop.foreign import filled, foreign_plan
+    from meshwright.jobs.output import print_json, say_on
+    from meshwright.planner.foreign import ForeignQuestion
+    from meshwright.planner.subject import NamedModel
 
-    found = asked_cluster(console, cluster, foreign.num_hosts if hosts is None else hosts, nproc)
-    check_budget(settings["memory"], found)
-    precision = filled(foreign, flags).precision or plain_precision(found)
-    _check_ranks(foreign, found)
-    searching = prepare(model, precision, recipe=foreign.recipe, **settings)
-    flags = msgspec.structs.replace(flags, precision=precision)
-    theirs = with_legal_sharding(foreign_plan(foreign, flags, searching.graph, found.num_devices, found.hash), model)
-    seen = searching.other_casting if searching.other_casting and theirs.casting == "parameters" else searching.graph
-    cost = estimate(seen, theirs, found, foreign.recipe, searching.budget_bytes)
-    _show_theirs(console, foreign, theirs, cost, found)
-    try:
-        result = searching.on(found, _kept(theirs, flags))
-    except InfeasibleError as error:
-        say_infeasible(error, console, found, as_json)
-        raise
-    said = _show_better(console, theirs, cost, result, found)
+    asked = ForeignQuestion.ask(foreign, NamedModel(model), cluster, flags, **limits, say=say_on(console))
+    found, graph = asked.better.cluster, asked.better.graph
+    _show_theirs(console, foreign, asked.plan, asked.estimate, found)
+    result = answered(asked.better, console, as_json)
+    said = _show_better(console, asked.plan, asked.estimate, result, found)
     if output is not None:
         console.print(f"saved as {save_plan(result.plan, output)}", highlight=False)
     if as_json:
-        from meshwright.cli.plan import as_object
-
-        read = {"plan": theirs, "estimate": cost, "without_effect": foreign.without_effect}
-        print_json(
-            {
-                **as_object(result, found, searching.graph),
-                "configuration": {**read, "not_planned": foreign.not_planned},
-                **said,
-            }
-        )
-
-
-def _kept(theirs: Plan, flags: PlanRequest) -> PlanRequest:
-    """What the search must not change: the numbers that are computed. Flags told what the file leaves to the script."""
-    from meshwright.core.request import PlanRequest
-
-    return PlanRequest(
-        global_batch=theirs.global_batch,
-        precision=theirs.precision,
-        compile=theirs.compile or None,
-        sync_batch_norm=theirs.sync_batch_norm or None,
-        offload=flags.offload,
-    )
-
-
-def _check_ranks(foreign: Foreign, cluster: Cluster) -> None:
-    from meshwright.core.errors import InputError
-
-    if foreign.num_ranks is not None and foreign.num_ranks > cluster.num_devices:
-        raise InputError(
-            f"{foreign.where} starts {foreign.num_ranks} processes, but '{cluster.name}' with {cluster.num_hosts} hosts has "
-            f"{cluster.num_devices} devices: add --hosts"
-        )
+        read = {"plan": asked.plan, "estimate": asked.estimate, "without_effect": foreign.without_effect}
+        configuration = {**read, "not_planned": foreign.not_planned}
+        print_json({**as_object(result, found, graph), "configuration": configuration, **said})
 
 
 def _show_theirs(console: Console, foreign: Foreign, plan: Plan, estimate: Estimate, cluster: Cluster) -> None:

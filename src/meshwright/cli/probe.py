@@ -28,9 +28,9 @@ def probe(
 
     Under torchrun, or `meshwright launch --verb probe`: all hosts, and the links inside and between them; -o keeps the result.
     """
-    from meshwright.cli.output import make_console
-    from meshwright.cli.ready import LOADED, ready_ranks
-    from meshwright.cli.wiring import probe_with_notice
+    from meshwright.jobs.output import make_console, say_on
+    from meshwright.jobs.ready import LOADED, ready_ranks
+    from meshwright.planner.clusters import probed
     from meshwright.runtime.rank import started_by_launcher
 
     console = make_console(as_json)
@@ -38,7 +38,7 @@ def probe(
         _as_a_rank(nproc, device, backend, output, console, as_json)
     else:
         with ready_ranks((*LOADED, "meshwright.measure.probe")):
-            cluster = probe_with_notice(console, nproc, device, backend, fresh)
+            cluster = probed(nproc, device, backend, fresh, say_on(console))
         _show(cluster, output, console, as_json)
 
 
@@ -48,8 +48,7 @@ def _as_a_rank(
     """This process is a rank already: all measure together, the first speaks. Nothing is cached: the next hosts may be others."""
     import os
 
-    from meshwright.cli.choices import check_choice
-    from meshwright.core.errors import InputError
+    from meshwright.core.errors import InputError, check_choice
     from meshwright.measure.probe import measure_cluster
     from meshwright.runtime.gather import wait_for_all
     from meshwright.runtime.rank import leave
@@ -68,7 +67,7 @@ def _as_a_rank(
 
 
 def _show(cluster: Cluster, output: str | None, console: Console, as_json: bool) -> None:
-    from meshwright.cli.output import print_json
+    from meshwright.jobs.output import print_json
     from meshwright.report.tables import cluster_table
 
     console.print(cluster_table(cluster))

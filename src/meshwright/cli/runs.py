@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from meshwright.cli.metric_lines import MetricLines
-    from meshwright.cli.searching import Searching
-    from meshwright.core.cluster import Cluster
     from meshwright.core.codec import Value
     from meshwright.core.result import SearchResult
     from meshwright.core.run.trace import Trace
+    from meshwright.planner.plan import PlanQuestion
     from meshwright.report.run import Run
     from meshwright.training.folder import RunFolder
 
@@ -111,20 +110,18 @@ def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricL
     )
 
 
-def planned_run(result: SearchResult, cluster: Cluster, searching: Searching) -> Run:
+def planned_run(result: SearchResult, asked: PlanQuestion) -> Run:
     """A search that nothing has run of yet."""
-    from meshwright.cli.graphs import graph_run_by
     from meshwright.cost.forecast import forecast
     from meshwright.report.run import Run
 
-    plan = result.plan
-    graph = graph_run_by(plan, searching.graph, searching.other_casting)
+    plan, cluster = result.plan, asked.cluster
     return Run(
         name=f"{plan.model or 'a model'}, planned",
         plan=plan,
         estimate=result.estimate,
         cluster=cluster,
-        forecast=forecast(graph, plan, cluster, searching.recipe),
+        forecast=forecast(asked.graph_run_by(plan), plan, cluster, asked.recipe),
         result=result,
     )
 

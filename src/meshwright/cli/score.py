@@ -33,8 +33,8 @@ def score(
     """
     from pathlib import Path
 
-    from meshwright.cli.output import make_console, print_json
     from meshwright.interop.published import read_runs
+    from meshwright.jobs.output import make_console, print_json
     from meshwright.report.accuracy import write_section
 
     console = make_console(as_json)
@@ -67,8 +67,8 @@ def _captures() -> GraphOf:
     """Every model captured once. One that cannot be says so for each of its rows."""
     from functools import cache
 
-    from meshwright.cli.graphs import graph_of
     from meshwright.core.errors import MeshwrightError
+    from meshwright.planner.graphs import graph_of
 
     @cache
     def attempt(model: str, precision: Precision, casting: Casting) -> Graph | MeshwrightError:

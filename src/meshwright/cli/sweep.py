@@ -10,12 +10,7 @@ from meshwright.cli.options import ClusterOption, JsonFlag, MemoryOption, PlanFl
 from meshwright.cli.plan import PreferFastestFlag, SearchOption
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from meshwright.cli.searching import Searching
-    from meshwright.core.cluster import Cluster
-    from meshwright.core.request import PlanRequest
-    from meshwright.report.sweep import Sweep, SweepPoint
+    from meshwright.report.sweep import Sweep
 
 FORMATS = (".html", ".csv", ".json")
 
@@ -55,34 +50,29 @@ def sweep(
     """
     from pathlib import Path
 
-    from meshwright.cli.output import make_console, print_json
-    from meshwright.cli.plan_cluster import asked_cluster, check_budget
-    from meshwright.cli.searching import prepare
-    from meshwright.cli.wiring import plain_precision
     from meshwright.core.errors import InputError
+    from meshwright.jobs.output import make_console, print_json, say_on
+    from meshwright.planner.subject import NamedModel
+    from meshwright.planner.sweep import SweepQuestion
     from meshwright.report.sweep import sweep_view
 
     if flags.file is not None:
         raise InputError("--plan gives a whole plan, and this verb searches one at each point: leave it out")
     if output is not None and Path(output).suffix not in FORMATS:
         raise InputError(f"{output}: a sweep is saved as {', '.join(FORMATS)}")
-    sizes = parse_list(hosts, "--hosts") if hosts is not None else [None]
-    batches = parse_list(global_batch, "--global-batch") if global_batch is not None else [None]
-    if len(sizes) > 1 and len(batches) > 1:
-        raise InputError("--hosts and --global-batch are both lists: sweep one, and give one number for the other")
+    sizes = parse_list(hosts, "--hosts") if hosts is not None else []
+    batches = parse_list(global_batch, "--global-batch") if global_batch is not None else []
     console = make_console(as_json)
-    first = asked_cluster(console, cluster, sizes[0])
-    if cluster == "local" and sizes not in ([None], [1]):
-        raise InputError("'local' is this machine alone: sweep --global-batch, or name a cluster for --hosts")
-    check_budget(memory, first)
-    precision = flags.request.precision or plain_precision(first)
-    searching = prepare(model, precision, memory=memory, method=search, prefer_fastest=prefer_fastest)
-    points = [
-        (first if size in (None, first.num_hosts) else asked_cluster(console, cluster, size), batch)
-        for size in sizes
-        for batch in batches
-    ]
-    found = _sweep(console, searching, points, flags.request, price)
+    asked = SweepQuestion.ask(
+        NamedModel(model), cluster, flags.request, hosts=sizes, global_batches=batches, price=price, memory=memory,
+        search=search, prefer_fastest=prefer_fastest, say=say_on(console),
+    )  # fmt: skip
+    with console.status("searching …") as status:
+        found = asked.answer(
+            lambda number, count, cluster: status.update(
+                f"searching {number} of {count}: {cluster.num_devices} devices"
+            )
+        )
     console.print(sweep_view(found))
     if output is not None:
         save(found, output)
@@ -111,44 +101,6 @@ def _doubling(first: int, last: int) -> list[int]:
     while numbers[-1] * 2 < last:
         numbers.append(numbers[-1] * 2)
     return numbers if last == first else [*numbers, last]
-
-
-def _sweep(
-    console: Console,
-    searching: Searching,
-    points: list[tuple[Cluster, int | None]],
-    request: PlanRequest,
-    price: float | None,
-) -> Sweep:
-    from meshwright.report.sweep import Sweep
-
-    found: list[SweepPoint] = []
-    with console.status("searching …") as status:
-        for number, (cluster, batch) in enumerate(points, start=1):
-            status.update(f"searching {number} of {len(points)}: {cluster.num_devices} devices")
-            found.append(_point(searching, cluster, batch, request))
-    return Sweep(model=searching.graph.model, cluster=points[0][0].name, points=tuple(found), price=price)
-
-
-def _point(searching: Searching, cluster: Cluster, batch: int | None, request: PlanRequest) -> SweepPoint:
-    """The best plan at one point, or why there is none."""
-    import msgspec
-
-    from meshwright.core.errors import InfeasibleError, PlanError
-    from meshwright.report.sweep import SweepPoint
-    from meshwright.searching.problem import SAMPLES_PER_DEVICE
-
-    batch = batch or SAMPLES_PER_DEVICE * cluster.num_devices
-    point = SweepPoint(num_hosts=cluster.num_hosts, num_devices=cluster.num_devices, global_batch=batch)
-    try:
-        result = searching.on(cluster, msgspec.structs.replace(request, global_batch=batch))
-    except InfeasibleError as error:
-        return msgspec.structs.replace(point, reason=error.found.binding if error.found else str(error))
-    except PlanError as error:
-        return msgspec.structs.replace(point, reason=str(error))
-    return msgspec.structs.replace(
-        point, plan=result.plan, estimate=result.estimate, search_seconds=result.search_seconds
-    )
 
 
 def save(found: Sweep, output: str) -> None:

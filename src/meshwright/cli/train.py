@@ -62,13 +62,8 @@ def train(
     Ctrl-C stops within two steps, with a checkpoint; --resume goes on from it, on any number of ranks: `train FILE.toml --resume`,
     or `train --resume RUN` with the settings that the run folder holds.
     """
-    from meshwright.cli.output import make_console
-    from meshwright.cli.ready import OF_TRAINING, ready_ranks
-    from meshwright.cli.train_launched import join_launched
-    from meshwright.cli.train_local import run_ranks
-    from meshwright.cli.train_settings import as_before, check_verify, put_right, read_settings
-    from meshwright.cli.train_summary import show_summary
-    from meshwright.runtime.rank import started_by_launcher
+    from meshwright.jobs.output import make_console
+    from meshwright.jobs.train import run
 
     given = {
         "nproc": nproc,
@@ -84,19 +79,6 @@ def train(
         "device": device,
         "backend": backend,
     }
-    check_verify(resume, verify)
-    console = make_console(as_json)
-    if resume and not started_by_launcher():
-        put_right(file, out, console)
-    settings = read_settings(file, flags, given, resume)
-    if resume:
-        settings = as_before(settings)
-    if started_by_launcher():
-        join_launched(settings, resume, console, as_json, verify)
-    else:
-        with ready_ranks(OF_TRAINING, settings.model):
-            summary, decision = run_ranks(settings, resume, console, as_json, verify=verify)
-        if summary is not None:
-            show_summary(settings, decision, summary, console, as_json)
-        if summary is not None and summary["interrupted"]:
-            raise typer.Exit(INTERRUPTED)
+    found = run(file, flags.request, flags.file, given, resume, verify, make_console(as_json), as_json)
+    if found is not None and found.interrupted:
+        raise typer.Exit(INTERRUPTED)

@@ -29,8 +29,8 @@ def watch(
       meshwright watch runs/demo --port 8080      the same as a page, at http://localhost:8080
     The page is the report as far as it is known, and follows the run by itself. Nothing but this machine can open it.
     """
-    from meshwright.cli.output import make_console
     from meshwright.cli.runs import read_run
+    from meshwright.jobs.output import make_console
     from meshwright.training.folder import RunFolder
 
     run = RunFolder(folder)

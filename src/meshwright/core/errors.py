@@ -106,3 +106,9 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean '{folded[close[0]]}'?"
     return f"valid here: {', '.join(words)}" if words else "nothing is valid here"
+
+
+def check_choice(flag: str, value: str, valid: Iterable[str]) -> None:
+    """A flag or keyword with a fixed set of words."""
+    if value not in (words := tuple(valid)):
+        raise InputError(f"{flag} {value}: {nearest(value, words)}")

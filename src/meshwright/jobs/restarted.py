@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from meshwright.cli.decision import Decision
+    from meshwright.planner.decision import Decision
     from meshwright.runtime.ranks import Rank
     from meshwright.training.folder import RunFolder
     from meshwright.training.settings import Settings
@@ -22,8 +22,8 @@ def continued(settings: Settings, resume: bool, rank: Rank, console: Console) ->
     It is one where some launcher of these ranks has started ranks for this run folder before. torch counts its own restarts too
     (TORCHELASTIC_RESTART_COUNT), but not those after hosts have come or gone, and not for which folder.
     """
-    from meshwright.cli.restarting import resumable_step
-    from meshwright.cli.train_settings import as_before
+    from meshwright.jobs.restarting import resumable_step
+    from meshwright.jobs.settings import as_before
     from meshwright.runtime.messages.exchange import all_ranks, from_first
     from meshwright.runtime.restarts import launcher
     from meshwright.training.folder import RunFolder
@@ -79,12 +79,12 @@ def placed() -> Iterator[None]:
 
 def decision_again(settings: Settings, world: int, folder: RunFolder) -> Decision:
     """The plan the run had, where it still fits the ranks; else one made anew, with which the folder goes on."""
-    from meshwright.cli.decision import Decision
-    from meshwright.cli.restarting import replan
-    from meshwright.cli.train_folder import write_plan
     from meshwright.core.errors import PlanError
     from meshwright.core.estimate import Estimate
     from meshwright.core.plan import Plan
+    from meshwright.jobs.layout import write_plan
+    from meshwright.jobs.restarting import replan
+    from meshwright.planner.decision import Decision
     from meshwright.training.settings import Settings
 
     plan = Plan.load(folder.plan)

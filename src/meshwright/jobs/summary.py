@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from meshwright.cli.decision import Decision
-    from meshwright.core.run.trace import Trace
+    from meshwright.core.run.summary import RunSummary
+    from meshwright.planner.decision import Decision
     from meshwright.training.folder import RunFolder
     from meshwright.training.settings import Settings
 
@@ -19,21 +19,19 @@ def show_summary(
     settings: Settings, decision: Decision, summary: dict[str, Any], console: Console, as_json: bool
 ) -> None:
     """Predicted against measured, and where everything is."""
-    from meshwright.cli.output import print_json
     from meshwright.core.run.trace import Trace
+    from meshwright.jobs.output import print_json
     from meshwright.report.tables import comparison_table
     from meshwright.training.folder import RunFolder
     from meshwright.training.metrics import dropped_tokens
 
     folder = RunFolder(settings.folder)
-    trace = Trace.load(folder.trace) if folder.trace.exists() else None
-    dropped, routed = dropped_tokens(folder.metrics)
-    if trace is not None:
-        console.print(comparison_table(decision.estimate, trace))
-    for line in _lines(folder, summary, dropped, routed):
+    if folder.trace.exists():
+        console.print(comparison_table(decision.estimate, Trace.load(folder.trace)))
+    for line in _lines(folder, summary, *dropped_tokens(folder.metrics)):
         console.print(line, highlight=False)
     if as_json:
-        print_json(_figures(folder, decision, trace, summary, dropped, routed))
+        print_json(figures(settings, decision, summary))
 
 
 def _lines(folder: RunFolder, summary: dict[str, Any], dropped: int, routed: int) -> Iterator[str]:
@@ -45,32 +43,53 @@ def _lines(folder: RunFolder, summary: dict[str, Any], dropped: int, routed: int
         yield "its checkpoint is whole: the same command with --resume goes on from it"
 
 
-def _figures(
-    folder: RunFolder, decision: Decision, trace: Trace | None, summary: dict[str, Any], dropped: int, routed: int
-) -> dict[str, Any]:
-    return {
-        "loss": summary["loss"],
-        "step_seconds": trace.step_seconds if trace else None,
-        "tokens_per_second": trace.tokens_per_second if trace else None,
-        "predicted_step_seconds": decision.estimate.step_seconds,
-        "predicted_peak_bytes": decision.estimate.peak_bytes,
-        "measured_peak_bytes": trace.peak_bytes if trace else None,
-        "dropped_tokens": dropped,
-        "dropped_share": dropped / routed if routed else 0.0,
-        "validation_loss": summary["validation_loss"],
-        "num_steps": summary["num_steps"],
-        "stopped": summary["stopped"],
-        "restarts": summary.get("restarts", 0),
-        "checkpoint": summary["checkpoint"],
-        "run_folder": str(folder.path),
-    }
+def figures(settings: Settings, decision: Decision, summary: dict[str, Any]) -> RunSummary:
+    """What the run came to, with what was promised."""
+    from meshwright.core.run.summary import RunSummary
+    from meshwright.core.run.trace import Trace
+    from meshwright.training.folder import RunFolder
+    from meshwright.training.metrics import dropped_tokens
+
+    folder = RunFolder(settings.folder)
+    trace = Trace.load(folder.trace) if folder.trace.exists() else None
+    dropped, routed = dropped_tokens(folder.metrics)
+    return RunSummary(
+        loss=summary["loss"],
+        step_seconds=trace.step_seconds if trace else None,
+        tokens_per_second=trace.tokens_per_second if trace else None,
+        predicted_step_seconds=decision.estimate.step_seconds,
+        predicted_peak_bytes=decision.estimate.peak_bytes,
+        measured_peak_bytes=trace.peak_bytes if trace else None,
+        dropped_tokens=dropped,
+        dropped_share=dropped / routed if routed else 0.0,
+        validation_loss=summary["validation_loss"],
+        num_steps=summary["num_steps"],
+        stopped=summary["stopped"],
+        interrupted=summary.get("interrupted", False),
+        restarts=summary.get("restarts", 0),
+        checkpoint=summary["checkpoint"],
+        run_folder=str(folder.path),
+    )
 
 
 def show_again(settings: Settings, console: Console, as_json: bool) -> Decision | None:
-    """A run that has all its steps is shown again, not run again. Files that are gone are made by running it, without a step."""
-    from meshwright.cli.decision import Decision
+    """A run that has all its steps is shown again, not run again."""
+    found = done_before(settings)
+    if found is None:
+        return None
+    decision, summary = found
+    console.print(
+        f"{settings.folder} has all its {settings.steps} steps already: give more with --steps", highlight=False
+    )
+    show_summary(settings, decision, summary, console, as_json)
+    return decision
+
+
+def done_before(settings: Settings) -> tuple[Decision, dict[str, Any]] | None:
+    """Of a run that has all its steps. Files that are gone are made by running it, without a step."""
     from meshwright.core.estimate import Estimate
     from meshwright.core.plan import Plan
+    from meshwright.planner.decision import Decision
     from meshwright.training.checkpoint import latest
     from meshwright.training.folder import RunFolder
     from meshwright.training.kept import step_of
@@ -92,7 +111,6 @@ def show_again(settings: Settings, console: Console, as_json: bool) -> Decision 
         check_same_run(newest, read_progress(newest).run, read_id(folder.path))
     except DamagedError:
         return None  # the ranks look closer, and go on from the one before it
-    console.print(f"{folder.path} has all its {settings.steps} steps already: give more with --steps", highlight=False)
     summary = {
         "loss": values["loss"],
         "validation_loss": values.get("validation_loss"),
@@ -100,6 +118,4 @@ def show_again(settings: Settings, console: Console, as_json: bool) -> Decision 
         "stopped": None,
         "checkpoint": str(newest),
     }
-    decision = Decision(Plan.load(folder.plan), Estimate.load(folder.estimate), None)
-    show_summary(settings, decision, summary, console, as_json)
-    return decision
+    return Decision(Plan.load(folder.plan), Estimate.load(folder.estimate), None), summary

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshwright.cli.decision import Decision
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import OutOfMemoryError
     from meshwright.core.estimate import Estimate
     from meshwright.core.infeasible import WayOut
+    from meshwright.planner.decision import Decision
     from meshwright.training.settings import Settings
 
 LESS = 0.9
@@ -64,8 +64,8 @@ def _way(way: WayOut, cluster: Cluster) -> str:
 
 def ways_out_of(settings: Settings, decision: Decision, cluster: Cluster) -> tuple[WayOut, ...]:
     """Changes of the plan that ran, costed against a budget that it would not have fitted."""
-    from meshwright.cli.decision import precision_of_run
-    from meshwright.cli.graphs import both_castings
+    from meshwright.planner.decision import precision_of_run
+    from meshwright.planner.graphs import both_castings
     from meshwright.searching.problem import Problem
     from meshwright.searching.ways_out import ways_out
     from meshwright.training.optimizers import recipe_of

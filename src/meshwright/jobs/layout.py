@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from meshwright.cli.decision import Decision
     from meshwright.core.cluster import Cluster
     from meshwright.core.codec import Value
     from meshwright.core.plan import Plan
+    from meshwright.planner.decision import Decision
     from meshwright.training.folder import RunFolder
     from meshwright.training.lock import RunLock
     from meshwright.training.settings import Settings
@@ -25,19 +25,20 @@ MOST_CHECKED = 300_000_000
 
 def lay_out(settings: Settings, resume: bool, console: Console, lock: RunLock) -> tuple[Path, Decision]:
     """Decide the plan of a run on local ranks, and write its folder. lock: of the folder, held."""
-    from meshwright.cli.decision import world_of_run
-    from meshwright.cli.wiring import find_cluster
+    from meshwright.jobs.output import say_on
+    from meshwright.planner.clusters import find_cluster
+    from meshwright.planner.decision import world_of_run
 
     check_settings(settings, resume)
     world = world_of_run(settings)
-    cluster = find_cluster(console, settings.cluster, settings.hosts, world, settings.device, settings.backend)
+    cluster = find_cluster(settings.cluster, settings.hosts, world, settings.device, settings.backend, say_on(console))
     return lay_out_on(cluster, settings, world, resume, console, lock)
 
 
 def check_settings(settings: Settings, resume: bool) -> None:
     """What can be refused before anything is measured."""
-    from meshwright.cli.decision import check_batch
     from meshwright.models.source import resolve
+    from meshwright.planner.decision import check_batch
     from meshwright.training.boards import check_boards
     from meshwright.training.data import check_data
     from meshwright.training.optimizers import check_optimizer
@@ -56,10 +57,10 @@ def lay_out_on(
     cluster: Cluster, settings: Settings, world: int | None, resume: bool, console: Console, lock: RunLock
 ) -> tuple[Path, Decision]:
     """The same on a cluster that is known. world: the number of ranks, where it is given."""
-    from meshwright.cli.decision import decide, precision_of_run, with_host_link
-    from meshwright.cli.graphs import both_castings
-    from meshwright.cli.train_room import check_room, checkpoint_bytes
-    from meshwright.cli.train_settings import with_plan_of_before
+    from meshwright.jobs.room import check_room, checkpoint_bytes
+    from meshwright.jobs.settings import with_plan_of_before
+    from meshwright.planner.decision import decide, precision_of_run, with_host_link
+    from meshwright.planner.graphs import both_castings
     from meshwright.training.folder import RunFolder
     from meshwright.training.optimizers import recipe_of
 

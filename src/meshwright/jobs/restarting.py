@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from meshwright.cli.decision import Decision
     from meshwright.core.cluster import Cluster
     from meshwright.core.plan import Plan
     from meshwright.core.request import PlanRequest
     from meshwright.core.run.fault import Fault
+    from meshwright.planner.decision import Decision
     from meshwright.runtime.restarts import Attempt
     from meshwright.training.folder import RunFolder
     from meshwright.training.settings import Settings
@@ -52,7 +52,7 @@ class Restarting:
         return Attempt({**attempt.payload, "resume": step > 0}, num_ranks, self.num_restarts)
 
     def _num_ranks(self, fault: Fault, attempt: Attempt, folder: RunFolder) -> int:
-        from meshwright.cli.train_folder import write_plan
+        from meshwright.jobs.layout import write_plan
 
         if self.settings.faults.ranks == "same" or fault.kind not in LOSING or attempt.num_ranks == 1:
             return attempt.num_ranks
@@ -106,11 +106,11 @@ def replan(settings: Settings, num_ranks: int, folder: RunFolder) -> tuple[Setti
 
     What was asked for is kept as long as it suits them.
     """
-    from meshwright.cli.decision import decide, precision_of_run
-    from meshwright.cli.graphs import both_castings
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import InfeasibleError, PlanError
     from meshwright.core.plan import Plan
+    from meshwright.planner.decision import decide, precision_of_run
+    from meshwright.planner.graphs import both_castings
 
     graphs = both_castings(settings.model, precision_of_run(settings))
     cluster: Cluster = Cluster.load(folder.cluster)

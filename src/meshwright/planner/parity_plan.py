@@ -20,17 +20,17 @@ def plain_plan_of_small(model: str, request: PlanRequest, num_ranks: int) -> Pla
     return msgspec.structs.replace(small_plan(resolve(model).small(), request, num_ranks), model=model)
 
 
-def plan_file_of_small(model: str, plan: Plan, file: str) -> Plan:
+def plan_of_small(model: str, plan: Plan, file: str) -> Plan:
     """The whole plan of a file: its shardings, stages and recompute, laid on the small model's blocks."""
     import msgspec
 
     from meshwright.capturing.capture import capture_source
-    from meshwright.cli.graphs import graph_of
-    from meshwright.cli.shardings import try_sharding
     from meshwright.cost.degrees import check_divides
     from meshwright.models.source import resolve
+    from meshwright.planner.graphs import graph_of
+    from meshwright.planner.shardings import try_sharding
+    from meshwright.planner.shrunk import shrunk_plan
     from meshwright.rules.limits import check_runs
-    from meshwright.rules.shrunk import shrunk_plan
 
     whole = graph_of(model, plan.precision, plan.casting)
     _check_file(plan, whole, file)
@@ -46,8 +46,8 @@ def plan_file_of_small(model: str, plan: Plan, file: str) -> Plan:
 
 def _check_file(plan: Plan, whole: Graph, file: str) -> None:
     """Made for this model, of blocks and tensors that it has."""
-    from meshwright.cli.decision import check_made_for
     from meshwright.cost.degrees import check_divides
+    from meshwright.planner.estimate import check_made_for
     from meshwright.rules.sharding import ways_by_block
     from meshwright.rules.stages import check_blocks
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meshwright.cli.decision import Decision
     from meshwright.core.cluster import Cluster
+    from meshwright.planner.decision import Decision
     from meshwright.training.lock import RunLock
     from meshwright.training.settings import Settings
 
@@ -17,9 +17,9 @@ def join_launched(settings: Settings, resume: bool, console: Console, as_json: b
     """This process is a rank already: rank 0 plans, all follow."""
     import msgspec
 
-    from meshwright.cli.restarted import continued, decision_again, note_launchers, placed
-    from meshwright.cli.train_rank import make_payload, run_rank
-    from meshwright.cli.train_summary import show_again, show_summary
+    from meshwright.jobs.rank import make_payload, run_rank
+    from meshwright.jobs.restarted import continued, decision_again, note_launchers, placed
+    from meshwright.jobs.summary import show_again, show_summary
     from meshwright.measure.probe import measure_cluster
     from meshwright.runtime.gather import wait_for_all
     from meshwright.runtime.messages.exchange import from_first
@@ -82,12 +82,13 @@ def _plan(
     settings: Settings, world: int, resume: bool, measured: Cluster | None, console: Console, lock: RunLock
 ) -> Decision:
     """On the first rank: the plan, and the run folder."""
-    from meshwright.cli.train_folder import lay_out_on
-    from meshwright.cli.wiring import find_cluster
+    from meshwright.jobs.layout import lay_out_on
+    from meshwright.jobs.output import say_on
     from meshwright.models.source import resolve
+    from meshwright.planner.clusters import find_cluster
     from meshwright.training.pretrained import check_weights
 
     if not resume:
         check_weights(settings, resolve(settings.model))
-    cluster = measured or find_cluster(console, settings.cluster, settings.hosts)
+    cluster = measured or find_cluster(settings.cluster, settings.hosts, say=say_on(console))
     return lay_out_on(cluster, settings, world, resume, console, lock)[1]

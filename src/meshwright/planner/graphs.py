@@ -13,14 +13,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright import __version__
 from meshwright.core.errors import GuessWarning
 from meshwright.core.files.cache import cache_folder, content_of, version_of
 from meshwright.core.graph import CAPTURE_VERSION
+from meshwright.core.version import VERSION
 
 if TYPE_CHECKING:
     from meshwright.core.graph import Casting, Graph, Precision
-    from meshwright.core.plan import Plan
 
 
 def graph_of(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
@@ -40,11 +39,6 @@ def both_castings(model: str, precision: Precision) -> tuple[Graph, Graph | None
     if _may_fork(model) and not any(_read(model, precision, casting) for casting in ("autocast", "parameters")):
         return _capture_both(model, precision)
     return graph_of(model, precision), graph_of(model, precision, "parameters")
-
-
-def graph_run_by(plan: Plan, graph: Graph, other_casting: Graph | None) -> Graph:
-    """Of both castings, the one that a plan runs."""
-    return other_casting if other_casting is not None and other_casting.casting == plan.casting else graph
 
 
 def _may_fork(model: str) -> bool:
@@ -96,7 +90,7 @@ def graph_file(model: str, precision: Precision, casting: Casting = "autocast") 
 
     if ".py:" in model or model.endswith(".py"):
         return None
-    facts = [model, precision, casting, __version__, CAPTURE_VERSION, version_of("torch")]
+    facts = [model, precision, casting, VERSION, CAPTURE_VERSION, version_of("torch")]
     if model.startswith("hf:"):
         facts += [content_of(Path(model.removeprefix("hf:"))), version_of("transformers")]
     return cache_folder() / "graphs" / f"{stable_hash(facts)}.json"

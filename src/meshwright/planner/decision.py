@@ -33,22 +33,26 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
 
 
 def _searched(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Cluster, world: int | None) -> Decision:
-    from meshwright.cli.graphs import graph_run_by
-    from meshwright.cli.searching import Searching
     from meshwright.cost.forecast import forecast
+    from meshwright.planner.plan import PlanQuestion
+    from meshwright.planner.subject import NamedModel
     from meshwright.training.optimizers import recipe_of
 
     recipe = recipe_of(settings)
-    result = Searching(*graphs, settings.memory_bytes, world, recipe=recipe).on(cluster, settings.plan)
-    planned = forecast(graph_run_by(result.plan, *graphs), result.plan, cluster, recipe)
+    asked = PlanQuestion(
+        NamedModel(settings.model), *graphs, cluster, settings.plan, settings.memory_bytes, world, recipe=recipe
+    )
+    result = asked.answer()
+    planned = forecast(asked.graph_run_by(result.plan), result.plan, cluster, recipe)
     return Decision(result.plan, result.estimate, result, planned)
 
 
 def _given(settings: Settings, graph: Graph, cluster: Cluster, world: int | None) -> Plan:
     """Of a file, or as asked with plain defaults for the rest."""
-    from meshwright.cli.shardings import with_legal_sharding
     from meshwright.core.errors import PlanError
     from meshwright.core.plan import Plan
+    from meshwright.planner.estimate import check_made_for
+    from meshwright.planner.shardings import with_legal_sharding
     from meshwright.rules.plain_plan import plain_plan
 
     if settings.plan_file is None:
@@ -65,11 +69,11 @@ def _given(settings: Settings, graph: Graph, cluster: Cluster, world: int | None
 
 def _costed(plan: Plan, settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Cluster) -> Decision:
     """Refused where it cannot run, or does not fit."""
-    from meshwright.cli.graphs import graph_run_by
     from meshwright.core.errors import InfeasibleError
     from meshwright.core.units import format_bytes
     from meshwright.cost.estimate import estimate
     from meshwright.cost.forecast import forecast
+    from meshwright.planner.plan import graph_run_by
     from meshwright.rules.limits import check_runs
     from meshwright.training.optimizers import recipe_of
 
@@ -85,17 +89,6 @@ def _costed(plan: Plan, settings: Settings, graphs: tuple[Graph, Graph | None], 
             "smaller --microbatch"
         )
     return Decision(plan, found, None, forecast(graph, plan, cluster, recipe))
-
-
-def check_made_for(plan: Plan, graph: Graph, name: str) -> None:
-    """A plan made for another model is refused."""
-    from meshwright.core.errors import PlanError
-
-    if plan.graph and plan.graph != graph.identity:
-        raise PlanError(
-            f"{name} was made for another model ({plan.model or 'unnamed'}, graph {plan.graph}), not for {graph.model} "
-            f"(graph {graph.identity}): plan again"
-        )
 
 
 def with_host_link(cluster: Cluster, settings: Settings) -> Cluster:

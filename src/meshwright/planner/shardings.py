@@ -46,8 +46,8 @@ def try_sharding(plan: Plan, source: ModelSource) -> Plan:
 
 def _file(plan: Plan, model: str) -> Path | None:
     """None for a model whose graph is not kept either."""
-    from meshwright.cli.graphs import graph_file
     from meshwright.core.codec import stable_hash
+    from meshwright.planner.graphs import graph_file
 
     graph = graph_file(model, "fp32")
     if graph is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meshwright.cli.decision import Decision
+    from meshwright.planner.decision import Decision
     from meshwright.training.lock import RunLock
     from meshwright.training.settings import Settings
 
@@ -16,7 +16,7 @@ def run_ranks(
     settings: Settings, resume: bool, console: Console, as_json: bool, quiet: bool = False, verify: bool = False
 ) -> tuple[dict[str, Any] | None, Decision]:
     """Plan here, then start the ranks and wait for them. No summary where a resumed run had nothing left to do."""
-    from meshwright.cli.train_summary import show_again
+    from meshwright.jobs.summary import show_again
     from meshwright.runtime.launch import stoppable
     from meshwright.training.lock import RunLock
 
@@ -47,12 +47,12 @@ def _run(
     settings: Settings, resume: bool, console: Console, as_json: bool, quiet: bool, verify: bool, lock: RunLock
 ) -> tuple[dict[str, Any], Decision]:
     """With the folder held."""
-    from meshwright.cli.out_of_memory import with_ways_out
-    from meshwright.cli.restarting import Restarting
-    from meshwright.cli.train_folder import lay_out
-    from meshwright.cli.train_rank import make_payload
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import OutOfMemoryError
+    from meshwright.jobs.layout import lay_out
+    from meshwright.jobs.out_of_memory import with_ways_out
+    from meshwright.jobs.rank import make_payload
+    from meshwright.jobs.restarting import Restarting
     from meshwright.runtime.launch import Interrupted
     from meshwright.runtime.restarts import Attempt, launch_with_restarts
     from meshwright.training.folder import RunFolder
@@ -63,7 +63,7 @@ def _run(
     first = Attempt(payload, decision.plan.world)
     try:
         summary = launch_with_restarts(
-            "meshwright.cli.train_rank:train_rank",
+            "meshwright.jobs.rank:train_rank",
             first,
             settings.faults.restarts,
             restarting.next_attempt,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ def make_console(as_json: bool) -> Console:
 
     stream = sys.stderr if as_json else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else 140, markup=False)  # texts of others have brackets
+
+
+def say_on(console: Console) -> Callable[[str], None]:
+    """Lines about work that takes long."""
+    return lambda words: console.print(words, highlight=False)
 
 
 def print_json(value: Any) -> None:

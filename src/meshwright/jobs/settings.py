@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meshwright.cli.options import PlanFlags
+    from meshwright.core.request import PlanRequest
     from meshwright.training.folder import RunFolder
     from meshwright.training.settings import FaultSettings, Settings
 
@@ -35,12 +35,13 @@ def check_verify(resume: bool, verify: bool) -> None:
         raise InputError("--verify compares a resumed run with what was recorded: give --resume too")
 
 
-def read_settings(file: str, flags: PlanFlags, given: dict[str, Any], resume: bool = False) -> Settings:
-    """The file, with what the command line says put over it. To resume, a run folder will do: it holds its settings."""
+def read_settings(
+    file: str, request: PlanRequest, plan_file: str | None, given: dict[str, Any], resume: bool = False
+) -> Settings:
+    """The file, with what the caller says put over it. To resume, a run folder will do: it holds its settings."""
     import msgspec
 
-    from meshwright.cli.choices import check_choice
-    from meshwright.core.errors import InputError
+    from meshwright.core.errors import InputError, check_choice
     from meshwright.core.request import PlanRequest
     from meshwright.core.units import parse_bytes
 
@@ -56,13 +57,13 @@ def read_settings(file: str, flags: PlanFlags, given: dict[str, Any], resume: bo
         changes["faults"] = _with_restarts(settings.faults, given["restarts"], given["fewer_ranks"])
     if given["memory"] is not None:
         changes["memory_bytes"] = parse_bytes(given["memory"])
-    if flags.file is not None:
-        changes["plan_file"] = flags.file
-    elif settings.plan_file is not None and flags.request != PlanRequest():
+    if plan_file is not None:
+        changes["plan_file"] = plan_file
+    elif settings.plan_file is not None and request != PlanRequest():
         raise InputError(
             f"{file} names a whole plan, {settings.plan_file}: leave the plan flags out, or edit that plan"
         )
-    return msgspec.structs.replace(settings, plan=settings.plan.updated(flags.request), **changes)
+    return msgspec.structs.replace(settings, plan=settings.plan.updated(request), **changes)
 
 
 def put_right(file: str, out: str | None, console: Console) -> None:

@@ -10,7 +10,7 @@ LOADED = (
     "meshwright.runtime.apply", "meshwright.runtime.rank", "meshwright.capturing.capture", "meshwright.measure.record",
 )  # fmt: skip
 """What every rank needs, and no thread is started by."""
-OF_TRAINING = (*LOADED, "meshwright.training.loop", "meshwright.training.checkpoint", "meshwright.cli.train_rank")
+OF_TRAINING = (*LOADED, "meshwright.training.loop", "meshwright.training.checkpoint", "meshwright.jobs.rank")
 
 
 @contextmanager

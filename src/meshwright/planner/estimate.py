@@ -1,0 +1,146 @@
+"""What a plan would cost: given as a value, as a file, or by plan flags with plain defaults for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any, Unpack
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import InputError, PlanError
+from meshwright.core.estimate import Estimate
+from meshwright.core.graph import Graph
+from meshwright.core.plan import Plan, casting_of, stores_16_bits
+from meshwright.core.recipe import Recipe
+from meshwright.core.request import PlanRequest
+from meshwright.planner.clusters import LOCAL, Say, asked_cluster, budget_of, silent
+from meshwright.planner.flags import PlanFlags, request_of
+from meshwright.planner.plan import plain_precision
+from meshwright.planner.subject import Subject, subject_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NO_REQUEST = PlanRequest()
+
+
+def estimate(
+    model: str | nn.Module | Graph,
+    cluster: Cluster | str | PathLike[str] = LOCAL,
+    *,
+    plan: Plan | str | PathLike[str] | None = None,
+    batch: Any = None,
+    loss: Any = None,
+    count: Any = None,
+    hosts: int | None = None,
+    nproc: int | None = None,
+    devices: int | None = None,
+    memory: str | int | None = None,
+    recipe: Recipe | None = None,
+    say: Say = silent,
+    **flags: Unpack[PlanFlags],
+) -> Estimate:
+    """Step time and memory of a plan, as `meshwright estimate` prints them; nothing is run.
+
+        mw.estimate("gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304", "a100-80g-selene", tp=2, global_batch=64)
+        mw.estimate(module, cluster, batch=batch, plan="plan.json")
+
+    plan: a whole plan, as a value or a file; without it, the plan flags (keywords, as of `mw.plan`) with plain defaults for the
+    rest, on all devices of the cluster. All else as for `mw.plan`.
+    """
+    asked = EstimateQuestion.ask(
+        subject_of(model, batch, loss, count), cluster, request_of(flags, estimate), plan=plan, hosts=hosts, nproc=nproc,
+        devices=devices, memory=memory, recipe=recipe, say=say,
+    )  # fmt: skip
+    return asked.answer()
+
+
+@dataclass(frozen=True)
+class EstimateQuestion:
+    """A plan that is whole, with the graph it runs and the cluster it would run on."""
+
+    plan: Plan
+    graph: Graph
+    cluster: Cluster
+    budget_bytes: int | None = None
+    recipe: Recipe | None = None
+
+    @classmethod
+    def ask(
+        cls,
+        subject: Subject,
+        cluster: Cluster | str | PathLike[str],
+        request: PlanRequest = NO_REQUEST,
+        *,
+        plan: Plan | str | PathLike[str] | None = None,
+        hosts: int | None = None,
+        nproc: int | None = None,
+        devices: int | None = None,
+        memory: str | int | None = None,
+        recipe: Recipe | None = None,
+        say: Say = silent,
+    ) -> EstimateQuestion:
+        found = asked_cluster(cluster, hosts, nproc, say)
+        if plan is None:
+            whole, graph = _plain(subject, request, found, devices)
+        else:
+            whole, graph = _given(subject, request, plan)
+        check_uses_all(whole, found, devices)
+        return cls(whole, graph, found, budget_of(memory), recipe)
+
+    def answer(self) -> Estimate:
+        from meshwright.cost.estimate import check_memory_of_all
+        from meshwright.cost.estimate import estimate as estimate_plan
+
+        check_memory_of_all(self.graph, self.plan, self.cluster)
+        return estimate_plan(self.graph, self.plan, self.cluster, self.recipe, budget_bytes=self.budget_bytes)
+
+
+def check_made_for(plan: Plan, graph: Graph, name: str) -> None:
+    """A plan made for another model is refused."""
+    if plan.graph and plan.graph != graph.identity:
+        raise PlanError(
+            f"{name} was made for another model ({plan.model or 'unnamed'}, graph {plan.graph}), not for {graph.model} "
+            f"(graph {graph.identity}): plan again"
+        )
+
+
+def check_uses_all(plan: Plan, cluster: Cluster, devices: int | None) -> None:
+    """Devices are left idle only where somebody says so."""
+    mesh = plan.mesh
+    used = f"pp {mesh.pp} · dp {mesh.dp} · cp {mesh.cp} · tp {mesh.tp} = {plan.world}"
+    if devices is not None and plan.world != devices:
+        raise PlanError(f"--devices is {devices}, but the plan uses {used}: make them equal")
+    if devices is None and plan.world < cluster.num_devices:
+        raise PlanError(
+            f"the plan uses {used} of {cluster.num_devices} devices of '{cluster.name}': change a degree or --hosts, or add "
+            f"--devices {plan.world} to leave the others idle"
+        )
+
+
+def _given(subject: Subject, request: PlanRequest, plan: Plan | str | PathLike[str]) -> tuple[Plan, Graph]:
+    if request != NO_REQUEST:
+        raise InputError("plan= gives a whole plan: leave the plan flags out, or edit the plan")
+    name = "the plan" if isinstance(plan, Plan) else fspath(plan)
+    whole = plan if isinstance(plan, Plan) else Plan.load(plan)
+    graph = subject.graph(subject.precision(whole.precision, whole.precision), whole.casting)
+    check_made_for(whole, graph, name)
+    return whole, graph
+
+
+def _plain(subject: Subject, request: PlanRequest, cluster: Cluster, devices: int | None) -> tuple[Plan, Graph]:
+    """The model is captured as the plan will run it, which is known from the request."""
+    from meshwright.rules.plain_plan import plain_plan
+
+    world = _world(request, devices or cluster.num_devices)
+    precision = subject.precision(request.precision, plain_precision(cluster))
+    stored = stores_16_bits(precision, request.offload or "none", world)
+    graph = subject.graph(precision, casting_of(precision, request.zero or 0, stored))
+    return subject.with_legal_sharding(plain_plan(request, graph, world, cluster.hash)), graph
+
+
+def _world(request: PlanRequest, devices: int) -> int:
+    """Degrees that were given in full say how many ranks; else all devices are used."""
+    if request.dp is None:
+        return devices
+    return request.dp * (request.tp or 1) * (request.pp or 1) * (request.cp or 1)

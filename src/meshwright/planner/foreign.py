@@ -1,0 +1,71 @@
+"""What a configuration of another library costs, and the search that keeps its numbers: would another plan be better?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import msgspec
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import InputError
+from meshwright.core.estimate import Estimate
+from meshwright.core.plan import Plan
+from meshwright.core.request import PlanRequest
+from meshwright.cost.estimate import estimate
+from meshwright.interop.foreign import Foreign, filled, foreign_plan
+from meshwright.planner.plan import PlanQuestion
+from meshwright.planner.subject import Subject
+
+
+@dataclass(frozen=True)
+class ForeignQuestion:
+    """A configuration as a plan with its cost, and the question whose answer stands beside it."""
+
+    foreign: Foreign
+    plan: Plan
+    estimate: Estimate
+    better: PlanQuestion
+
+    @classmethod
+    def ask(
+        cls,
+        foreign: Foreign,
+        subject: Subject,
+        cluster: Cluster | str | PathLike[str],
+        flags: PlanRequest,
+        *,
+        hosts: int | None = None,
+        **limits: Any,
+    ) -> ForeignQuestion:
+        """limits: as of `PlanQuestion.ask`."""
+        asked = msgspec.structs.replace(flags, precision=filled(foreign, flags).precision)
+        hosts = foreign.num_hosts if hosts is None else hosts
+        question = PlanQuestion.ask(subject, cluster, asked, hosts=hosts, recipe=foreign.recipe, **limits)
+        found = question.cluster
+        _check_ranks(foreign, found)
+        flags = msgspec.structs.replace(flags, precision=question.graph.precision)
+        whole = foreign_plan(foreign, flags, question.graph, found.num_devices, found.hash)
+        plan = subject.with_legal_sharding(whole)
+        cost = estimate(question.graph_run_by(plan), plan, found, foreign.recipe, question.budget_bytes)
+        return cls(foreign, plan, cost, replace(question, request=_kept(plan, flags)))
+
+
+def _kept(theirs: Plan, flags: PlanRequest) -> PlanRequest:
+    """What the search must not change: the numbers that are computed. Flags told what the file leaves to the script."""
+    return PlanRequest(
+        global_batch=theirs.global_batch,
+        precision=theirs.precision,
+        compile=theirs.compile or None,
+        sync_batch_norm=theirs.sync_batch_norm or None,
+        offload=flags.offload,
+    )
+
+
+def _check_ranks(foreign: Foreign, cluster: Cluster) -> None:
+    if foreign.num_ranks is not None and foreign.num_ranks > cluster.num_devices:
+        raise InputError(
+            f"{foreign.where} starts {foreign.num_ranks} processes, but '{cluster.name}' with {cluster.num_hosts} hosts has "
+            f"{cluster.num_devices} devices: add --hosts"
+        )

@@ -1,0 +1,136 @@
+"""The best plan at each of several cluster sizes or batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Unpack
+
+import msgspec
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import InfeasibleError, InputError, PlanError
+from meshwright.core.graph import Graph
+from meshwright.core.recipe import Recipe
+from meshwright.core.request import PlanRequest
+from meshwright.planner.clusters import LOCAL, Say, asked_cluster, silent
+from meshwright.planner.flags import SweptFlags, request_of
+from meshwright.planner.plan import PlanQuestion
+from meshwright.planner.subject import Subject, subject_of
+from meshwright.report.sweep import Sweep, SweepPoint
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Watch = Callable[[int, int, Cluster], None]
+"""Told before each point: its number, how many there are, and its cluster."""
+
+
+def sweep(
+    model: str | nn.Module | Graph,
+    cluster: Cluster | str | PathLike[str] = LOCAL,
+    *,
+    hosts: int | Sequence[int] | None = None,
+    global_batch: int | Sequence[int] | None = None,
+    price: float | None = None,
+    batch: Any = None,
+    loss: Any = None,
+    count: Any = None,
+    memory: str | int | None = None,
+    search: str = "joint",
+    prefer_fastest: bool = False,
+    recipe: Recipe | None = None,
+    say: Say = silent,
+    **flags: Unpack[SweptFlags],
+) -> Sweep:
+    """The best plan at each of several numbers of hosts, or of several global batches, as `meshwright sweep` prints it.
+
+        mw.sweep("gpt:layers=24,hidden=2048,heads=16,seq=1024,vocab=50304", "a100-80g-selene", hosts=[1, 2, 4], price=2.0)
+
+    hosts, global_batch: a number, or a list for one of the two. price: money per device-hour. All else as for `mw.plan`.
+    A point where nothing fits has no plan, and says why.
+    """
+    asked = SweepQuestion.ask(
+        subject_of(model, batch, loss, count), cluster, request_of(flags, sweep), hosts=_listed(hosts),
+        global_batches=_listed(global_batch), price=price, memory=memory, search=search, prefer_fastest=prefer_fastest,
+        recipe=recipe, say=say,
+    )  # fmt: skip
+    return asked.answer()
+
+
+@dataclass(frozen=True)
+class SweepQuestion:
+    """One question for each point; the model is captured once."""
+
+    points: tuple[PlanQuestion, ...]
+    price: float | None = None
+
+    @classmethod
+    def ask(
+        cls,
+        subject: Subject,
+        cluster: Cluster | str | PathLike[str],
+        request: PlanRequest,
+        *,
+        hosts: Sequence[int] = (),
+        global_batches: Sequence[int] = (),
+        price: float | None = None,
+        memory: str | int | None = None,
+        search: str = "joint",
+        prefer_fastest: bool = False,
+        recipe: Recipe | None = None,
+        say: Say = silent,
+    ) -> SweepQuestion:
+        if len(hosts) > 1 and len(global_batches) > 1:
+            raise InputError("--hosts and --global-batch are both lists: sweep one, and give one number for the other")
+        if cluster == LOCAL and tuple(hosts) not in ((), (1,)):
+            raise InputError("'local' is this machine alone: sweep --global-batch, or name a cluster for --hosts")
+        sizes: list[int | None] = [*hosts] or [None]
+        batches: list[int | None] = [*global_batches] or [request.global_batch]
+        first = PlanQuestion.ask(
+            subject, cluster, request, hosts=sizes[0], memory=memory, search=search, prefer_fastest=prefer_fastest,
+            recipe=recipe, say=say,
+        )  # fmt: skip
+        clusters = [
+            first.cluster if size in (None, first.cluster.num_hosts) else asked_cluster(cluster, size) for size in sizes
+        ]
+        points = [
+            replace(first, cluster=found, request=msgspec.structs.replace(request, global_batch=size))
+            for found in clusters
+            for size in batches
+        ]
+        return cls(tuple(points), price)
+
+    def answer(self, watch: Watch | None = None) -> Sweep:
+        found = []
+        for number, point in enumerate(self.points, start=1):
+            if watch is not None:
+                watch(number, len(self.points), point.cluster)
+            found.append(_best_at(point))
+        first = self.points[0]
+        return Sweep(model=first.graph.model, cluster=first.cluster.name, points=tuple(found), price=self.price)
+
+
+def _best_at(asked: PlanQuestion) -> SweepPoint:
+    """The best plan at one point, or why there is none."""
+    from meshwright.searching.problem import SAMPLES_PER_DEVICE
+
+    cluster = asked.cluster
+    batch = asked.request.global_batch or SAMPLES_PER_DEVICE * cluster.num_devices
+    point = SweepPoint(num_hosts=cluster.num_hosts, num_devices=cluster.num_devices, global_batch=batch)
+    try:
+        result = replace(asked, request=msgspec.structs.replace(asked.request, global_batch=batch)).answer()
+    except InfeasibleError as error:
+        return msgspec.structs.replace(point, reason=error.found.binding if error.found else str(error))
+    except PlanError as error:
+        return msgspec.structs.replace(point, reason=str(error))
+    return msgspec.structs.replace(
+        point, plan=result.plan, estimate=result.estimate, search_seconds=result.search_seconds
+    )
+
+
+def _listed(numbers: int | Sequence[int] | None) -> tuple[int, ...]:
+    if numbers is None:
+        return ()
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers)

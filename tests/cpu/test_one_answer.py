@@ -1,0 +1,155 @@
+"""Python and the command line answer alike: the same plan, the same figures, the same words of what is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from command import Cli
+from torch import nn
+
+import meshwright as mw
+from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.core.request import PlanRequest
+from meshwright.planner.flags import PlanFlags
+
+GPT = "gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304"
+SMALL = "gpt:layers=4,hidden=256,heads=4,seq=128,vocab=1024"
+SELENE = "a100-80g-selene"
+PLANNED: list[tuple[str, str, dict[str, Any]]] = [
+    (GPT, SELENE, {"global_batch": 64}),
+    (GPT, SELENE, {"global_batch": 64, "devices": 2}),
+    (GPT, SELENE, {"hosts": 2, "global_batch": 128, "prefer_fastest": True}),
+    (GPT, SELENE, {"global_batch": 64, "precision": "fp32"}),
+    (GPT, SELENE, {"global_batch": 64, "precision": "fp16", "zero": 3}),
+    (GPT, SELENE, {"global_batch": 64, "memory": "6GiB"}),
+    (SMALL, SELENE, {}),
+    (SMALL, SELENE, {"tp": 2, "sequence_parallel": True, "global_batch": 32}),
+    (SMALL, SELENE, {"pp": 4, "schedule": "zb", "global_batch": 32, "microbatch": 1}),
+    (SMALL, SELENE, {"recompute": "every:2", "compile": False, "global_batch": 32}),
+    (SMALL, SELENE, {"offload": "none", "search": "profile", "global_batch": 32}),
+    ("mlp", "h200-single", {"offload": "optimizer", "offload_share": 0.5, "global_batch": 8}),
+    ("vit", SELENE, {"global_batch": 16}),
+    ("moe", SELENE, {"ep": 2, "global_batch": 16}),
+]
+ESTIMATED: list[tuple[str, str, dict[str, Any]]] = [
+    (SMALL, SELENE, {"global_batch": 64}),
+    (SMALL, SELENE, {"tp": 2, "pp": 2, "global_batch": 64, "microbatch": 4}),
+    (SMALL, SELENE, {"zero": 2, "precision": "bf16", "devices": 4, "global_batch": 16}),
+    (SMALL, SELENE, {"hosts": 2, "cp": 2, "context": "ring", "global_batch": 16}),
+    ("bert", "h200-single", {"recompute": "full", "global_batch": 8}),
+]
+
+
+def flags_of(asked: dict[str, Any]) -> list[str]:
+    """Keywords as flags."""
+    found: list[str] = []
+    for name, value in asked.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(flag if value else f"--no-{name.replace('_', '-')}")
+        else:
+            found += [flag, str(value)]
+    return found
+
+
+def plain(value: Any) -> Any:
+    """As it reads in JSON, without what a clock has said."""
+    found = json.loads(msgspec.json.encode(value))
+    if isinstance(found, dict):
+        found.pop("search_seconds", None)
+    return found
+
+
+@pytest.mark.parametrize(("model", "cluster", "asked"), PLANNED)
+def test_plan(cli: Cli, model: str, cluster: str, asked: dict[str, Any]) -> None:
+    said = cli("plan", model, "--cluster", cluster, *flags_of(asked), "--json").json
+    result = mw.plan(model, cluster, **asked)
+    for name in ("plan", "estimate", "num_candidates", "num_costed", "claim", "remark", "method"):
+        assert plain(getattr(result, name)) == said[name], name
+    assert result.gap == said["gap"]
+    assert [plain(other.plan) for other in result.runners_up] == [other["plan"] for other in said["runners_up"]]
+
+
+@pytest.mark.parametrize(("model", "cluster", "asked"), ESTIMATED)
+def test_estimate(cli: Cli, model: str, cluster: str, asked: dict[str, Any]) -> None:
+    said = cli("estimate", model, "--cluster", cluster, *flags_of(asked), "--json").json
+    assert plain(mw.estimate(model, cluster, **asked)) == said
+
+
+def test_sweep(cli: Cli) -> None:
+    said = cli("sweep", SMALL, "--cluster", SELENE, "--hosts", "1,2", "--global-batch", "64", "--json").json
+    found = mw.sweep(SMALL, SELENE, hosts=[1, 2], global_batch=64)
+    assert [plain(point.plan) for point in found.points] == [point["plan"] for point in said["points"]]
+
+
+def test_parity(cli: Cli) -> None:
+    asked = ("--nproc", "2", "--tp", "2", "--steps", "2")
+    said = cli("parity", "gpt:layers=2,hidden=16,heads=2,seq=8,vocab=30", *asked, "--json").json
+    found = mw.parity("gpt:layers=2,hidden=16,heads=2,seq=8,vocab=30", nproc=2, tp=2, steps=2)
+    assert found.ok
+    assert plain(found) == said
+
+
+def test_a_module_is_planned_like_the_same_model_by_name() -> None:
+    from meshwright.models.source import resolve
+
+    source = resolve(SMALL)
+    assert source.example is not None
+    asked: dict[str, Any] = {"global_batch": 32, "tp": 2}
+    named = mw.plan(SMALL, SELENE, **asked)
+    module = mw.plan(source.build(), SELENE, batch=source.example(2), **asked)
+    assert msgspec.structs.replace(module.plan, model=SMALL) == named.plan
+    assert module.estimate == named.estimate
+
+
+def test_a_module_is_at_parity_or_not() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+    batch = (torch.randn(4, 8), torch.randint(4, (4,)))
+    assert mw.parity(module, batch=batch, nproc=2, zero=2, steps=2).ok
+
+
+def test_a_graph_is_planned_in_its_own_precision() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+    graph = mw.capture(module, (torch.randn(4, 8), torch.randint(4, (4,))))
+    assert mw.plan(graph, SELENE, global_batch=8).plan.precision == "fp32"
+    with pytest.raises(InputError, match="captured in fp32"):
+        mw.plan(graph, SELENE, global_batch=8, precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("verb", "keyword", "near"),
+    [
+        ("plan", "zeroo", "zero"),
+        ("plan", "memry", "memory"),
+        ("estimate", "micro_batch", "microbatch"),
+        ("sweep", "prize", "price"),
+    ],
+)
+def test_a_misspelt_keyword_gets_the_nearest_name(verb: str, keyword: str, near: str) -> None:
+    with pytest.raises(InputError, match=f"'{keyword}'.*'{near}'"):
+        getattr(mw, verb)(SMALL, SELENE, **{keyword: 1})
+
+
+@pytest.mark.parametrize(
+    ("model", "asked"),
+    [
+        (SMALL, {"batch": 1}),
+        (nn.Linear(2, 2), {}),
+        (5, {}),
+        (SMALL, {"precision": "bf17"}),
+        (SMALL, {"nproc": 2}),
+        (SMALL, {"memory": "900GiB"}),
+    ],
+)
+def test_what_contradicts_itself_is_refused(model: Any, asked: dict[str, Any]) -> None:
+    with pytest.raises(MeshwrightError):
+        mw.plan(model, SELENE, **asked)
+
+
+def test_keywords_are_the_plan_flags() -> None:
+    assert set(PlanFlags.__annotations__) == set(PlanRequest.__struct_fields__)
+    assert all(name in (mw.plan.__doc__ or "") for name in PlanRequest.__struct_fields__)
