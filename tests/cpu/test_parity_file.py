@@ -18,7 +18,7 @@ from meshwright.core.plan import Plan, Recompute
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
-from meshwright.planner.parity_plan import plan_file_of_small
+from meshwright.planner.parity_plan import plan_of_small
 from meshwright.rules.plain_plan import plain_plan
 
 Pools = Callable[[int], RankPool]
@@ -45,7 +45,7 @@ def compare_on_rank(plan: Plan) -> ParityResult:
 
 
 def test_what_the_file_says_runs(pool: Pools, file: Path) -> None:
-    found = plan_file_of_small(MODEL, Plan.load(file), str(file))
+    found = plan_of_small(MODEL, Plan.load(file), str(file))
     assert {tensor.tensor.partition(".")[0] for rule in found.sharding for tensor in rule.tensors} == {"mlp"}
     assert all("tp" in tensor.dims for rule in found.sharding for tensor in rule.tensors)
     assert 0 < len(found.recomputed("full")) < sum(name.startswith("blocks.") for name in found.blocks)
@@ -71,7 +71,7 @@ def test_a_file_of_wrong_names_is_refused(file: Path, old: str, new: str, said: 
     assert old in text
     file.write_text(text.replace(old, new))
     with pytest.raises(PlanError, match=said):
-        plan_file_of_small(MODEL, Plan.load(file), str(file))
+        plan_of_small(MODEL, Plan.load(file), str(file))
 
 
 def edited(file: Path, tensor: str, **changes: Any) -> Plan:
@@ -89,7 +89,7 @@ def edited(file: Path, tensor: str, **changes: Any) -> Plan:
 def test_a_size_that_does_not_divide_is_refused(file: Path) -> None:
     said = "a dim of size 128 of 'mlp.expand.weight' of block 'blocks.0' in 3 runs, which does not divide over tp=2"
     with pytest.raises(PlanError, match=said):
-        plan_file_of_small(MODEL, edited(file, "mlp.expand.weight", runs=3), "plan.json")
+        plan_of_small(MODEL, edited(file, "mlp.expand.weight", runs=3), "plan.json")
 
 
 def test_a_fused_weight_that_is_not_cut_in_its_runs_is_refused(tmp_path: Path) -> None:
@@ -98,4 +98,4 @@ def test_a_fused_weight_that_is_not_cut_in_its_runs_is_refused(tmp_path: Path) -
     graph = capture_source(resolve(model), "fp32")
     plan = plain_plan(PlanRequest(tp=2, microbatch=1, global_batch=2), graph, 2, "by hand")
     with pytest.raises(PlanError, match="in 1 runs, but the model reads it in 3: set its runs to 3"):
-        plan_file_of_small(model, plan, "plan.json")
+        plan_of_small(model, plan, "plan.json")
