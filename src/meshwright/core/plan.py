@@ -18,18 +18,11 @@ from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Casting, Precision
 from meshwright.core.names import expand_names
+from meshwright.core.pipeline.kinds import ScheduleKind, kind_of, placement_of
 from meshwright.core.pipeline.placement import Placement
-from meshwright.core.pipeline.schedule_kinds import (
-    MULTI_STAGE_SCHEDULES,
-    SPLIT_SCHEDULES,
-    V_SCHEDULES,
-    ScheduleKind,
-    placement_of,
-)
 from meshwright.core.plan_check import check_plan
 
 __all__ = [
-    "MULTI_STAGE_SCHEDULES", "SPLIT_SCHEDULES", "V_SCHEDULES",
     "BlockSharding", "ContextWay", "Degree", "Mesh", "Offload", "Plan", "Recompute", "RecomputeMode", "ScheduleKind",
     "Stage", "TensorSharding", "ZeroStage",
     "casting_of", "placement_of", "stores_16_bits",
@@ -184,6 +177,11 @@ class Plan(Value, kw_only=True, dict=True):
     def stores_16_bits(self) -> bool:
         """Whether the device holds parameters in 16 bits, and the optimizer's fp32 masters of them lie with its state."""
         return stores_16_bits(self.precision, self.offload.what, self.world)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether its schedule makes gradients of weights apart from those of inputs, between stages."""
+        return self.mesh.pp > 1 and kind_of(self.schedule).splits_backward
 
     @property
     def placement(self) -> Placement:
