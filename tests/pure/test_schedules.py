@@ -121,6 +121,13 @@ def test_interleaved_in_full() -> None:
     ]
 
 
+def test_breadth_first_in_full() -> None:
+    assert written("breadth-first", 2, 2, 2) == [
+        "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
+        "1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1",
+    ]
+
+
 def test_zero_bubble_in_full() -> None:
     assert written("zb", 3, 4) == [
         "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",

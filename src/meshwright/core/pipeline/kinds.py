@@ -12,6 +12,8 @@ p coordinates, c this one, m microbatches, v stages a coordinate; `X·n` is X n 
     interleaved   1f1b over all turns: rounds of g microbatches go through turn 0, turn 1, …       -> _interleaved
                   w = 2 (p-1-c) + (v-1) g, at most w + 1 in flight; g = p where p divides m, else the rounds are
                   max(1, ⌊m/p⌋) and as even as they can be, so that none is shorter than the pipeline
+    breadth-first F0·m F1·m … then the backwards of the last turn, …: GPipe over all turns         -> _breadth_first
+                  all m microbatches of every stage in flight; a stage's parameters are used once forward, once backward
     zb            F·w (F I)·c (F I W)·(m-c) W·c  w = p-1-c, ZB-H1: weights lag c behind            -> _zero_bubble
                   at most p in flight on every coordinate
     zbv           F0·(2(p-c)-1) (F1 F0)·c (F1 I1 W)·(p-c) (F0 I0 W F1 I1 W)·(n-p) (I0 I1)·c        -> _zero_bubble_v
@@ -20,7 +22,8 @@ p coordinates, c this one, m microbatches, v stages a coordinate; `X·n` is X n 
                   (B1 F1 B0)·(p-c-1), then of 2(c+1) backwards of turns 1 and 0 the first half whole and the rest I,
                   (W I0)·(p-c-1) W·(c+1)         needs m ≥ 2p
 
-Sources: GPipe (1811.06965), Megatron-LM (2104.04473), zero bubble (2401.10241), DualPipeV (github.com/deepseek-ai/DualPipe).
+Sources: GPipe (1811.06965), Megatron-LM (2104.04473), breadth-first (2211.05953), zero bubble (2401.10241),
+DualPipeV (github.com/deepseek-ai/DualPipe).
 DualPipeV runs `F0 B1` and `F1 B0` side by side where kernels allow it; here they stand in a row.
 
 Lower bounds. T_f and T_b are the seconds of a microbatch through all stages, T their sum; stage i takes t_i = f_i + b_i. The step
@@ -45,7 +48,7 @@ from typing import Any, Literal, get_args
 from meshwright.core.errors import nearest
 from meshwright.core.pipeline.placement import Placement
 
-ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb", "zbv", "dualpipev"]
 
 Words = list[str]
 Cut = Sequence[tuple[float, float]]
@@ -163,6 +166,12 @@ def _in_turn(forwards: Words, backwards: Words, num_ahead: int) -> Words:
     ahead, rest = forwards[:num_ahead], forwards[num_ahead:]
     pairs = [word for pair in zip(rest, backwards, strict=False) for word in pair]
     return ahead + pairs + backwards[len(rest) :]
+
+
+def _breadth_first(c: int, p: int, m: int, v: int) -> Words:
+    return [f"F{turn}" for turn in range(v) for _ in range(m)] + [
+        f"B{turn}" for turn in reversed(range(v)) for _ in range(m)
+    ]
 
 
 def _zero_bubble(c: int, p: int, m: int, v: int) -> Words:
@@ -302,7 +311,14 @@ KINDS: dict[ScheduleKind, Kind] = {
         title="interleaved 1F1B", placement="loop", turns=(2, UNBOUNDED), splits_backward=False, is_searched=True, keeps_all=False,
         order=_interleaved, least_microbatches=one_microbatch, filling=lambda p: 2 * p - 1,
         round_size=lambda p, m: 0 if m % p else p,
-        in_flight=counted(_interleaved),
+        in_flight=lambda c, p, m, v: min(2 * (p - 1 - c) + (v - 1) * _rounds(p, m)[0] + 1, m * v),
+        idle=whole_idle, stage_weight=even_weight, cut_seconds=nothing_more,
+    ),
+    "breadth-first": Kind(
+        title="breadth-first (GPipe over several turns)", placement="loop", turns=(2, UNBOUNDED), splits_backward=False,
+        is_searched=False, keeps_all=True,
+        order=_breadth_first, least_microbatches=one_microbatch, filling=one_a_coordinate, round_size=one_by_one,
+        in_flight=all_of_them,
         idle=whole_idle, stage_weight=even_weight, cut_seconds=nothing_more,
     ),
     "dualpipev": Kind(
