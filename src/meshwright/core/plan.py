@@ -127,6 +127,31 @@ class Offload(Value, kw_only=True):
 
 
 class Plan(Value, kw_only=True, dict=True):
+    """Every decision about how a model runs on a cluster: read it, edit it, save it, run it.
+
+        plan = mw.plan("gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304", "a100-80g-selene", global_batch=64).plan
+        plan.save("plan.json")                      # or .toml; the same file for every rank
+        plan = mw.Plan.load("plan.json")            # a file that contradicts itself is refused with what and where
+        print(plan.mesh, plan.num_microbatches, plan.recompute_words)
+
+    mesh                      degrees of the axes: pp (pipeline), dp (data), cp (context), tp (tensor), ep (expert, divides dp)
+    stages                    which blocks (by module name) run on which pp coordinate; virtual: stages on each coordinate
+    sharding                  which dims of which weights lie over tp and ep; the rest of the model follows from it
+    sequence_parallel         activations between tensor-parallel regions are sharded along the sequence
+    context, token_blocks     under cp: attention by heads (Ulysses) or in a ring; where tokens are cut
+    zero, hybrid              ZeRO stage 0 to 3; ranks in one sharding group (HSDP), where not all
+    recompute                 blocks under activation checkpointing: full, or the attention alone (selective)
+    offload                   what is kept on the host or a disk, which share of it, and whether its update may be a step late
+    schedule                  the order of forwards and backwards over pp
+    microbatch, num_microbatches, global_batch
+                              samples per microbatch and dp rank; microbatch · num_microbatches · dp = global_batch
+    precision, compile        what is computed in; whether blocks are compiled
+    sync_batch_norm           batch norm over the samples of all dp ranks
+    model, graph, cluster     what it was made for: `apply` refuses another model
+
+    A plan is frozen: `msgspec.structs.replace(plan, zero=2)` gives another one.
+    """
+
     format: Literal[1] = 1
     model: str = ""
     graph: str = ""

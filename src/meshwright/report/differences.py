@@ -22,6 +22,8 @@ LEAST_SHOWN = 0.001
 
 
 class Difference(Value, kw_only=True):
+    """One part in which two plans differ, in words."""
+
     part: str
     first: str
     second: str

@@ -44,6 +44,8 @@ Order: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
 class Schedule(Value, kw_only=True):
+    """The order of all stage work in a step: one list of actions for each pp coordinate."""
+
     format: Literal[1] = 1
     kind: ScheduleKind
     num_microbatches: Samples
