@@ -44,7 +44,13 @@ def test_every_family_is_within_bounds_and_believable(name: str) -> None:
 
 
 def test_a_value_out_of_bounds_is_refused() -> None:
-    for wrong in ({"matmul_share": 1.2}, {"matmul_share": 0.0}, {"hop_seconds": -1.0}, {"num_multiprocessors": 0}):
+    out_of_bounds = {
+        "matmul_share": 1.2,
+        "hop_seconds": -1.0,
+        "num_multiprocessors": 0,
+        "step_overhead_seconds": 2.0**31,
+    }
+    for wrong in ({"matmul_share": 0.0}, *({name: value} for name, value in out_of_bounds.items())):
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert(wrong, Constants)
 

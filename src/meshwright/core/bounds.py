@@ -38,6 +38,8 @@ LARGEST_NUMBER = 1e30
 """Of a rate, a size or a time. It leaves out infinity, and products of a few such numbers stay finite."""
 SMALLEST_NUMBER = 1e-30
 """Of a rate, a size or a time that is divided by."""
+LONGEST_LATENCY_SECONDS = 3600.0
+"""Of a launch, a hop, or what a step takes beside its work. Beside more, floats do not tell plans apart."""
 MOST_NESTED = 64
 """Levels of lists and objects inside each other."""
 MOST_LETTERS = 1 << 16
@@ -54,5 +56,6 @@ CountOrZero = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 WholeNumber = Annotated[int, Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
 Positive = Annotated[float, Meta(ge=SMALLEST_NUMBER, le=LARGEST_NUMBER)]
 NotNegative = Annotated[float, Meta(ge=0, le=LARGEST_NUMBER)]
+Latency = Annotated[float, Meta(ge=0, le=LONGEST_LATENCY_SECONDS)]
 Number = Annotated[float, Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
 Share = Annotated[float, Meta(ge=0, le=1)]

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from meshwright.core.bounds import Degree, NotNegative, Positive
+from meshwright.core.bounds import Degree, Latency, NotNegative, Positive
 from meshwright.core.codec import Value
 
 Origin = Literal["probe", "vendor sheet", "measured elsewhere", "fit", "assumed"]
@@ -33,7 +33,7 @@ class Constants(Value, kw_only=True):
 
     num_multiprocessors: Degree = 132
     matmul_share: Share = 0.82
-    matmul_ramp_seconds: NotNegative = 1.9e-6
+    matmul_ramp_seconds: Latency = 1.9e-6
     matmul_aligned_by_4_share: Share = 0.36
     matmul_aligned_by_2_share: Share = 0.25
     matmul_unaligned_share: Share = 0.16
@@ -51,16 +51,16 @@ class Constants(Value, kw_only=True):
     fused_share: Share = 0.60
     copy_share: Share = 0.85
     update_share: Share = 0.73
-    kernel_floor_seconds: NotNegative = 2e-6
-    launch_seconds: NotNegative = 26e-6
-    backward_launch_seconds: NotNegative = 21e-6
-    compiled_launch_seconds: NotNegative = 5e-6
+    kernel_floor_seconds: Latency = 2e-6
+    launch_seconds: Latency = 26e-6
+    backward_launch_seconds: Latency = 21e-6
+    compiled_launch_seconds: Latency = 5e-6
     intra_host_share: Share = 0.78
     inter_host_share: Share = 0.60
-    hop_seconds: NotNegative = 8e-6
-    inner_hop_seconds: NotNegative = 2e-6
+    hop_seconds: Latency = 8e-6
+    inner_hop_seconds: Latency = 2e-6
     overlap_slowdown: NotNegative = 0.0
-    step_overhead_seconds: NotNegative = 0.0
+    step_overhead_seconds: Latency = 0.0
     context_bytes: NotNegative = 1.2e9
     communicator_bytes: NotNegative = 0.4e9
     allocator_slack_share: NotNegative = 0.08
