@@ -16,7 +16,6 @@ from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.progress import SearchProgress
 from meshwright.core.request import PlanRequest
 from meshwright.planner.flags import PlanFlags
-from meshwright.report.progress import progress_words
 
 GPT = "gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304"
 SMALL = "gpt:layers=4,hidden=256,heads=4,seq=128,vocab=1024"
@@ -164,4 +163,4 @@ def test_a_search_says_how_far_it_is() -> None:
     best = [progress.best_seconds for progress in seen if progress.stage == "all plans" and progress.best_seconds]
     assert best == sorted(best, reverse=True)
     assert min(best) <= result.estimate.step_seconds
-    assert all("costed" in progress_words(progress) for progress in seen)
+    assert all("costed" in progress.words for progress in seen)

@@ -146,11 +146,10 @@ def answered(asked: PlanQuestion, console: Console, as_json: bool) -> SearchResu
     from meshwright.core.errors import InfeasibleError
     from meshwright.jobs.output import print_json
     from meshwright.report.infeasible import infeasible_view
-    from meshwright.report.progress import progress_words
 
     try:
         with console.status("searching …") as status:
-            return asked.answer(lambda progress: status.update(progress_words(progress)))
+            return asked.answer(lambda progress: status.update(progress.words))
     except InfeasibleError as error:
         if (found := error.found) is not None:
             console.print(infeasible_view(found, asked.cluster))

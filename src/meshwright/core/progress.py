@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.codec import Value
+from meshwright.core.units import format_seconds
 
 
 class SearchProgress(Value, kw_only=True):
@@ -22,3 +23,12 @@ class SearchProgress(Value, kw_only=True):
         if self.best_seconds is None or not self.bound_seconds:
             return None
         return max(0.0, self.best_seconds / self.bound_seconds - 1)
+
+    @property
+    def words(self) -> str:
+        """In a line."""
+        words = f"searching {self.stage}: {self.num_costed} costed"
+        if self.best_seconds is None:
+            return f"{words}, none fits so far"
+        gap = "" if self.gap is None else f", at most {self.gap:.0%} from the fastest there is"
+        return f"{words}, the best {format_seconds(self.best_seconds)} a step{gap}"
