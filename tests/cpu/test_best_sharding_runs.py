@@ -18,8 +18,8 @@ from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
-from meshwright.cost.division import divide
 from meshwright.cost.estimate import Estimator, estimate
+from meshwright.cost.local_block import divide
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.measure.record import StepRecorder
 from meshwright.planner.shardings import try_sharding

@@ -14,7 +14,7 @@ from test_parity import check, compare_on_rank
 from torch import Tensor, nn
 
 from meshwright.core.errors import ModelError
-from meshwright.cost.redone import redone_ops
+from meshwright.cost.compute.recomputed_ops import redone_ops
 from meshwright.models.gpt import GPT, GPTOptions
 from meshwright.runtime import selective as selective_module
 from meshwright.runtime.lesson import Lesson

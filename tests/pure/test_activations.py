@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.graph import Affine, Block, Graph, Kind, MemoryEvent, Op, Pass, Region, Segment, Source
-from meshwright.cost.activations import activations_by_block, redone_bytes, total_activations
+from meshwright.cost.memory.activations import activations_by_block, redone_bytes, total_activations
 
 
 def op(name: str, *inputs: Source, saved: int, region: Region = "", written: int = 10) -> Op:

@@ -11,10 +11,10 @@ from transformer import Sizes, transformer_graph
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Mesh
 from meshwright.core.recipe import Recipe
-from meshwright.cost.block_calls import block_calls
-from meshwright.cost.communication import transfer_calls
-from meshwright.cost.division import divide
+from meshwright.cost.communication.block_calls import block_calls
+from meshwright.cost.communication.collective_call import transfer_calls
 from meshwright.cost.estimate import estimate
+from meshwright.cost.local_block import divide
 from meshwright.cost.passes import passes_by_stage
 
 # Inside the blocks

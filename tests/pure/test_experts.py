@@ -12,13 +12,13 @@ from writer import Writer, shape_of
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Affine, Block, Graph, Kind, Parameter, Segment
 from meshwright.core.recipe import Recipe
-from meshwright.cost.block_calls import block_calls
-from meshwright.cost.division import divide
+from meshwright.cost.communication.block_calls import block_calls
+from meshwright.cost.communication.links import Group
+from meshwright.cost.communication.step_calls import step_calls
 from meshwright.cost.estimate import Estimator, estimate
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.links import Group
-from meshwright.cost.state import local_parameters
-from meshwright.cost.step_calls import step_calls
+from meshwright.cost.local_block import divide
+from meshwright.cost.memory.local_parameters import local_parameters
+from meshwright.cost.memory.rank_state import Holdings
 
 EXPERTS, TOKENS, HIDDEN, WIDE = 32, 64, 32, 64
 DISPATCHED = TOKENS * HIDDEN * 4

@@ -16,10 +16,10 @@ from meshwright.core.constants import Constants
 from meshwright.core.errors import InputError
 from meshwright.core.graph import Affine, Op
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute import ComputeCost, KernelCosts, Work, clip_seconds, update_seconds
-from meshwright.cost.division import Division, divide
-from meshwright.cost.kernels import Kernels, MatmulSize
-from meshwright.cost.points import kernel_seconds, rate_points
+from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
+from meshwright.cost.compute.block_compute import ComputeCost, KernelCosts, Work, clip_seconds, update_seconds
+from meshwright.cost.compute.measured_kernels import kernel_seconds, rate_points
+from meshwright.cost.local_block import Division, divide
 
 
 def kernels(**constants: Any) -> Kernels:

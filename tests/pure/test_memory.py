@@ -31,13 +31,13 @@ from meshwright.core.estimate import MemoryParts
 from meshwright.core.graph import Affine, Graph, MemoryEvent, Parameter, Pass, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.division import divide
 from meshwright.cost.estimate import estimate
-from meshwright.cost.footprint import Footprints
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.memory import MemoryCost, Moment
+from meshwright.cost.local_block import divide
+from meshwright.cost.memory.footprint import Footprints
+from meshwright.cost.memory.local_parameters import local_parameters, shard_elements
+from meshwright.cost.memory.peak_memory import MemoryCost, Moment
+from meshwright.cost.memory.rank_state import Holdings
 from meshwright.cost.passes import passes_by_stage
-from meshwright.cost.state import local_parameters, shard_elements
 from meshwright.rules.schedules import make_order
 
 ADAM = Recipe(optimizer_slots=2, optimizer_scalar_bytes=0)

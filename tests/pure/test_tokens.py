@@ -13,7 +13,7 @@ from meshwright.core.flow import OBJECTIVE, Flow, FlowEvent, FlowTensor
 from meshwright.core.graph import Block, Graph, Kind, Op, Segment, Shape
 from meshwright.core.plan import Mesh, Plan, Stage
 from meshwright.cost.degrees import Degrees, check_degrees
-from meshwright.cost.division import divide
+from meshwright.cost.local_block import divide
 from meshwright.rules.tokens import handed_on, looked_up_tokens, token_names, tokens_in_blocks
 
 TOKENS, WIDTH, HEADS, DEPTH = 16, 32, 4, 4

@@ -4,7 +4,7 @@
 
     step = played schedule + update + what is communicated once a step and hides behind nothing + overhead
 
-Memory is walked for every pp coordinate (cost/memory.py); the worst one counts. A plan fits where what the allocator
+Memory is walked for every pp coordinate (cost/memory/peak_memory.py); the worst one counts. A plan fits where what the allocator
 reserves for the peak, and what the driver holds beside it, stay within the device's memory.
 """
 
@@ -22,21 +22,21 @@ from meshwright.core.pipeline.schedule import Order
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.units import format_bytes
-from meshwright.cost.away import away_bytes, exposed_away_seconds
-from meshwright.cost.beside import beside
-from meshwright.cost.block_calls import block_calls
-from meshwright.cost.communication import Call, as_collectives, times, transfer_calls
-from meshwright.cost.compute import accumulation_seconds, clip_seconds, update_seconds
-from meshwright.cost.division import Division
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.memory import MemoryCost, Moment, Walked
+from meshwright.cost.activation_offload import away_bytes, exposed_away_seconds
+from meshwright.cost.communication.block_calls import block_calls
+from meshwright.cost.communication.collective_call import Call, as_collectives, times, transfer_calls
+from meshwright.cost.compute.block_compute import accumulation_seconds, clip_seconds, update_seconds
+from meshwright.cost.local_block import Division
+from meshwright.cost.memory.allocator_slack import beside
+from meshwright.cost.memory.peak_memory import MemoryCost, Moment, Walked
+from meshwright.cost.memory.rank_state import Holdings
 from meshwright.cost.microbatch import Microbatch, microbatch_of
-from meshwright.cost.offload import Offloaded, offloaded
+from meshwright.cost.optimizer_offload import Offloaded, offloaded
 from meshwright.cost.origin import error_share, rates_origin
+from meshwright.cost.parameter_offload import StreamedCost, is_streamed
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.play import Play, enough_microbatches, play_schedule
 from meshwright.cost.stages import StageCost, StageCosts
-from meshwright.cost.streaming import StreamedCost, is_streamed
 from meshwright.cost.timing import StageSeconds, Transfers
 from meshwright.rules.schedules import make_order
 from meshwright.rules.stages import check_blocks

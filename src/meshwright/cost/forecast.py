@@ -3,7 +3,7 @@
     work     the schedule, played (cost/play.py); the update follows the last backward, with copies to and from the host that
              nothing hides
     memory   along the work of a coordinate: what the microbatches in flight hold, and inside an action the fullest moment of
-             each pass (cost/memory.py), which takes the share of the action that its work is of all passes'
+             each pass (cost/memory/peak_memory.py), which takes the share of the action that its work is of all passes'
 
 A step of many microbatches is shown with as many as fill the pipeline: between its beginning and its end it repeats itself.
 """
@@ -24,8 +24,8 @@ from meshwright.core.run.curve import thinned
 from meshwright.core.run.forecast import Forecast, Planned
 from meshwright.core.run.trace import MemoryPoint
 from meshwright.cost.estimate import Estimator, stage_seconds
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.memory import MemoryCost, Moment
+from meshwright.cost.memory.peak_memory import MemoryCost, Moment
+from meshwright.cost.memory.rank_state import Holdings
 from meshwright.cost.play import Span, enough_microbatches, play, timeline
 from meshwright.rules.schedules import make_order
 

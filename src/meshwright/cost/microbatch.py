@@ -12,9 +12,9 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Phase
 from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute import ComputeCost, KernelCosts
-from meshwright.cost.division import Division, divide
-from meshwright.cost.footprint import Footprints
+from meshwright.cost.compute.block_compute import ComputeCost, KernelCosts
+from meshwright.cost.local_block import Division, divide
+from meshwright.cost.memory.footprint import Footprints
 
 InnerKey = tuple[int, Phase, tuple[int, ...], bool, bool]
 

@@ -17,7 +17,7 @@ from meshwright.core.affine import Affine
 from meshwright.core.flow import Flow, FlowTensor, crossings, stages_of_events
 from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
-from meshwright.cost.division import Division
+from meshwright.cost.local_block import Division
 
 
 class Sent(NamedTuple):

@@ -2,7 +2,7 @@
 
 forward  = compute + communication inside the blocks (tp, cp, ep)
 backward = the same, and the forward of what is recomputed once more
-dp       gathers and reductions play beside that (cost/streams.py): in every microbatch, or in the first forward and
+dp       gathers and reductions play beside that (cost/overlap.py): in every microbatch, or in the first forward and
          the last backward of a step only
 """
 
@@ -16,16 +16,16 @@ from meshwright.core.cluster import Cluster, Device
 from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.block_calls import block_calls
-from meshwright.cost.communication import Call, sends_shares, sent_bytes
-from meshwright.cost.compute import NO_WORK, Work, weight_products
-from meshwright.cost.links import axis_group, collective_seconds, send_seconds
+from meshwright.cost.communication.block_calls import block_calls
+from meshwright.cost.communication.collective_call import Call, sends_shares, sent_bytes
+from meshwright.cost.communication.links import axis_group, collective_seconds, send_seconds
+from meshwright.cost.communication.step_calls import stage_calls, step_calls
+from meshwright.cost.compute.block_compute import NO_WORK, Work, weight_products
+from meshwright.cost.compute.recomputed_ops import Mode, modes_of
+from meshwright.cost.memory.local_parameters import split_dims
 from meshwright.cost.microbatch import Microbatch
+from meshwright.cost.overlap import Lane, exposed_seconds, play_backward, play_forward
 from meshwright.cost.passes import StagePasses
-from meshwright.cost.redone import Mode, modes_of
-from meshwright.cost.state import split_dims
-from meshwright.cost.step_calls import stage_calls, step_calls
-from meshwright.cost.streams import Lane, exposed_seconds, play_backward, play_forward
 
 
 @dataclass(frozen=True)

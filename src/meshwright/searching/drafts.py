@@ -8,7 +8,7 @@ from math import inf
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
-from meshwright.cost.streaming import StreamedCost
+from meshwright.cost.parameter_offload import StreamedCost
 from meshwright.rules.limits import not_yet
 from meshwright.rules.stages import cut_stages
 from meshwright.rules.tokens import token_names

@@ -27,14 +27,14 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Segment
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Mesh, Plan, Recompute
-from meshwright.cost.beside import usable_bytes
-from meshwright.cost.communication import sends_shares, sent_bytes
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.links import axis_group, collective_seconds, send_seconds
-from meshwright.cost.memory import MemoryCost
+from meshwright.cost.communication.collective_call import sends_shares, sent_bytes
+from meshwright.cost.communication.links import axis_group, collective_seconds, send_seconds
+from meshwright.cost.compute.recomputed_ops import modes_of
+from meshwright.cost.memory.allocator_slack import usable_bytes
+from meshwright.cost.memory.peak_memory import MemoryCost
+from meshwright.cost.memory.rank_state import Holdings
 from meshwright.cost.microbatch import microbatch_of
 from meshwright.cost.passes import handed_on_bytes, passes_by_stage
-from meshwright.cost.redone import modes_of
 from meshwright.cost.stages import StageCosts
 from meshwright.rules.schedules import make_order
 from meshwright.searching.builder import Builder, Point

@@ -30,8 +30,8 @@ from meshwright.core.cluster import Device
 from meshwright.core.pipeline.placement import coordinate_of
 from meshwright.core.plan import ScheduleKind, ZeroStage, placement_of
 from meshwright.core.recipe import Recipe
-from meshwright.cost.beside import usable_bytes
-from meshwright.cost.state import Items
+from meshwright.cost.memory.allocator_slack import usable_bytes
+from meshwright.cost.memory.local_parameters import Items
 from meshwright.searching.in_flight import in_flight
 from meshwright.searching.space import Point, Shape
 from meshwright.searching.units import Cut

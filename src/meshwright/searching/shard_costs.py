@@ -18,13 +18,13 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Kind, Op, Parameter, Phase
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.block_calls import block_calls
-from meshwright.cost.compute import KernelCosts, update_seconds
+from meshwright.cost.communication.block_calls import block_calls
+from meshwright.cost.communication.links import axis_group, collective_seconds
+from meshwright.cost.compute.block_compute import KernelCosts, update_seconds
+from meshwright.cost.compute.fusion import is_fused
 from meshwright.cost.degrees import Degrees
-from meshwright.cost.division import Division
-from meshwright.cost.fusion import is_fused
-from meshwright.cost.links import axis_group, collective_seconds
-from meshwright.cost.state import items_of
+from meshwright.cost.local_block import Division
+from meshwright.cost.memory.local_parameters import items_of
 from meshwright.rules.labels import Label, Labels
 
 PHASES: tuple[Phase, Phase] = ("forward", "backward")

@@ -7,7 +7,7 @@ from collections import Counter
 from math import inf
 
 from meshwright.core.graph import Graph, Kind, Op, Phase
-from meshwright.cost.block_calls import is_whole_lookup
+from meshwright.cost.communication.block_calls import is_whole_lookup
 from meshwright.rules.labels import Way
 from meshwright.searching.program import CONSTANT, Terms, minus, plus
 from meshwright.searching.shard_costs import PHASES, ShardCosts

@@ -20,7 +20,7 @@ import msgspec
 
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
-from meshwright.cost.holdings import Holdings
+from meshwright.cost.memory.rank_state import Holdings
 from meshwright.searching.choice import Costed, ordered
 from meshwright.searching.problem import Outcome, Problem
 

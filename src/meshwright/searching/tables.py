@@ -14,11 +14,11 @@ from meshwright.core.divisors import divisors
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Stage
-from meshwright.cost.compute import KernelCosts
+from meshwright.cost.compute.block_compute import KernelCosts
 from meshwright.cost.degrees import check_degrees
-from meshwright.cost.division import Division, divide
+from meshwright.cost.local_block import Division, divide
+from meshwright.cost.memory.local_parameters import Items, items_of
 from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of, work_key
-from meshwright.cost.state import Items, items_of
 from meshwright.rules.tokens import token_names
 from meshwright.searching.bounds import Bounds
 from meshwright.searching.problem import Problem

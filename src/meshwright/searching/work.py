@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
-from meshwright.cost.communication import sent_bytes
-from meshwright.cost.division import Division
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.memory import MemoryCost
+from meshwright.cost.communication.collective_call import sent_bytes
+from meshwright.cost.compute.recomputed_ops import Mode, selective_mode
+from meshwright.cost.local_block import Division
+from meshwright.cost.memory.local_parameters import cut_shape, split_dims
+from meshwright.cost.memory.peak_memory import MemoryCost
+from meshwright.cost.memory.rank_state import Holdings
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses, passes_by_stage
-from meshwright.cost.redone import Mode, selective_mode
 from meshwright.cost.stages import StageCosts
-from meshwright.cost.state import cut_shape, split_dims
 from meshwright.searching.problem import Problem
 
 Row = NDArray[np.float64]

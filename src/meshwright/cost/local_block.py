@@ -18,8 +18,8 @@ from math import prod
 from meshwright.core.flow import FlowTensor
 from meshwright.core.graph import PRECISION_BYTES, Graph, Kind, Op, Source
 from meshwright.core.plan import Plan
+from meshwright.cost.compute.fusion import Fused, fused_groups
 from meshwright.cost.degrees import Degrees, check_divides, experts_by_block
-from meshwright.cost.fusion import Fused, fused_groups
 from meshwright.rules.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats
 from meshwright.rules.labels import Label, Labels, Way, labels_of
 from meshwright.rules.sharding import ways_by_block
@@ -132,7 +132,7 @@ class Division:
 
     @cached_property
     def walks(self) -> dict[tuple[int, bool], object]:
-        """Of passes, fused or not: what a walk of their memory takes and gives (cost/footprint.py)."""
+        """Of passes, fused or not: what a walk of their memory takes and gives (cost/memory/footprint.py)."""
         return {}
 
     @cached_property

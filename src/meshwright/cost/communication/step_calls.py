@@ -33,12 +33,12 @@ from meshwright.core.graph import Graph, Parameter
 from meshwright.core.names import expand_names, is_list_item
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.block_calls import is_whole_lookup
-from meshwright.cost.communication import Call
-from meshwright.cost.division import divide
-from meshwright.cost.links import Group, axis_group
-from meshwright.cost.redone import modes_of
-from meshwright.cost.state import (
+from meshwright.cost.communication.block_calls import is_whole_lookup
+from meshwright.cost.communication.collective_call import Call
+from meshwright.cost.communication.links import Group, axis_group
+from meshwright.cost.compute.recomputed_ops import modes_of
+from meshwright.cost.local_block import divide
+from meshwright.cost.memory.local_parameters import (
     Items,
     blocks_on,
     groups_of,

@@ -17,7 +17,7 @@ from meshwright.core.estimate import MemoryParts
 from meshwright.core.graph import Graph, Parameter
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.state import (
+from meshwright.cost.memory.local_parameters import (
     groups_of,
     held_elements,
     items_of,

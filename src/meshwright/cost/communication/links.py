@@ -22,7 +22,7 @@ from meshwright.core.cluster import Cluster, Link
 from meshwright.core.collective import CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Mesh
-from meshwright.cost.points import kernel_seconds
+from meshwright.cost.compute.measured_kernels import kernel_seconds
 
 
 @dataclass(frozen=True)

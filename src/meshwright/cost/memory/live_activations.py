@@ -8,7 +8,7 @@ input         some blocks do not need their input again, and code outside the bl
 
 from __future__ import annotations
 
-from meshwright.cost.footprint import Footprint
+from meshwright.cost.memory.footprint import Footprint
 
 
 class Ledger:

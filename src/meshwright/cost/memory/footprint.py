@@ -13,10 +13,17 @@ from typing import NamedTuple
 from meshwright.core.graph import Kind, Pass, Source
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.births import Births
-from meshwright.cost.division import Division
-from meshwright.cost.fusion import Fused, is_fused
-from meshwright.cost.redone import Mode, dropped_ops, kept_for_core, memory_modes_of, read_behind, redone_ops
+from meshwright.cost.compute.fusion import Fused, is_fused
+from meshwright.cost.compute.recomputed_ops import (
+    Mode,
+    dropped_ops,
+    kept_for_core,
+    memory_modes_of,
+    read_behind,
+    redone_ops,
+)
+from meshwright.cost.local_block import Division
+from meshwright.cost.memory.gradient_liveness import Births
 from meshwright.rules.labels import weight_copies
 
 

@@ -7,7 +7,7 @@ from math import prod
 
 from meshwright.core.graph import Kind, Op, Shape, Source
 from meshwright.core.plan import Plan
-from meshwright.cost.division import Division
+from meshwright.cost.local_block import Division
 from meshwright.rules.once import once_per_kind
 
 WORK_ALONG = ("sum", "mean", "cumsum", "cumprod", "logcumsumexp")

@@ -10,10 +10,10 @@ from transformer import Sizes, transformer_graph
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Offload, Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute import ComputeCost
-from meshwright.cost.division import divide
-from meshwright.cost.footprint import Footprints
-from meshwright.cost.redone import Mode, modes_of, redone_ops
+from meshwright.cost.compute.block_compute import ComputeCost
+from meshwright.cost.compute.recomputed_ops import Mode, modes_of, redone_ops
+from meshwright.cost.local_block import divide
+from meshwright.cost.memory.footprint import Footprints
 
 EAGER = transformer_graph(attention="eager", dropout=True, hidden=512, heads=8, seq=256)
 FUSED = transformer_graph(hidden=512, heads=8, seq=256)

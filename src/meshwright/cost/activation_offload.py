@@ -13,8 +13,8 @@ from meshwright.core.errors import InputError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.division import Division
-from meshwright.cost.footprint import Footprints
+from meshwright.cost.local_block import Division
+from meshwright.cost.memory.footprint import Footprints
 from meshwright.cost.stages import StageCost
 
 

@@ -32,10 +32,10 @@ from meshwright.core.graph import PRECISION_BYTES, Graph, Parameter
 from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute import update_seconds
-from meshwright.cost.division import Division
-from meshwright.cost.footprint import Footprints
-from meshwright.cost.offload import disk_rate, host_update_rate
+from meshwright.cost.compute.block_compute import update_seconds
+from meshwright.cost.local_block import Division
+from meshwright.cost.memory.footprint import Footprints
+from meshwright.cost.optimizer_offload import disk_rate, host_update_rate
 from meshwright.cost.stages import StageCost
 from meshwright.rules.limits import not_yet
 from meshwright.rules.pieces import PIECE_BYTES

@@ -18,9 +18,9 @@ from math import prod
 
 from meshwright.core.collective import Axis
 from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Source
-from meshwright.cost.block_ops import WORK_ALONG, BlockOps
-from meshwright.cost.communication import Call
-from meshwright.cost.links import axis_group
+from meshwright.cost.communication.block_ops import WORK_ALONG, BlockOps
+from meshwright.cost.communication.collective_call import Call
+from meshwright.cost.communication.links import axis_group
 from meshwright.rules.once import once_per_kind
 
 SUMS = ("sum", "mean")

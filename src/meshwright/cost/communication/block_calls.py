@@ -7,7 +7,7 @@
              gradient                                                                     -> _loss_calls
     lookups  of what is no token of the batch (positions): the ranks do them whole, and under sequence parallel take
              their tokens of it; backward gathers the gradient over tp                    -> _lookup_calls
-    tokens   what is summed over tokens that lie over ranks, or runs along them           (cost/token_calls.py)
+    tokens   what is summed over tokens that lie over ranks, or runs along them           (cost/communication/token_calls.py)
     cp       heads: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same; heads
              of keys that are too few for the ranks go several times (rules/context.py)   -> _exchange_calls
              blocks that cut tokens nobody looks up: the last of a run gathers them, backward by a reduce-scatter
@@ -23,7 +23,7 @@ spread: exact for what is sent out and for the sum over the ep ranks, as long as
 sent.
 
 Under sequence parallel a split part keeps its rank's tokens of what it read, not what it gathered: memory counts 1/tp of
-every tensor with tokens (cost/division.py). Backward therefore gathers what the columns read once more, beside the gradient
+every tensor with tokens (cost/local_block.py). Backward therefore gathers what the columns read once more, beside the gradient
 of what the rows made; not in a block that is recomputed, where the second forward has just gathered it.
 
 A block that is redone is redone as far as backward needs it: sums behind the last tensor it keeps are not made again.
@@ -35,11 +35,11 @@ from collections.abc import Collection, Iterator
 
 from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Shape
 from meshwright.core.plan import Plan
-from meshwright.cost.block_ops import BlockOps, last_needed
-from meshwright.cost.communication import Call
-from meshwright.cost.division import Division
-from meshwright.cost.links import axis_group
-from meshwright.cost.token_calls import token_calls
+from meshwright.cost.communication.block_ops import BlockOps, last_needed
+from meshwright.cost.communication.collective_call import Call
+from meshwright.cost.communication.links import axis_group
+from meshwright.cost.communication.token_calls import token_calls
+from meshwright.cost.local_block import Division
 from meshwright.rules.context import ACCUMULATED_BYTES
 from meshwright.rules.once import once_per_kind
 

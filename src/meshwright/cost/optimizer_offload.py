@@ -24,7 +24,7 @@
                       the handling of each tensor that leaves, is updated and returns: a latency of the link for every two times
                       that one thread wakes another. Only what a throttled link sleeps is hidden            -> _on_same_cores
 
-Parameters on the host are streamed: cost/streaming.py. Where a plan of that kind cannot run, it is costed by its traffic.
+Parameters on the host are streamed: cost/parameter_offload.py. Where a plan of that kind cannot run, it is costed by its traffic.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute import update_seconds
-from meshwright.cost.holdings import Holdings
+from meshwright.cost.compute.block_compute import update_seconds
+from meshwright.cost.memory.local_parameters import moment_bytes
+from meshwright.cost.memory.rank_state import Holdings
 from meshwright.cost.stages import StageCost
-from meshwright.cost.state import moment_bytes
 
 ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
 """Parameters per second that AdamW updates on one host where nobody measured it. Origin: assumed."""

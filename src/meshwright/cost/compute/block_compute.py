@@ -1,10 +1,10 @@
 """Seconds of compute of one microbatch through the blocks of a plan, on one rank.
 
-op:      one kernel, from measured points (cost/points.py) or from peaks and constants (cost/kernels.py), for the share
-         of its work that one rank does (cost/division.py)                                         -> op_seconds
+op:      one kernel, interpolated between measured sizes (measured_kernels.py) or from peaks and constants (analytical_kernels.py),
+         for the share of its work that one rank does (cost/local_block.py)                        -> op_seconds
 pass:    Σ (launch + kernel)       where the host runs each op itself (CPU)
          max(Σ launch, Σ kernel)   where the host runs ahead and ops queue on the device (CUDA)     -> Work.seconds
-compile: ops that only move bytes are fused: what stays inside a group of them is neither written nor read (cost/fusion.py)
+compile: ops that only move bytes are fused: what stays inside a group of them is neither written nor read (cost/compute/fusion.py)
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from meshwright.core.cluster import FLOP_KINDS, Cluster, Device
 from meshwright.core.graph import Graph, Kind, Op, Pass, Precision
 from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.block_ops import last_needed
-from meshwright.cost.division import Division
-from meshwright.cost.fusion import is_fused
-from meshwright.cost.kernels import Kernels, MatmulSize
-from meshwright.cost.points import kernel_seconds, no_rate, rate_points
-from meshwright.cost.redone import Mode, redone_ops
+from meshwright.cost.communication.block_ops import last_needed
+from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
+from meshwright.cost.compute.fusion import is_fused
+from meshwright.cost.compute.measured_kernels import kernel_seconds, no_rate, rate_points
+from meshwright.cost.compute.recomputed_ops import Mode, redone_ops
+from meshwright.cost.local_block import Division
 from meshwright.rules.once import once_per_kind
 
 

@@ -24,12 +24,12 @@ from meshwright.core.graph import Segment
 from meshwright.core.pipeline.schedule import Action, Order
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.division import Division
-from meshwright.cost.footprint import Footprint, Footprints
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.ledger import Ledger
+from meshwright.cost.compute.recomputed_ops import Mode
+from meshwright.cost.local_block import Division
+from meshwright.cost.memory.footprint import Footprint, Footprints
+from meshwright.cost.memory.live_activations import Ledger
+from meshwright.cost.memory.rank_state import Holdings
 from meshwright.cost.passes import StagePasses, handed_on_bytes
-from meshwright.cost.redone import Mode
 
 PHASES = ("forward", "backward")
 

@@ -2,7 +2,7 @@
 
     pp       a send of each tensor that crosses to the next stage, and of its gradient back   -> transfer_calls
 
-Those inside the blocks: cost/block_calls.py. Those of the state: cost/step_calls.py.
+Those inside the blocks: cost/communication/block_calls.py. Those of the state: cost/communication/step_calls.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from meshwright.core.collective import Axis, Collective, CollectiveKind, total
 from meshwright.core.graph import Phase
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.division import Division
-from meshwright.cost.links import Group, axis_group
+from meshwright.cost.communication.links import Group, axis_group
+from meshwright.cost.local_block import Division
 from meshwright.cost.passes import StagePasses, handed_on_bytes, sent_sizes
 
 ALONE = Group(1)

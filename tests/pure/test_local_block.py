@@ -15,10 +15,10 @@ from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Op
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.block_calls import block_calls
-from meshwright.cost.compute import matmul_size
-from meshwright.cost.division import Division, divide
-from meshwright.cost.footprint import Footprints
+from meshwright.cost.communication.block_calls import block_calls
+from meshwright.cost.compute.block_compute import matmul_size
+from meshwright.cost.local_block import Division, divide
+from meshwright.cost.memory.footprint import Footprints
 from meshwright.rules.sharding import plain_sharding
 
 sizes_of = st.builds(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import quick
 
-from meshwright.cost.streams import Lane, exposed_seconds, play_backward, play_forward
+from meshwright.cost.overlap import Lane, exposed_seconds, play_backward, play_forward
 
 seconds = st.floats(0, 10)
 lanes_of = st.lists(st.builds(Lane, seconds, seconds, seconds), max_size=6)

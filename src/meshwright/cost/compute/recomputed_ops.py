@@ -1,6 +1,6 @@
 """Which ops of a block's forward a recompute does again, and which results it therefore need not keep.
 
-full             all of them; or all before the last that backward needs (cost/compute.py, `Recipe.whole_recompute`)
+full             all of them; or all before the last that backward needs (cost/compute/block_compute.py, `Recipe.whole_recompute`)
 selective        of the attention core, what the dropped results are made of. Dropped: what core ops made and backward
                  needs, unless an op behind the core reads it: that is kept anyway         -> dropped_ops
 selective core   all of the core

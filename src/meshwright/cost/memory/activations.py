@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from meshwright.core.graph import Graph, Kind
-from meshwright.cost.redone import dropped_ops, kept_for_core
+from meshwright.cost.compute.recomputed_ops import dropped_ops, kept_for_core
 
 
 class Activations(msgspec.Struct, frozen=True):
