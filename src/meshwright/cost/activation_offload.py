@@ -13,22 +13,22 @@ from meshwright.core.errors import InputError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.local_block import Division
+from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.footprint import Footprints
 from meshwright.cost.stages import StageCost
 
 
-def away_bytes(plan: Plan, recipe: Recipe, divisions: dict[str, Division]) -> float:
+def activation_offload_bytes(plan: Plan, recipe: Recipe, local_blocks: dict[str, LocalBlock]) -> float:
     footprints, total = Footprints(plan, recipe), 0.0
     for name in expand_names(plan.offload.activations):
-        division = divisions[name]
-        for number, one in enumerate(division.kind.passes):
+        local_block = local_blocks[name]
+        for number, one in enumerate(local_block.kind.passes):
             if one.phase == "backward":
-                total += footprints.of(division, name, number).rebuilt
+                total += footprints.of(local_block, name, number).rebuilt
     return total
 
 
-def exposed_away_seconds(num_bytes: float, cluster: Cluster, stages: Sequence[StageCost]) -> float:
+def exposed_offload_seconds(num_bytes: float, cluster: Cluster, stages: Sequence[StageCost]) -> float:
     """Of one microbatch."""
     if cluster.host_link is None:
         raise InputError(

@@ -30,7 +30,7 @@ RING_LAUNCHES = 9
 
 
 @dataclass(frozen=True)
-class Division:
+class LocalBlock:
     """The ops of one kind of block, as one rank does them."""
 
     kind: Kind
@@ -113,7 +113,7 @@ class Division:
     def token_share(self, op: Op) -> float:
         return self.degrees.token_share if _has_tokens(op) else 1.0
 
-    def on(self, rank: int) -> Division:
+    def on(self, rank: int) -> LocalBlock:
         """The same for another rank of cp."""
         return (
             replace(self, degrees=replace(self.degrees, rank=rank)) if self.degrees.tokens % self.degrees.cp else self
@@ -157,7 +157,7 @@ def _has_tokens(op: Op) -> bool:
     return op.read_bytes.per_sample > 0 or op.written_bytes.per_sample > 0 or op.flops.per_sample > 0
 
 
-def divide(graph: Graph, plan: Plan) -> dict[str, Division]:
+def make_local_blocks(graph: Graph, plan: Plan) -> dict[str, LocalBlock]:
     """Every block's ops as one rank of the plan does them. Blocks of one kind under one sharding share a Division."""
     check_divides(graph, plan)
     ways = ways_by_block(plan, graph)
@@ -167,13 +167,13 @@ def divide(graph: Graph, plan: Plan) -> dict[str, Division]:
     experts = experts_by_block(graph)
     tokens = cut_in_blocks(graph, plan.mesh.cp)
     ends = {run[-1] for run in tokens.runs} if tokens else set()
-    made: dict[tuple[int, tuple[FlowTensor, ...]], Division] = {}
+    made: dict[tuple[int, tuple[FlowTensor, ...]], LocalBlock] = {}
     found = {}
     for name in kinds:
         gathered = handed_on(kinds[name]) if name in ends else ()
         own = _degrees_of(graph, name, degrees, tokens)
-        division = Division(kinds[name], labels[name], own, experts.get(name, ()), gathered)
-        found[name] = made.setdefault((id(labels[name]), gathered), division)
+        local_block = LocalBlock(kinds[name], labels[name], own, experts.get(name, ()), gathered)
+        found[name] = made.setdefault((id(labels[name]), gathered), local_block)
     return found
 
 

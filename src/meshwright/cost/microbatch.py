@@ -12,8 +12,9 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Phase
 from meshwright.core.plan import SPLIT_SCHEDULES, Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute.block_compute import ComputeCost, KernelCosts
-from meshwright.cost.local_block import Division, divide
+from meshwright.cost.compute.block_compute import ComputeCost
+from meshwright.cost.compute.kernel_costs import KernelCosts
+from meshwright.cost.local_block import LocalBlock, make_local_blocks
 from meshwright.cost.memory.footprint import Footprints
 
 InnerKey = tuple[int, Phase, tuple[int, ...], bool, bool]
@@ -21,7 +22,7 @@ InnerKey = tuple[int, Phase, tuple[int, ...], bool, bool]
 
 @dataclass(frozen=True)
 class Microbatch:
-    divisions: dict[str, Division]
+    local_blocks: dict[str, LocalBlock]
     compute: ComputeCost
     footprints: Footprints
     inner_seconds: dict[InnerKey, float] = field(default_factory=dict)
@@ -33,11 +34,11 @@ def microbatch_of(
     plan: Plan,
     cluster: Cluster,
     recipe: Recipe,
-    divisions: dict[str, Division] | None = None,
+    local_blocks: dict[str, LocalBlock] | None = None,
     kernels: KernelCosts | None = None,
 ) -> Microbatch:
     """divisions, kernels: where they are known."""
-    found = divide(graph, plan) if divisions is None else divisions
+    found = make_local_blocks(graph, plan) if local_blocks is None else local_blocks
     return Microbatch(found, ComputeCost(graph, plan, cluster, recipe, kernels), Footprints(plan, recipe))
 
 

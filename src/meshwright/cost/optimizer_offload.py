@@ -36,9 +36,9 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute.block_compute import update_seconds
+from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.cost.memory.local_parameters import moment_bytes
-from meshwright.cost.memory.rank_state import Holdings
+from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.stages import StageCost
 
 ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
@@ -65,7 +65,7 @@ class Offloaded:
 
 
 def offloaded(
-    holdings: Holdings,
+    rank_state: RankState,
     plan: Plan,
     cluster: Cluster,
     recipe: Recipe,
@@ -80,25 +80,25 @@ def offloaded(
             "add host_link to its file"
         )
     if plan.offload.what == "parameters":
-        return _by_traffic(holdings, plan, cluster, played_seconds)
-    host = _Host(holdings, plan, cluster)
-    beside = _update_beside(holdings.trainable - holdings.shipped, plan, cluster, recipe)
+        return _by_traffic(rank_state, plan, cluster, played_seconds)
+    host = _Host(rank_state, plan, cluster)
+    device_update = _device_update_seconds(rank_state.trainable - rank_state.shipped, plan, cluster, recipe)
     forward = plan.num_microbatches * sum(stage.forward_seconds for stage in stages) / plan.mesh.pp
     backward = sum(stage.backward_seconds for stage in stages) / plan.mesh.pp
     if cluster.device.kind == "cpu":
-        return _on_same_cores(host, plan, recipe, forward, backward, beside)
+        return _on_same_cores(host, plan, recipe, forward, backward, device_update)
     if plan.offload.delayed:
-        return Offloaded(max(0.0, host.update - played_seconds), beside)
+        return Offloaded(max(0.0, host.update - played_seconds), device_update)
     if plan.world > 1 or plan.precision == "fp16":
-        return Offloaded(0.0, max(host.out, host.update, host.back) + beside)
+        return Offloaded(0.0, max(host.out, host.update, host.back) + device_update)
     if recipe.clips:
         waiting = max(host.out - backward, 0.0) + max(host.update, host.back) - forward
-        return Offloaded(max(waiting, 0.0) + forward / max(len(plan.blocks), 1), beside)
+        return Offloaded(max(waiting, 0.0) + forward / max(len(plan.blocks), 1), device_update)
     passes = sum(stage.forward_seconds + stage.backward_seconds - stage.recompute for stage in stages) / plan.mesh.pp
-    return Offloaded(_early(host, forward, backward, host.update_beside(passes), len(plan.blocks)), beside)
+    return Offloaded(_early(host, forward, backward, host.early_update(passes), len(plan.blocks)), device_update)
 
 
-def _update_beside(num_elements: float, plan: Plan, cluster: Cluster, recipe: Recipe) -> float:
+def _device_update_seconds(num_elements: float, plan: Plan, cluster: Cluster, recipe: Recipe) -> float:
     """Of state that stays on the device. With parameters in 16 bits, a GPU widens gradients and narrows the new parameters in the
     pass that updates them; without a kernel for that, each is a pass of its own."""
     update = update_seconds(num_elements, cluster.device)
@@ -109,7 +109,7 @@ def _update_beside(num_elements: float, plan: Plan, cluster: Cluster, recipe: Re
 
 
 def _on_same_cores(
-    host: _Host, plan: Plan, recipe: Recipe, forward: float, backward: float, beside: float
+    host: _Host, plan: Plan, recipe: Recipe, forward: float, backward: float, device_update: float
 ) -> Offloaded:
     """Host and device are one: the link alone has time of its own."""
     wakes = WAKES + (CLIP_WAKES if recipe.clips else 0)
@@ -121,7 +121,7 @@ def _on_same_cores(
         waiting = out + back
     else:
         waiting = max(0.0, out - backward) + max(0.0, back - forward) + min(back, forward) / max(len(plan.blocks), 1)
-    return Offloaded(waiting + handling, host.update + beside)
+    return Offloaded(waiting + handling, host.update + device_update)
 
 
 def _early(host: _Host, forward: float, backward: float, update: float, num_blocks: int) -> float:
@@ -148,47 +148,47 @@ def disk_rate(plan: Plan, cluster: Cluster) -> float:
 class _Host:
     """Seconds of what the host of one rank does in a step."""
 
-    def __init__(self, holdings: Holdings, plan: Plan, cluster: Cluster) -> None:
+    def __init__(self, rank_state: RankState, plan: Plan, cluster: Cluster) -> None:
         assert cluster.host_link is not None
         link = cluster.host_link.bytes_per_second
         rate = host_update_rate(plan, cluster)
-        moved = holdings.shipped * holdings.items.gradient
+        moved = rank_state.shipped * rank_state.items.gradient
         self.out = moved * plan.num_microbatches / link
         self.back = moved / link
-        shared = 1 + 2 * holdings.items.gradient / UPDATE_BYTES
-        disk = _disk_seconds(holdings, plan, cluster)
-        self.update = max(holdings.shipped / rate * shared, disk)
+        shared = 1 + 2 * rank_state.items.gradient / UPDATE_BYTES
+        disk = _disk_seconds(rank_state, plan, cluster)
+        self.update = max(rank_state.shipped / rate * shared, disk)
         """Of gradients that have waited."""
-        self._fresh_update = max(holdings.shipped / rate * FRESH_BYTES / UPDATE_BYTES, disk)
+        self._fresh_update = max(rank_state.shipped / rate * FRESH_BYTES / UPDATE_BYTES, disk)
         blocks = max(len(plan.blocks), 1)
         self.latency = cluster.host_link.latency_seconds or 0.0
-        self.num_tensors = holdings.num_shipped
-        self.largest_piece = (holdings.shipped / rate + moved / link) / blocks
+        self.num_tensors = rank_state.num_shipped
+        self.largest_piece = (rank_state.shipped / rate + moved / link) / blocks
 
-    def update_beside(self, passes: float) -> float:
+    def early_update(self, passes: float) -> float:
         """Of gradients that land as they are made: those the host keeps up with are fresh. passes: seconds of a forward and a
         backward, as a backward that recomputes takes; more recompute makes no update quicker."""
         fresh = min(1.0, passes / self._fresh_update) if self._fresh_update else 1.0
         return fresh * self._fresh_update + (1 - fresh) * self.update
 
 
-def _disk_seconds(holdings: Holdings, plan: Plan, cluster: Cluster) -> float:
+def _disk_seconds(rank_state: RankState, plan: Plan, cluster: Cluster) -> float:
     """Every update reads its state from the disk and leaves it to be written there."""
     if plan.offload.where != "disk":
         return 0.0
-    slots = holdings.recipe.optimizer_slots
+    slots = rank_state.recipe.optimizer_slots
     stored = 8 if plan.precision == "fp64" else 4
-    state = holdings.items.state - slots * (stored - moment_bytes(plan))
-    return 2 * holdings.shipped * state / disk_rate(plan, cluster)
+    state = rank_state.items.state - slots * (stored - moment_bytes(plan))
+    return 2 * rank_state.shipped * state / disk_rate(plan, cluster)
 
 
-def _by_traffic(holdings: Holdings, plan: Plan, cluster: Cluster, played_seconds: float) -> Offloaded:
+def _by_traffic(rank_state: RankState, plan: Plan, cluster: Cluster, played_seconds: float) -> Offloaded:
     """Each block's parameters come in before its forward and before its backward, and gradients go out."""
     assert cluster.host_link is not None
     link, share = cluster.host_link.bytes_per_second, plan.offload.share
-    out = holdings.sharded_gradients * share / link
-    back = holdings.parameter_bytes * share / link
+    out = rank_state.sharded_gradients * share / link
+    back = rank_state.parameter_bytes * share / link
     rate = host_update_rate(plan, cluster)
     traffic = plan.num_microbatches * (2 * back + out)
-    beside = update_seconds(holdings.trainable * (1 - share), cluster.device)
-    return Offloaded(max(0.0, traffic - played_seconds), max(holdings.trainable * share / rate, beside))
+    device_update = update_seconds(rank_state.trainable * (1 - share), cluster.device)
+    return Offloaded(max(0.0, traffic - played_seconds), max(rank_state.trainable * share / rate, device_update))

@@ -32,8 +32,8 @@ from meshwright.core.graph import PRECISION_BYTES, Graph, Parameter
 from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute.block_compute import update_seconds
-from meshwright.cost.local_block import Division
+from meshwright.cost.compute.optimizer_update import update_seconds
+from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.footprint import Footprints
 from meshwright.cost.optimizer_offload import disk_rate, host_update_rate
 from meshwright.cost.stages import StageCost
@@ -68,8 +68,8 @@ class StreamedTime:
 
 
 class StreamedCost:
-    def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, divisions: dict[str, Division]) -> None:
-        self.graph, self.plan, self.recipe, self.divisions = graph, plan, recipe, divisions
+    def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, local_blocks: dict[str, LocalBlock]) -> None:
+        self.graph, self.plan, self.recipe, self.local_blocks = graph, plan, recipe, local_blocks
         self.working = PRECISION_BYTES[plan.precision]
         self.stored = 8 if plan.precision == "fp64" else 4
         blocks = [name for name in plan.blocks if is_list_item(name)]
@@ -119,15 +119,19 @@ class StreamedCost:
         """The backward of a block, in one microbatch: of every kind of block one."""
         footprints, found, seen = Footprints(self.plan, self.recipe), [], set()
         for name, count in self.elements.items():
-            division = self.divisions[name]
-            if id(division) in seen:
+            local_block = self.local_blocks[name]
+            if id(local_block) in seen:
                 continue
-            seen.add(id(division))
-            for number, one in enumerate(division.kind.passes):
+            seen.add(id(local_block))
+            for number, one in enumerate(local_block.kind.passes):
                 if one.phase == "backward":
-                    footprint = footprints.of(division, name, number)
+                    footprint = footprints.of(local_block, name, number)
                     held = self._stashed() + self._between() + footprint.rebuilt
-                    rest = footprint.peak - footprint.rebuilt + count * self.working * (1 - footprint.unborn)
+                    rest = (
+                        footprint.peak
+                        - footprint.rebuilt
+                        + count * self.working * (1 - footprint.pending_gradient_share)
+                    )
                     found.append(StreamedMoment(f"backward of {name}", self._base(self._behind, held, rest)))
         return found
 
@@ -155,9 +159,9 @@ class StreamedCost:
     def _handed_on(self) -> float:
         """Of the block that hands on most, in one microbatch."""
         sizes = (
-            one.output_bytes.at(self.plan.microbatch) * self.divisions[name].result_share("@input")
+            one.output_bytes.at(self.plan.microbatch) * self.local_blocks[name].result_share("@input")
             for name in self.elements
-            for one in self.divisions[name].kind.passes
+            for one in self.local_blocks[name].kind.passes
             if one.phase == "forward"
         )
         return max(sizes, default=0.0)
@@ -199,18 +203,20 @@ class StreamedCost:
         count = self.plan.num_microbatches
         forward = count * sum(stage.forward_seconds for stage in stages)
         backward = count * sum(stage.backward_seconds for stage in stages)
-        return self.seconds_beside(cluster, forward, backward)
+        return self.seconds_given(cluster, forward, backward)
 
-    def seconds_beside(self, cluster: Cluster, forward: float, backward: float) -> StreamedTime:
+    def seconds_given(self, cluster: Cluster, forward: float, backward: float) -> StreamedTime:
         """What shows beside a step's forward and backward of so many seconds."""
         into, out = self._link_seconds(cluster)
         stash = self._stash_traffic() / self._link(cluster)
         exposed = max(0.0, max(into, stash) - forward) + max(0.0, self.backward_link_seconds(cluster) - backward)
         update = self.total / self.plan.mesh.dp / host_update_rate(self.plan, cluster)
         last = (update + out) / max(len(self.elements), 1)
-        beside = update_seconds(_count(self._all_outside, trainable_only=True), cluster.device)
+        device_update = update_seconds(_count(self._all_outside, trainable_only=True), cluster.device)
         written = self._disk_seconds(cluster)
-        return StreamedTime(exposed + max(0.0, written - backward), max(last, update - backward, beside) + written)
+        return StreamedTime(
+            exposed + max(0.0, written - backward), max(last, update - backward, device_update) + written
+        )
 
     def backward_link_seconds(self, cluster: Cluster) -> float:
         """Of the link, by the way that is busier while backward runs."""

@@ -17,7 +17,7 @@ from meshwright.core.affine import Affine
 from meshwright.core.flow import Flow, FlowTensor, crossings, stages_of_events
 from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
-from meshwright.cost.local_block import Division
+from meshwright.cost.local_block import LocalBlock
 
 
 class Sent(NamedTuple):
@@ -101,11 +101,11 @@ def _place(segments: list[Segment], stage_of: dict[str, int], first: int, lists:
         lists[here].append(segment)
 
 
-def sent_sizes(passes: StagePasses, divisions: dict[str, Division], samples: int) -> list[tuple[float, bool]]:
+def sent_sizes(passes: StagePasses, local_blocks: dict[str, LocalBlock], samples: int) -> list[tuple[float, bool]]:
     """Bytes on one rank of each tensor a stage gives to the next, and whether its gradient comes back."""
     return [
         (
-            one.num_bytes.at(samples) * (divisions[one.block].handed_share if has_tokens(one) else 1),
+            one.num_bytes.at(samples) * (local_blocks[one.block].handed_share if has_tokens(one) else 1),
             one.needs_gradient,
         )
         for one in passes.sent
@@ -117,6 +117,6 @@ def has_tokens(one: Sent) -> bool:
     return one.num_bytes.per_sample > 0
 
 
-def handed_on_bytes(passes: StagePasses, divisions: dict[str, Division], samples: int) -> float:
+def handed_on_bytes(passes: StagePasses, local_blocks: dict[str, LocalBlock], samples: int) -> float:
     """What a stage gives to the next, on one rank."""
-    return sum(size for size, _ in sent_sizes(passes, divisions, samples))
+    return sum(size for size, _ in sent_sizes(passes, local_blocks, samples))

@@ -17,11 +17,12 @@ from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication.block_calls import block_calls
-from meshwright.cost.communication.collective_call import Call, sends_shares, sent_bytes
+from meshwright.cost.communication.collective_call import Call
 from meshwright.cost.communication.links import axis_group, collective_seconds, send_seconds
+from meshwright.cost.communication.stage_transfers import sends_shares, sent_bytes
 from meshwright.cost.communication.step_calls import stage_calls, step_calls
 from meshwright.cost.compute.block_compute import NO_WORK, Work, weight_products
-from meshwright.cost.compute.recomputed_ops import Mode, modes_of
+from meshwright.cost.compute.recomputed_ops import ActivationMode, recompute_modes
 from meshwright.cost.memory.local_parameters import split_dims
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.overlap import Lane, exposed_seconds, play_backward, play_forward
@@ -69,12 +70,12 @@ class StageCosts:
         recipe: Recipe,
         microbatch: Microbatch,
         like: StageCosts | None = None,
-        modes: dict[str, Mode] | None = None,
+        modes: dict[str, ActivationMode] | None = None,
     ) -> None:
         """like: of a plan that differs in its recompute only. modes: how blocks are recomputed, if not as the plan says."""
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
-        self.microbatch, self.divisions, self.compute = microbatch, microbatch.divisions, microbatch.compute
-        self.modes = modes_of(plan, recipe) if modes is None else modes
+        self.microbatch, self.local_blocks, self.compute = microbatch, microbatch.local_blocks, microbatch.compute
+        self.modes = recompute_modes(plan, recipe) if modes is None else modes
         self._calls: dict[int, tuple[Call, ...]] = {}
         self._stage_calls: dict[int, tuple[Call, ...]] = like._stage_calls if like else {}
         self._known: dict[tuple[object, ...], StageCost] = like._known if like else {}
@@ -91,7 +92,7 @@ class StageCosts:
     def form(self, number: int, passes: StagePasses) -> tuple[object, ...]:
         """All that a stage's cost follows from. What is in no block is on the first stage; the last sends nothing."""
         kinds = self.graph.kind_by_block
-        work = tuple((id(self.divisions[s.block]), s.number, self.modes.get(s.block)) for s in passes.forward)
+        work = tuple((id(self.local_blocks[s.block]), s.number, self.modes.get(s.block)) for s in passes.forward)
         blocks = tuple(kinds[name].name for name in self.plan.blocks_by_stage[number])
         return work, blocks, passes.sent_sizes, number == 0, number + 1 == len(self.plan.stages)
 
@@ -101,7 +102,7 @@ class StageCosts:
         return StageCost(
             forward=self.work(passes.forward).seconds(device),
             backward=self.work(passes.backward).seconds(device),
-            recompute=self.redone(passes).seconds(device),
+            recompute=self.recompute_work(passes).seconds(device),
             weights=self.weights(passes.backward),
             inner_forward=self.inner_forward(passes),
             inner_backward=self.inner_backward(passes),
@@ -113,9 +114,9 @@ class StageCosts:
         return sum((self._work(segment) for segment in segments), NO_WORK)
 
     def _work(self, segment: Segment) -> Work:
-        return self.compute.pass_work(self.divisions[segment.block], segment.block, segment.number)
+        return self.compute.pass_work(self.local_blocks[segment.block], segment.block, segment.number)
 
-    def redone(self, passes: StagePasses) -> Work:
+    def recompute_work(self, passes: StagePasses) -> Work:
         """What backward does once more."""
         return self._recompute(passes.backward)
 
@@ -125,7 +126,7 @@ class StageCosts:
         for segment in self._first(backward):
             mode = self.modes.get(segment.block)
             if mode is not None:
-                found += self.compute.redone_work(self.divisions[segment.block], segment.block, mode)
+                found += self.compute.recompute_work(self.local_blocks[segment.block], segment.block, mode)
         return found
 
     @staticmethod
@@ -143,11 +144,11 @@ class StageCosts:
         """
         found = 0.0
         for segment in backward:
-            division = self.divisions[segment.block]
-            for number in weight_products(division.kind, segment.number):
-                op = division.kind.ops[number]
-                if not (division.experts and op.region == "expert"):
-                    found += op.count * self.compute.op_seconds(division, number)
+            local_block = self.local_blocks[segment.block]
+            for number in weight_products(local_block.kind, segment.number):
+                op = local_block.kind.ops[number]
+                if not (local_block.experts and op.region == "expert"):
+                    found += op.count * self.compute.op_seconds(local_block, number)
         return found
 
     # ------------------------------------------------------------ communication
@@ -157,21 +158,21 @@ class StageCosts:
 
     def inner_backward(self, passes: StagePasses) -> float:
         """With those of the forward that is redone."""
-        redone = sum(
+        recompute_work = sum(
             self.inner_seconds(block, "forward", passes, again=True)
             for block in passes.numbers
             if self.modes.get(block) == "full"
         )
-        return redone + sum(self.inner_seconds(block, "backward", passes) for block in passes.numbers)
+        return recompute_work + sum(self.inner_seconds(block, "backward", passes) for block in passes.numbers)
 
     def inner_seconds(self, block: str, phase: Phase, passes: StagePasses, *, again: bool = False) -> float:
         """Collectives inside one block, as far as it is on the stage, one microbatch; again: when it is redone."""
-        division, numbers = self.divisions[block], passes.numbers.get(block, ())
+        local_block, numbers = self.local_blocks[block], passes.numbers.get(block, ())
         recomputed = self.modes.get(block) == "full"
-        key = (id(division), phase, numbers, recomputed, again)
+        key = (id(local_block), phase, numbers, recomputed, again)
         known = self.microbatch.inner_seconds
         if key not in known:
-            found = block_calls(division, self.plan, phase, numbers, recomputed=recomputed, again=again)
+            found = block_calls(local_block, self.plan, phase, numbers, recomputed=recomputed, again=again)
             known[key] = sum(self.call_seconds(call) for call in found)
         return known[key]
 
@@ -183,7 +184,7 @@ class StageCosts:
         plan = self.plan
         if plan.mesh.pp == 1 or number + 1 == len(plan.stages):
             return 0.0
-        size = sent_bytes(passes, plan, self.divisions, self.recipe)
+        size = sent_bytes(passes, plan, self.local_blocks, self.recipe)
         seconds = send_seconds(size, axis_group(plan.mesh, "pp"), self.cluster)
         if sends_shares(plan, self.recipe):
             seconds += collective_seconds("all_gather", size, axis_group(plan.mesh, "tp"), self.cluster)

@@ -29,7 +29,7 @@ import numpy as np
 from meshwright.core.pipeline.placement import Placement, coordinate_of
 from meshwright.core.plan import SPLIT_SCHEDULES, Mesh, ScheduleKind, placement_of
 from meshwright.cost.communication.links import Group, axis_group, collective_seconds, send_seconds
-from meshwright.cost.compute.block_compute import update_seconds
+from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.searching.even_loads import least_busiest, shared_out, waiting
 from meshwright.searching.problem import Problem
 from meshwright.searching.room import Room, recompute_seconds

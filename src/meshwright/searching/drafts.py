@@ -104,7 +104,7 @@ class Drafts:
         if bounds is None or not plans:
             return None
         costs = [
-            StreamedCost(self.problem.graph_of(one), one, self.problem.recipe, self.tables.microbatch(one).divisions)
+            StreamedCost(self.problem.graph_of(one), one, self.problem.recipe, self.tables.microbatch(one).local_blocks)
             for one in (plans[0], plans[-1])
         ]
         return Streamed(bounds, point, *costs)

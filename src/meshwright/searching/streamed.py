@@ -97,7 +97,7 @@ class Streamed:
     def once(self) -> float:
         """What is added to the work of a step at least, however many microbatches it is done in; the recompute is of these."""
         count = self.point.shape.num_microbatches
-        last = self.quickest.seconds_beside(self.bounds.problem.cluster, float("inf"), float("inf"))
+        last = self.quickest.seconds_given(self.bounds.problem.cluster, float("inf"), float("inf"))
         return SLACK * (count * self.again + last.update_seconds + self.bounds.after(self.point))
 
     @property
@@ -113,5 +113,5 @@ class Streamed:
         forward = count * self.bounds.forward_seconds
         backward = count * (self.bounds.backward_seconds + self.again)
         waiting = max(backward, self.quickest.backward_link_seconds(cluster))
-        more = self.quickest.seconds_beside(cluster, forward, waiting)
+        more = self.quickest.seconds_given(cluster, forward, waiting)
         return forward + waiting + more.transfer_seconds + more.update_seconds + self.bounds.after(self.point)

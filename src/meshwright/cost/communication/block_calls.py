@@ -35,11 +35,12 @@ from collections.abc import Collection, Iterator
 
 from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Shape
 from meshwright.core.plan import Plan
-from meshwright.cost.communication.block_ops import BlockOps, last_needed
+from meshwright.cost.communication.block_ops import BlockOps
 from meshwright.cost.communication.collective_call import Call
 from meshwright.cost.communication.links import axis_group
 from meshwright.cost.communication.token_calls import token_calls
-from meshwright.cost.local_block import Division
+from meshwright.cost.compute.recomputed_ops import last_needed
+from meshwright.cost.local_block import LocalBlock
 from meshwright.rules.context import ACCUMULATED_BYTES
 from meshwright.rules.once import once_per_kind
 
@@ -52,7 +53,7 @@ KEY_AND_VALUE = (1, 2)
 
 
 def block_calls(
-    division: Division,
+    local_block: LocalBlock,
     plan: Plan,
     phase: Phase,
     passes: Collection[int] | None = None,
@@ -65,7 +66,7 @@ def block_calls(
     passes: numbers of the block's forward passes that count, where a stage has not all of them; backward follows.
     recomputed: whether the block is redone in backward; again: this is the second forward, inside of backward.
     """
-    own = BlockOps(division, plan, passes, last_needed(division.kind) if again else None)
+    own = BlockOps(local_block, plan, passes, last_needed(local_block.kind) if again else None)
     found = [*_tensor_calls(own, phase, recomputed), *_loss_calls(own, phase), *_lookup_calls(own, phase)]
     handed_on = () if again else _hand_on_calls(own, phase)
     return (*found, *token_calls(own, phase), *_context_calls(own, phase), *handed_on, *_expert_calls(own, phase))
@@ -75,7 +76,7 @@ def block_calls(
 
 
 def _tensor_calls(own: BlockOps, phase: Phase, recomputed: bool) -> Iterator[Call]:
-    plan, labels = own.plan, own.division.labels
+    plan, labels = own.plan, own.local_block.labels
     if plan.mesh.tp == 1:
         return
     made = [_result_bytes(op, own) for op in own.made(labels.reduced_forward)]
@@ -94,19 +95,19 @@ def _loss_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     """A softmax over what lies split over tp (attention's is over the tokens), and the sum over tokens."""
     plan = own.plan
     for _, op in own:
-        if plan.mesh.tp > 1 and phase == "forward" and _is_split_softmax(op, own.division):
+        if plan.mesh.tp > 1 and phase == "forward" and _is_split_softmax(op, own.local_block):
             size = own.elements(op.result_shape[:-1]) * LOSS_ITEM_BYTES
             yield Call("all_reduce", round(size), LOSS_CALLS, phase, "tp", axis_group(plan.mesh, "tp"))
         if op.name.startswith("nll_loss") and op.result_shape == ():
             size = max(LOSS_ITEM_BYTES, PRECISION_BYTES[op.dtype])
             if own.cp > 1:
                 yield Call("all_reduce", size, 1, phase, "cp", axis_group(plan.mesh, "cp"))
-            if plan.sequence_parallel and phase == "forward" and own.division.labels.of(op.inputs[0]) == "whole":
+            if plan.sequence_parallel and phase == "forward" and own.local_block.labels.of(op.inputs[0]) == "whole":
                 yield Call("all_reduce", size, 1, phase, "tp", axis_group(plan.mesh, "tp"))
 
 
-def _is_split_softmax(op: Op, division: Division) -> bool:
-    return "softmax" in op.name and op.region != "attention" and division.labels.of(op.inputs[0]) == "split"
+def _is_split_softmax(op: Op, local_block: LocalBlock) -> bool:
+    return "softmax" in op.name and op.region != "attention" and local_block.labels.of(op.inputs[0]) == "split"
 
 
 def _lookup_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
@@ -114,7 +115,7 @@ def _lookup_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     if not plan.sequence_parallel or phase == "forward":
         return
     for number, op in own:
-        if is_whole_lookup(op) and own.division.labels.results[number] == "whole":
+        if is_whole_lookup(op) and own.local_block.labels.results[number] == "whole":
             size = own.elements(op.result_shape) * PRECISION_BYTES[op.dtype] / plan.mesh.tp
             yield Call("all_gather", round(size), 1, phase, "tp", axis_group(plan.mesh, "tp"))
 
@@ -125,7 +126,7 @@ def is_whole_lookup(op: Op) -> bool:
 
 
 def _result_bytes(op: Op, own: BlockOps) -> int:
-    return round(op.written_bytes.at(own.plan.microbatch) * own.division.degrees.token_share)
+    return round(op.written_bytes.at(own.plan.microbatch) * own.local_block.degrees.token_share)
 
 
 def _read_bytes(op: Op, own: BlockOps) -> int:
@@ -145,8 +146,8 @@ def _context_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
 def _hand_on_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     """The last of a run of blocks that cut their tokens gathers what it hands on; nothing in it is kept, so that no second forward
     does."""
-    for tensor in own.division.gathered:
-        part = round(tensor.num_bytes.at(own.plan.microbatch) * own.division.degrees.sent_share)
+    for tensor in own.local_block.gathered:
+        part = round(tensor.num_bytes.at(own.plan.microbatch) * own.local_block.degrees.sent_share)
         group = axis_group(own.plan.mesh, "cp")
         if phase == "forward":
             yield Call("all_gather", part, 1, phase, "cp", group)
@@ -158,7 +159,7 @@ def _ring_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     plan, cp = own.plan, own.cp
     group = axis_group(plan.mesh, "cp")
     for number, op in own:
-        item, tp = PRECISION_BYTES[op.dtype], own.division.tp_degree(number)
+        item, tp = PRECISION_BYTES[op.dtype], own.local_block.tp_degree(number)
         if op.kind == "attention":
             count = sum(own.elements(shape) for shape in op.input_shapes[1:3]) / tp
             yield Call("send", round(count * item), cp - 1, phase, "cp", group)
@@ -183,12 +184,12 @@ def _exchange_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
         repeated = 1
         if op.kind == "attention":
             exchanged = (*op.input_shapes[:3], op.result_shape)
-            repeated = own.division.repeats.get(op.inputs[1], 1)
+            repeated = own.local_block.repeats.get(op.inputs[1], 1)
         elif op.kind == "matmul" and op.region == "attention":
             exchanged = op.input_shapes[:2] if num_matmuls % 2 == 0 else (op.input_shapes[1], op.result_shape)
             num_matmuls += 1
         for place, shape in enumerate(exchanged):
-            size = own.sent_elements(shape) * PRECISION_BYTES[op.dtype] / own.division.tp_degree(number)
+            size = own.sent_elements(shape) * PRECISION_BYTES[op.dtype] / own.local_block.tp_degree(number)
             times = repeated if place in KEY_AND_VALUE else 1
             yield Call("all_to_all", round(size) * times, 1, phase, "cp", group)
 
@@ -199,7 +200,7 @@ def _exchange_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
 def _expert_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     """Tokens to their experts and back: as many bytes as the experts' first matmuls read. Forward, ranks first tell each other
     how many come to each expert."""
-    experts = own.division.experts
+    experts = own.local_block.experts
     if own.plan.mesh.ep == 1:
         return
     size, group = _expert_input_bytes(own), axis_group(own.plan.mesh, "ep")
@@ -215,8 +216,8 @@ def _expert_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
 
 def _expert_input_bytes(own: BlockOps) -> int:
     """What enters the experts of a block: results from outside them that their matmuls read, each once."""
-    ops = own.division.kind.ops
-    entered = {source for number, source in _entering(own.division.kind) if number in own.numbers}
+    ops = own.local_block.kind.ops
+    entered = {source for number, source in _entering(own.local_block.kind) if number in own.numbers}
     return sum(_result_bytes(ops[source], own) for source in entered)
 
 

@@ -22,7 +22,7 @@ from meshwright.core.cluster import Cluster, Link
 from meshwright.core.collective import CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Mesh
-from meshwright.cost.compute.measured_kernels import kernel_seconds
+from meshwright.cost.interpolation import interpolated_seconds
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Group:
         """How many of them are on one host."""
         return max(1, min(self.size, cluster.devices_per_host // self.stride))
 
-    def beside(self, cluster: Cluster) -> int:
+    def groups_sharing_link(self, cluster: Cluster) -> int:
         """How many like groups share a host's outer link."""
         return min(self.stride, cluster.devices_per_host)
 
@@ -63,13 +63,13 @@ def collective_seconds(kind: CollectiveKind, num_bytes: float, group: Group, clu
     """One call of this group, while the like groups beside it do the same."""
     if group.size == 1:
         return 0.0
-    points = sorted(
+    measurements = sorted(
         (float(point.num_bytes), point.seconds)
         for point in cluster.collectives
         if point.kind == kind and point.num_ranks == group.size
     )
-    if points:
-        return kernel_seconds(num_bytes, points)
+    if measurements:
+        return interpolated_seconds(num_bytes, measurements)
     if kind == "send":
         return send_seconds(num_bytes, group, cluster)
     return ring_seconds(kind, num_bytes, group, cluster)
@@ -94,7 +94,7 @@ def ring_link(group: Group, cluster: Cluster) -> tuple[float, float]:
         latency += (group.size - num_hosts if num_hosts > 1 else group.size - 1) * inner_hop(cluster)
     if num_hosts > 1:
         outer = _needed(cluster.inter_host, group, cluster)
-        bandwidths.append(outer.bytes_per_second * outer_share(cluster) / group.beside(cluster))
+        bandwidths.append(outer.bytes_per_second * outer_share(cluster) / group.groups_sharing_link(cluster))
         latency += (num_hosts - 1) * outer_hop(cluster)
     return latency, min(bandwidths)
 
@@ -109,7 +109,7 @@ def send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
         hops.append(inner_hop(cluster) + num_bytes / inner)
     if group.num_hosts(cluster) > 1:
         outer = _needed(cluster.inter_host, group, cluster).bytes_per_second * outer_share(cluster)
-        hops.append(outer_hop(cluster) + num_bytes * group.beside(cluster) / outer)
+        hops.append(outer_hop(cluster) + num_bytes * group.groups_sharing_link(cluster) / outer)
     return max(hops)
 
 

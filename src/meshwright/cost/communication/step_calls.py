@@ -36,8 +36,8 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.communication.block_calls import is_whole_lookup
 from meshwright.cost.communication.collective_call import Call
 from meshwright.cost.communication.links import Group, axis_group
-from meshwright.cost.compute.recomputed_ops import modes_of
-from meshwright.cost.local_block import divide
+from meshwright.cost.compute.recomputed_ops import recompute_modes
+from meshwright.cost.local_block import make_local_blocks
 from meshwright.cost.memory.local_parameters import (
     Items,
     blocks_on,
@@ -254,12 +254,12 @@ def _batch_norm_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int)
     if not plan.sync_batch_norm or plan.mesh.dp == 1:
         return
     group, item = axis_group(plan.mesh, "dp"), 8 if plan.precision == "fp64" else 4
-    here, modes, kinds = {*blocks_on(plan, coordinate)}, modes_of(plan, recipe), graph.kind_by_block
-    divisions = divide(graph, plan)
+    here, modes, kinds = {*blocks_on(plan, coordinate)}, recompute_modes(plan, recipe), graph.kind_by_block
+    local_blocks = make_local_blocks(graph, plan)
     for block in graph.blocks:
         if block.name not in here and (block.name or coordinate):
             continue
-        labels = divisions[block.name].labels
+        labels = local_blocks[block.name].labels
         times = plan.num_microbatches * (3 if modes.get(block.name) == "full" else 2)
         for op in kinds[block.name].ops:
             if op.name in BATCH_NORMS and op.phase == "forward":

@@ -40,7 +40,7 @@ def token_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
     for number, op in own:
         if op.name not in WORK_ALONG or op.region == "expert" or not own.is_made(number):
             continue
-        if not _lies_over_ranks(own.division.kind, number) or (op.name in SUMS and not _sums_tokens(op)):
+        if not _lies_over_ranks(own.local_block.kind, number) or (op.name in SUMS and not _sums_tokens(op)):
             continue
         is_added_up = op.name in SUMS and _is_fraction(op)
         yield from (_sum_calls if is_added_up else _gather_calls)(own, number, op, phase)
@@ -50,19 +50,19 @@ def _sum_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[Cal
     size = round(op.written_bytes.at(own.plan.microbatch))
     readers = max(1, own.readers(number))
     for axis in _axes(own, op):
-        if phase == "forward" or (axis == "cp" and _is_differentiated(own.division.kind, number)):
+        if phase == "forward" or (axis == "cp" and _is_differentiated(own.local_block.kind, number)):
             yield Call("all_reduce", size, readers, phase, axis, axis_group(own.plan.mesh, axis))
 
 
 def _gather_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[Call]:
     """From the axis that cut last: what it gathers is what the one before gathers in turn."""
     mesh, axes = own.plan.mesh, _axes(own, op)
-    part = op.read_bytes.at(own.plan.microbatch) * (own.division.degrees.sent_share if "cp" in axes else 1)
+    part = op.read_bytes.at(own.plan.microbatch) * (own.local_block.degrees.sent_share if "cp" in axes else 1)
     part /= mesh.tp if "tp" in axes else 1
     for axis in reversed(axes):
         if phase == "forward":
             yield Call("all_gather", round(part), 1, phase, axis, axis_group(mesh, axis))
-        elif axis == "cp" and _is_differentiated(own.division.kind, number):
+        elif axis == "cp" and _is_differentiated(own.local_block.kind, number):
             yield Call("reduce_scatter", round(part * own.cp), 1, phase, axis, axis_group(mesh, axis))
         part *= getattr(mesh, axis)
 
@@ -70,7 +70,7 @@ def _gather_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[
 def _axes(own: BlockOps, op: Op) -> list[Axis]:
     """Over which the tokens that the op reads lie."""
     found: list[Axis] = ["cp"] if own.cp > 1 else []
-    is_whole = all(own.division.labels.of(source) == "whole" for source in op.inputs)
+    is_whole = all(own.local_block.labels.of(source) == "whole" for source in op.inputs)
     return [*found, "tp"] if own.plan.sequence_parallel and is_whole else found
 
 

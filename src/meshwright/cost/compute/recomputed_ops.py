@@ -12,17 +12,17 @@ from __future__ import annotations
 from typing import Literal
 
 from meshwright.core.cluster import FLOP_KINDS
-from meshwright.core.graph import Kind
+from meshwright.core.graph import Kind, Source
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.rules.once import once_per_kind
 
-Mode = Literal["none", "selective", "selective core", "selective ops", "full", "offloaded"]
+ActivationMode = Literal["none", "selective", "selective core", "selective ops", "full", "offloaded"]
 """offloaded: nothing is done again, and what backward needs comes back from the host."""
 
 
-def modes_of(plan: Plan, recipe: Recipe) -> dict[str, Mode]:
+def recompute_modes(plan: Plan, recipe: Recipe) -> dict[str, ActivationMode]:
     """Block → how it is recomputed; blocks that keep everything are left out."""
     return {
         **dict.fromkeys(plan.recomputed("selective"), selective_mode(recipe)),
@@ -30,12 +30,12 @@ def modes_of(plan: Plan, recipe: Recipe) -> dict[str, Mode]:
     }
 
 
-def memory_modes_of(plan: Plan, recipe: Recipe) -> dict[str, Mode]:
+def activation_modes(plan: Plan, recipe: Recipe) -> dict[str, ActivationMode]:
     """The same, and the blocks whose activations are offloaded: they too keep only what they hand on."""
-    return {**modes_of(plan, recipe), **dict.fromkeys(expand_names(plan.offload.activations), "offloaded")}
+    return {**recompute_modes(plan, recipe), **dict.fromkeys(expand_names(plan.offload.activations), "offloaded")}
 
 
-def selective_mode(recipe: Recipe) -> Mode:
+def selective_mode(recipe: Recipe) -> ActivationMode:
     """What a plan's selective recompute does again."""
     if recipe.selective_ops:
         return "selective ops"
@@ -43,7 +43,7 @@ def selective_mode(recipe: Recipe) -> Mode:
 
 
 @once_per_kind
-def redone_ops(kind: Kind, mode: Mode) -> frozenset[int]:
+def recomputed_ops(kind: Kind, mode: ActivationMode) -> frozenset[int]:
     """Numbers of the forward ops that backward does again."""
     forward = [number for number, op in enumerate(kind.ops) if op.phase == "forward"]
     if mode == "full":
@@ -113,3 +113,35 @@ def _makers(kind: Kind, wanted: frozenset[int]) -> frozenset[int]:
             found.add(number)
             waiting += [s for s in kind.ops[number].inputs if isinstance(s, int) and s in core and s not in kept]
     return frozenset(found)
+
+
+KEEP_NOTHING = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack")
+"""Ops whose backward needs nothing of what they read."""
+
+
+@once_per_kind
+def readers_of(kind: Kind) -> dict[Source, dict[int, int]]:
+    """What forward ops read → the ops that do, each with how often."""
+    found: dict[Source, dict[int, int]] = {}
+    for number, op in enumerate(kind.ops):
+        if op.phase == "forward":
+            for source in op.inputs:
+                times = found.setdefault(source, {})
+                times[number] = times.get(number, 0) + 1
+    return found
+
+
+@once_per_kind
+def last_needed(kind: Kind) -> int:
+    """The last forward op that keeps something for backward: what it reads, or what it makes and the block itself reads.
+
+    What only the next block reads is that one's input, and is there.
+    """
+    last = -1
+    readers = readers_of(kind)
+    for number, op in enumerate(kind.ops):
+        kept = op.phase == "forward" and (op.saved_bytes.fixed or op.saved_bytes.per_sample)
+        if kept and number in readers:
+            keepers = [reader for reader in readers[number] if kind.ops[reader].name not in KEEP_NOTHING]
+            last = max(last, *(keepers or [number]))
+    return last

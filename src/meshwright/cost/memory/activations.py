@@ -29,10 +29,10 @@ def block_activations(kind: Kind, repeated: bool, num_samples: int) -> Activatio
     forward = [step for step in kind.passes if step.phase == "forward"]
     none = sum(step.kept_at(num_samples) for step in forward)
     handed_on = sum(step.output_bytes.at(num_samples) for step in forward)
-    return Activations(none, none - redone_bytes(kind, num_samples), handed_on if repeated else none)
+    return Activations(none, none - selective_freed_bytes(kind, num_samples), handed_on if repeated else none)
 
 
-def redone_bytes(kind: Kind, num_samples: int) -> float:
+def selective_freed_bytes(kind: Kind, num_samples: int) -> float:
     """What selective recompute frees of one block."""
     freed = sum(kind.ops[number].saved_bytes.at(num_samples) for number in dropped_ops(kind))
     added = sum(kind.ops[number].written_bytes.at(num_samples) for number in kept_for_core(kind))

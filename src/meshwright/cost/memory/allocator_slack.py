@@ -7,7 +7,7 @@ from meshwright.core.constants import Constants
 from meshwright.core.plan import Mesh
 
 
-def beside(mesh: Mesh, compiled: bool, constants: Constants) -> tuple[float, float]:
+def slack_and_context(mesh: Mesh, compiled: bool, constants: Constants) -> tuple[float, float]:
     """The share of a peak that the allocator reserves on top of it, and the bytes that are held beside."""
     slack = constants.compiled_slack_share if compiled else constants.allocator_slack_share
     axes = sum(degree > 1 for degree in (mesh.pp, mesh.dp, mesh.cp, mesh.tp))
@@ -19,5 +19,5 @@ def usable_bytes(budget_bytes: float, mesh: Mesh, compiled: bool, device: Device
     """The largest peak that a budget has room for."""
     if device.constants is None:
         return budget_bytes
-    slack, context = beside(mesh, compiled, device.constants)
+    slack, context = slack_and_context(mesh, compiled, device.constants)
     return (budget_bytes - context) / (1 + slack)

@@ -15,15 +15,15 @@ from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.compute.fusion import Fused, is_fused
 from meshwright.cost.compute.recomputed_ops import (
-    Mode,
+    ActivationMode,
+    activation_modes,
     dropped_ops,
     kept_for_core,
-    memory_modes_of,
     read_behind,
-    redone_ops,
+    recomputed_ops,
 )
-from meshwright.cost.local_block import Division
-from meshwright.cost.memory.gradient_liveness import Births
+from meshwright.cost.local_block import LocalBlock
+from meshwright.cost.memory.gradient_liveness import GradientLiveness
 from meshwright.rules.labels import weight_copies
 
 
@@ -35,7 +35,7 @@ class Footprint:
     peak: float
     rebuilt: float = 0.0
     """Of the peak, what a recompute brings back."""
-    unborn: float = 0.0
+    pending_gradient_share: float = 0.0
     """At its fullest, the share of the gradients of the block's parameters that is not made yet."""
     given_back: float = 0.0
     """Of other blocks' results, what a forward pass outside the blocks gives back."""
@@ -52,7 +52,7 @@ class Step(NamedTuple):
     """Of it, what one rank has."""
     maker: int | None
     """The op whose result it is, where it is of this block."""
-    born: float
+    gradient_share_before: float
     """Of the gradients of the block's parameters, the share that is made before that op."""
     not_kept: bool
     given_late: bool
@@ -62,7 +62,7 @@ class Step(NamedTuple):
 class Steps(NamedTuple):
     taken: tuple[Step, ...]
     gradient_bytes: float
-    unborn: float
+    pending_gradient_share: float
     """Of those, the share that is not made when the pass begins."""
     passes_on: bool
     """Whether some op holds messages beside its tensors."""
@@ -72,7 +72,7 @@ class Footprints:
     """Looks up passes for one plan; each is walked once."""
 
     def __init__(
-        self, plan: Plan, recipe: Recipe, like: Footprints | None = None, modes: dict[str, Mode] | None = None
+        self, plan: Plan, recipe: Recipe, like: Footprints | None = None, modes: dict[str, ActivationMode] | None = None
     ) -> None:
         """like: of a plan with the same microbatch, divided and compiled alike; what it has walked is taken from it.
 
@@ -80,99 +80,103 @@ class Footprints:
         """
         self.plan, self.recipe = plan, recipe
         self.samples = plan.microbatch
-        self.modes = memory_modes_of(plan, recipe) if modes is None else modes
+        self.modes = activation_modes(plan, recipe) if modes is None else modes
         self._known: dict[tuple[int, int, str], Footprint] = like._known if like else {}
         self._walked: dict[tuple[int, int], tuple[float, float, float]] = like._walked if like else {}
         self._fused: dict[int, Fused | None] = like._fused if like else {}
         self._outputs: dict[int, frozenset[int]] = like._outputs if like else {}
 
-    def of(self, division: Division, block: str, number: int) -> Footprint:
+    def of(self, local_block: LocalBlock, block: str, number: int) -> Footprint:
         mode = self.modes.get(block, "none")
-        key = (id(division), number, mode)
+        key = (id(local_block), number, mode)
         if key not in self._known:
-            if id(division) not in self._fused:
+            if id(local_block) not in self._fused:
                 fused = is_fused(block, self.plan, self.recipe)
-                self._fused[id(division)] = division.fused if fused else None
-            found = self._walk(division, number, mode)
-            self._known[key] = found if block else replace(found, given_back=self._given_back(division, number))
+                self._fused[id(local_block)] = local_block.fused if fused else None
+            found = self._walk(local_block, number, mode)
+            self._known[key] = found if block else replace(found, given_back=self._given_back(local_block, number))
         return self._known[key]
 
-    def _given_back(self, division: Division, number: int) -> float:
-        one = division.kind.passes[number]
+    def _given_back(self, local_block: LocalBlock, number: int) -> float:
+        one = local_block.kind.passes[number]
         if one.phase == "backward":
             return 0.0
         sizes = (event.num_bytes.at(self.samples) for event in one.events if event.source == "@input")
-        return -sum(min(0.0, size) for size in sizes) * division.result_share("@input")
+        return -sum(min(0.0, size) for size in sizes) * local_block.result_share("@input")
 
-    def _walk(self, division: Division, number: int, mode: Mode) -> Footprint:
-        one = division.kind.passes[number]
-        kept, peak, unborn = self._levels(division, number)
+    def _walk(self, local_block: LocalBlock, number: int, mode: ActivationMode) -> Footprint:
+        one = local_block.kind.passes[number]
+        kept, peak, pending_gradient_share = self._levels(local_block, number)
         if mode == "none":
-            return Footprint(kept, peak, unborn=unborn)
-        forward = number if one.phase == "forward" else _forward_of(division.kind, number)
-        dropped = self._dropped(division, forward, mode)
+            return Footprint(kept, peak, pending_gradient_share=pending_gradient_share)
+        forward = number if one.phase == "forward" else _forward_of(local_block.kind, number)
+        dropped = self._dropped(local_block, forward, mode)
         if one.phase == "forward":
-            return Footprint(kept - dropped, peak, cached=self._weight_copies(division, one) if mode == "full" else 0.0)
-        return Footprint(dropped + kept, dropped + peak, dropped, unborn=unborn)
+            return Footprint(
+                kept - dropped, peak, cached=self._weight_copies(local_block, one) if mode == "full" else 0.0
+            )
+        return Footprint(dropped + kept, dropped + peak, dropped, pending_gradient_share=pending_gradient_share)
 
-    def _weight_copies(self, division: Division, one: Pass) -> float:
+    def _weight_copies(self, local_block: LocalBlock, one: Pass) -> float:
         """Copies of parameters in another dtype; compiled code does not cache them."""
-        if self._fused[id(division)] is not None:
+        if self._fused[id(local_block)] is not None:
             return 0.0
-        copies = weight_copies(division.kind)
+        copies = weight_copies(local_block.kind)
         here = (op for op in copies if isinstance(op, int) and op in one.op_range)
-        return sum(division.kind.ops[op].written_bytes.fixed * self._share(division, op) for op in here)
+        return sum(local_block.kind.ops[op].written_bytes.fixed * self._share(local_block, op) for op in here)
 
-    def _dropped(self, division: Division, forward: int, mode: Mode) -> float:
+    def _dropped(self, local_block: LocalBlock, forward: int, mode: ActivationMode) -> float:
         """Of what a forward keeps, what a recompute does without."""
-        kept, _, _ = self._levels(division, forward)
-        one, ops = division.kind.passes[forward], division.kind.ops
-        output = one.output_bytes.at(self.samples) * division.result_share("@input")
+        kept, _, _ = self._levels(local_block, forward)
+        one, ops = local_block.kind.passes[forward], local_block.kind.ops
+        output = one.output_bytes.at(self.samples) * local_block.result_share("@input")
         if mode in ("full", "offloaded"):
             return max(0.0, kept - output)
         if mode == "selective":
-            return min(kept, self._core_bytes(division, one))
-        again = redone_ops(division.kind, mode)
+            return min(kept, self._core_bytes(local_block, one))
+        again = recomputed_ops(local_block.kind, mode)
         if mode == "selective ops":  # results that are not redone are kept, needed or not
             rest = (op for op in one.op_range if op not in again)
             return (
-                kept - output - sum(ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in rest)
+                kept
+                - output
+                - sum(ops[op].written_bytes.at(self.samples) * self._share(local_block, op) for op in rest)
             )
-        fused, behind = self._fused[id(division)], read_behind(division.kind)
+        fused, behind = self._fused[id(local_block)], read_behind(local_block.kind)
         freed = (  # what the core hands on is kept: its readers behind it need it
-            ops[op].saved_bytes.at(self.samples) * self._share(division, op)
+            ops[op].saved_bytes.at(self.samples) * self._share(local_block, op)
             for op in one.op_range
             if op in again - behind and (fused is None or op in fused.kept_ops)
         )
         return min(kept, sum(freed))
 
-    def _core_bytes(self, division: Division, one: Pass) -> float:
+    def _core_bytes(self, local_block: LocalBlock, one: Pass) -> float:
         """What the attention core need not keep, less what is kept to make it again."""
-        ops, fused = division.kind.ops, self._fused[id(division)]
-        dropped, added = dropped_ops(division.kind), kept_for_core(division.kind)
+        ops, fused = local_block.kind.ops, self._fused[id(local_block)]
+        dropped, added = dropped_ops(local_block.kind), kept_for_core(local_block.kind)
         freed = sum(
-            ops[op].saved_bytes.at(self.samples) * self._share(division, op)
+            ops[op].saved_bytes.at(self.samples) * self._share(local_block, op)
             for op in _in_pass(one, dropped)
             if fused is None or op in fused.kept_ops
         )
         if fused is not None:
             return freed
-        held = (ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in _in_pass(one, added))
+        held = (ops[op].written_bytes.at(self.samples) * self._share(local_block, op) for op in _in_pass(one, added))
         return freed - sum(held)
 
-    def _levels(self, division: Division, number: int) -> tuple[float, float, float]:
+    def _levels(self, local_block: LocalBlock, number: int) -> tuple[float, float, float]:
         """Bytes when the pass ends and at its fullest, gradients of parameters included in the choice of that moment but not
         in the bytes; and the share of those gradients that is not made by then. Nothing is recomputed."""
-        key = (id(division), number)
+        key = (id(local_block), number)
         if key not in self._walked:
-            self._walked[key] = self._walk_levels(division, number)
+            self._walked[key] = self._walk_levels(local_block, number)
         return self._walked[key]
 
-    def _walk_levels(self, division: Division, number: int) -> tuple[float, float, float]:
-        steps, samples = self._steps(division, number), self.samples
+    def _walk_levels(self, local_block: LocalBlock, number: int) -> tuple[float, float, float]:
+        steps, samples = self._steps(local_block, number), self.samples
         total = steps.gradient_bytes
         level = gone = late = 0.0
-        fullest = (0.0, 0.0, steps.unborn)
+        fullest = (0.0, 0.0, steps.pending_gradient_share)
         for step in steps.taken:
             size = (step.fixed + step.per_sample * samples) * step.share
             if size < 0 and step.given_late:
@@ -184,81 +188,89 @@ class Footprints:
             if size > 0 and step.maker is not None:
                 inside = level
                 if steps.passes_on:
-                    inside += division.passing_bytes(step.maker, samples)
-                full = inside + step.born * total
+                    inside += local_block.passing_bytes(step.maker, samples)
+                full = inside + step.gradient_share_before * total
                 if full >= fullest[0]:
-                    fullest = max(fullest, (full, inside, 1 - step.born))
-        added = self._added(division, number)
+                    fullest = max(fullest, (full, inside, 1 - step.gradient_share_before))
+        added = self._added(local_block, number)
         at_the_end = (level + added + total, level + added, 0.0)
-        _, peak, unborn = max(fullest, at_the_end)
-        return level - gone + late + added, max(0.0, peak), unborn
+        _, peak, pending_gradient_share = max(fullest, at_the_end)
+        return level - gone + late + added, max(0.0, peak), pending_gradient_share
 
-    def _added(self, division: Division, number: int) -> float:
+    def _added(self, local_block: LocalBlock, number: int) -> float:
         """What fused code keeps from forward to backward beyond what plain code does."""
-        fused = self._fused[id(division)]
+        fused = self._fused[id(local_block)]
         if fused is None:
             return 0.0
-        one = division.kind.passes[number]
-        forward = one if one.phase == "forward" else division.kind.passes[_forward_of(division.kind, number)]
-        ops = division.kind.ops
+        one = local_block.kind.passes[number]
+        forward = one if one.phase == "forward" else local_block.kind.passes[_forward_of(local_block.kind, number)]
+        ops = local_block.kind.ops
         added = _in_pass(forward, fused.added_ops)
-        size = sum(ops[op].written_bytes.at(self.samples) * self._share(division, op) for op in added)
+        size = sum(ops[op].written_bytes.at(self.samples) * self._share(local_block, op) for op in added)
         if fused.keeps_input:
-            size += forward.output_bytes.at(self.samples) * division.result_share("@input")
+            size += forward.output_bytes.at(self.samples) * local_block.result_share("@input")
         return size if one.phase == "forward" else -size
 
-    def _steps(self, division: Division, number: int) -> Steps:
+    def _steps(self, local_block: LocalBlock, number: int) -> Steps:
         """The same for any number of samples: kept beside the division."""
-        key = (number, self._fused[id(division)] is not None)
-        if key not in division.walks:
-            division.walks[key] = self._make_steps(division, number)
-        return division.walks[key]  # type: ignore[return-value]
+        key = (number, self._fused[id(local_block)] is not None)
+        if key not in local_block.walks:
+            local_block.walks[key] = self._make_steps(local_block, number)
+        return local_block.walks[key]  # type: ignore[return-value]
 
-    def _make_steps(self, division: Division, number: int) -> Steps:
-        one = division.kind.passes[number]
-        births = Births(division.kind, one)
+    def _make_steps(self, local_block: LocalBlock, number: int) -> Steps:
+        one = local_block.kind.passes[number]
+        liveness = GradientLiveness(local_block.kind, one)
         is_backward = one.phase == "backward"
         taken = []
         for event in one.events:
-            source, not_kept = event.source, self._not_kept(division, event.source)
+            source, not_kept = event.source, self._not_kept(local_block, event.source)
             if not (is_backward and not_kept):
                 maker = source if isinstance(source, int) else None
-                born = births.share_before(maker) if maker is not None else 0.0
-                late = is_backward and self._read_again(division, source)
-                share = self._share(division, source)
+                gradient_share_before = liveness.share_made_before(maker) if maker is not None else 0.0
+                late = is_backward and self._read_again(local_block, source)
+                share = self._share(local_block, source)
                 taken.append(
-                    Step(event.num_bytes.fixed, event.num_bytes.per_sample, share, maker, born, not_kept, late)
+                    Step(
+                        event.num_bytes.fixed,
+                        event.num_bytes.per_sample,
+                        share,
+                        maker,
+                        gradient_share_before,
+                        not_kept,
+                        late,
+                    )
                 )
-        passes_on = any(division.goes_round(op) for op in division.kind.ops)
-        return Steps(tuple(taken), births.total_bytes, 1.0 - births.share_before(one.first_op), passes_on)
+        passes_on = any(local_block.goes_round(op) for op in local_block.kind.ops)
+        return Steps(tuple(taken), liveness.total_bytes, 1.0 - liveness.share_made_before(one.first_op), passes_on)
 
-    def _read_again(self, division: Division, source: Source) -> bool:
+    def _read_again(self, local_block: LocalBlock, source: Source) -> bool:
         """Whether fused code reads in backward what another block made, rather than keep its own copy of it: it is given
         back when the pass ends."""
-        return self._fused[id(division)] is not None and isinstance(source, str) and "#" in source
+        return self._fused[id(local_block)] is not None and isinstance(source, str) and "#" in source
 
-    def _share(self, division: Division, source: Source) -> float:
-        fused = self._fused[id(division)]
+    def _share(self, local_block: LocalBlock, source: Source) -> float:
+        fused = self._fused[id(local_block)]
         if fused is not None and isinstance(source, int) and fused.is_gone(source):
             return 0.0
-        return division.result_share(source)
+        return local_block.result_share(source)
 
-    def _not_kept(self, division: Division, source: Source) -> bool:
+    def _not_kept(self, local_block: LocalBlock, source: Source) -> bool:
         """Whether fused code gives a result of forward back before backward, though plain code keeps it."""
-        fused = self._fused[id(division)]
-        if fused is None or not isinstance(source, int) or division.kind.ops[source].phase == "backward":
+        fused = self._fused[id(local_block)]
+        if fused is None or not isinstance(source, int) or local_block.kind.ops[source].phase == "backward":
             return False
-        return source not in fused.kept_ops and source not in self._outputs_of(division)
+        return source not in fused.kept_ops and source not in self._outputs_of(local_block)
 
-    def _outputs_of(self, division: Division) -> frozenset[int]:
+    def _outputs_of(self, local_block: LocalBlock) -> frozenset[int]:
         """Ops of forward that nothing in the block's forward reads: what it hands on."""
-        if id(division) not in self._outputs:
-            ops = division.kind.ops
+        if id(local_block) not in self._outputs:
+            ops = local_block.kind.ops
             read = {source for op in ops if op.phase == "forward" for source in op.inputs}
-            self._outputs[id(division)] = frozenset(
+            self._outputs[id(local_block)] = frozenset(
                 number for number, op in enumerate(ops) if op.phase == "forward" and number not in read
             )
-        return self._outputs[id(division)]
+        return self._outputs[id(local_block)]
 
 
 def _in_pass(one: Pass, ops: frozenset[int]) -> list[int]:

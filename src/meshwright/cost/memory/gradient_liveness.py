@@ -12,7 +12,7 @@ from itertools import accumulate
 from meshwright.core.graph import Kind, Pass
 
 
-class Births:
+class GradientLiveness:
     """Of one backward pass: how much of the block's gradients is there when an op begins."""
 
     def __init__(self, kind: Kind, one: Pass) -> None:
@@ -26,7 +26,7 @@ class Births:
         self._bytes = list(accumulate((num_bytes for _, num_bytes in made), initial=0.0))
         self.total_bytes = self._bytes[-1]
 
-    def share_before(self, number: int) -> float:
+    def share_made_before(self, number: int) -> float:
         """0 where none is made yet, 1 where all are, or where the pass makes none."""
         if not self.total_bytes:
             return 1.0

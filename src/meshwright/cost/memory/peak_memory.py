@@ -24,11 +24,11 @@ from meshwright.core.graph import Segment
 from meshwright.core.pipeline.schedule import Action, Order
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute.recomputed_ops import Mode
-from meshwright.cost.local_block import Division
+from meshwright.cost.compute.recomputed_ops import ActivationMode
+from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.footprint import Footprint, Footprints
-from meshwright.cost.memory.live_activations import Ledger
-from meshwright.cost.memory.rank_state import Holdings
+from meshwright.cost.memory.live_activations import LiveActivations
+from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.passes import StagePasses, handed_on_bytes
 
 PHASES = ("forward", "backward")
@@ -71,17 +71,17 @@ class MemoryCost:
         self,
         plan: Plan,
         recipe: Recipe,
-        divisions: dict[str, Division],
+        local_blocks: dict[str, LocalBlock],
         stages: tuple[StagePasses, ...],
-        holdings: Callable[[int], Holdings],
+        rank_state: Callable[[int], RankState],
         like: Footprints | None = None,
-        modes: dict[str, Mode] | None = None,
+        modes: dict[str, ActivationMode] | None = None,
         walked: Walked | None = None,
     ) -> None:
         """like: those of a plan with the same microbatch, divided and compiled alike. modes: as in Footprints. walked: what was
         found of plans that differ in their recompute only."""
         self.plan, self.recipe = plan, recipe
-        self.divisions, self.stages, self.holdings = divisions, stages, holdings
+        self.local_blocks, self.stages, self.rank_state = local_blocks, stages, rank_state
         self.footprints = Footprints(plan, recipe, like, modes)
         self._kept: dict[int, float] = {}
         self._held_by_row: dict[int, tuple[Held, ...]] = {}
@@ -123,7 +123,7 @@ class MemoryCost:
     def _work(self, stages: Iterable[int]) -> tuple[object, ...]:
         """What the passes of some stages are: blocks of one kind under one mode are alike."""
         return tuple(
-            (id(self.divisions[s.block]), self.footprints.modes.get(s.block))
+            (id(self.local_blocks[s.block]), self.footprints.modes.get(s.block))
             for stage in stages
             for s in self.stages[stage].forward
         )
@@ -138,17 +138,17 @@ class MemoryCost:
 
     def moments(self, coordinate: int, order: Order, device: Device) -> Iterator[Moment]:
         """Memory in every pass of a microbatch on one coordinate, and in the update."""
-        holdings = self.holdings(coordinate)
-        at_first = holdings.before_any_backward()
+        rank_state = self.rank_state(coordinate)
+        at_first = rank_state.before_any_backward()
         for held in self._held(order[coordinate]):
-            yield from self._walk(held, holdings if held.has_gradients else at_first, device)
-        yield Moment(coordinate, "update", holdings.during_update(device))
+            yield from self._walk(held, rank_state if held.has_gradients else at_first, device)
+        yield Moment(coordinate, "update", rank_state.during_update(device))
 
     def through_stage(
-        self, stage: int, held: float, holdings: Holdings, device: Device
+        self, stage: int, held: float, rank_state: RankState, device: Device
     ) -> tuple[list[Moment], list[Moment]]:
         """One microbatch through a stage, forward and backward, where other microbatches hold so many bytes."""
-        moments = list(self._walk(Held(stage, holdings.accumulates, held, held), holdings, device))
+        moments = list(self._walk(Held(stage, rank_state.accumulates, held, held), rank_state, device))
         turn = len(self.stages[stage].forward)
         return moments[:turn], moments[turn:]
 
@@ -186,10 +186,10 @@ class MemoryCost:
         return self._kept[number]
 
     def _walk_kept(self, number: int) -> float:
-        ledger = Ledger(self._received(number))
+        live = LiveActivations(self._received(number))
         for segment, behind in self._forward(number):
-            ledger.forward(segment.block, self._footprint(segment), behind, keeps_input=self._keeps_input(behind))
-        return ledger.live
+            live.forward(segment.block, self._footprint(segment), behind, keeps_input=self._keeps_input(behind))
+        return live.in_use
 
     def own_kept(self, number: int) -> float:
         """The same without what it received."""
@@ -214,13 +214,13 @@ class MemoryCost:
         if number == 0 or self._same_coordinate(number - 1):
             return 0.0
         copies = 2 if self.recipe.copies_received else 1
-        return copies * handed_on_bytes(self.stages[number - 1], self.divisions, self.plan.microbatch)
+        return copies * handed_on_bytes(self.stages[number - 1], self.local_blocks, self.plan.microbatch)
 
     def _returned(self, number: int) -> float:
         """The gradient that the stage behind sends: as large as what it was sent."""
         if number + 1 == len(self.stages) or self._same_coordinate(number):
             return 0.0
-        return handed_on_bytes(self.stages[number], self.divisions, self.plan.microbatch)
+        return handed_on_bytes(self.stages[number], self.local_blocks, self.plan.microbatch)
 
     def _same_coordinate(self, number: int) -> bool:
         """Whether a stage and the next share a coordinate: then they share the tensor between them too."""
@@ -228,40 +228,46 @@ class MemoryCost:
         return stages[number].coordinate == stages[number + 1].coordinate
 
     def _footprint(self, segment: Segment) -> Footprint:
-        return self.footprints.of(self.divisions[segment.block], segment.block, segment.number)
+        return self.footprints.of(self.local_blocks[segment.block], segment.block, segment.number)
 
-    def _walk(self, held: Held, holdings: Holdings, device: Device) -> Iterator[Moment]:
+    def _walk(self, held: Held, rank_state: RankState, device: Device) -> Iterator[Moment]:
         """One microbatch through a stage."""
         coordinate = self.plan.stages[held.stage].coordinate
-        ledger = Ledger(self._received(held.stage))
+        live = LiveActivations(self._received(held.stage))
         for segment, behind in self._forward(held.stage):
             footprint = self._footprint(segment)
             if held.forward is not None:
-                before = held.forward + ledger.live + ledger.cached
-                parts = holdings.during("forward", segment.block, set(), activations=before, temporaries=footprint.peak)
+                before = held.forward + live.in_use + live.cached
+                parts = rank_state.during(
+                    "forward", segment.block, set(), activations=before, temporaries=footprint.peak
+                )
                 yield Moment(coordinate, f"forward of {_words(segment)}", parts, segment)
-            ledger.forward(segment.block, footprint, behind, keeps_input=self._keeps_input(behind))
+            live.forward(segment.block, footprint, behind, keeps_input=self._keeps_input(behind))
         if held.backward is not None:
-            yield from self._walk_backward(held.stage, held.backward, ledger, holdings, device)
+            yield from self._walk_backward(held.stage, held.backward, live, rank_state, device)
 
     def _walk_backward(
-        self, stage: int, held: float, ledger: Ledger, holdings: Holdings, device: Device
+        self, stage: int, held: float, live: LiveActivations, rank_state: RankState, device: Device
     ) -> Iterator[Moment]:
         coordinate = self.plan.stages[stage].coordinate
-        ledger.returned(self._returned(stage))
+        live.returned(self._returned(stage))
         done: set[str] = set()
         for segment in self.stages[stage].backward:
             footprint, block = self._footprint(segment), segment.block
             done.add(block)
-            mine = ledger.activations + footprint.rebuilt
-            inside = ledger.live + footprint.peak - mine
+            mine = live.activations + footprint.rebuilt
+            inside = live.in_use + footprint.peak - mine
             sizes = {"activations": held + mine, "temporaries": inside}
-            parts = holdings.during("backward", block, done, unborn=footprint.unborn, **sizes)
+            parts = rank_state.during(
+                "backward", block, done, pending_gradient_share=footprint.pending_gradient_share, **sizes
+            )
             yield Moment(coordinate, f"backward of {_words(segment)}", parts, segment)
-            ledger.backward(block, footprint)
-            if holdings.reduces and block:
-                sizes = {"activations": held + ledger.activations, "temporaries": ledger.live - ledger.activations}
-                yield Moment(coordinate, f"reduction of {block}", holdings.while_reducing(block, done, device, **sizes))
+            live.backward(block, footprint)
+            if rank_state.reduces and block:
+                sizes = {"activations": held + live.activations, "temporaries": live.in_use - live.activations}
+                yield Moment(
+                    coordinate, f"reduction of {block}", rank_state.while_reducing(block, done, device, **sizes)
+                )
 
 
 def _fuller(first: float | None, later: float | None) -> float | None:

@@ -29,7 +29,7 @@ from meshwright.cost.memory.local_parameters import (
 from meshwright.rules.offloaded import num_kept, order_of_need
 
 
-class Holdings:
+class RankState:
     """The state of one rank on one pp coordinate."""
 
     def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> None:
@@ -92,7 +92,7 @@ class Holdings:
         plan = self.plan
         return plan.offload.what == "optimizer" and plan.world == 1 and plan.precision != "fp16"
 
-    def _host_bytes(self, parameters_away: float) -> float:
+    def _host_bytes(self, offloaded_parameter_share: float) -> float:
         """State and masters, gradients on their way, and sums of them (runtime/offload/pieces.py)."""
         plan, items = self.plan, self.items
         if plan.offload.what == "none":
@@ -100,7 +100,7 @@ class Holdings:
         stored = 8 if plan.precision == "fp64" else 4
         if plan.offload.what == "parameters":
             state = self.shipped * (items.state + items.gradient)
-            return state + self.parameter_bytes * parameters_away
+            return state + self.parameter_bytes * offloaded_parameter_share
         slots = items.gradient * (2 if plan.offload.delayed else 1)
         master = 0 if plan.stores_16_bits or self.recipe.master_item_bytes else stored
         sums = stored if self.leaves_early and plan.num_microbatches > 1 else 0
@@ -109,14 +109,21 @@ class Holdings:
             return float(self.shipped * (master + slots))
         return float(self.shipped * (state + master + slots + sums))
 
-    def before_any_backward(self) -> Holdings:
+    def before_any_backward(self) -> RankState:
         """The same rank while no microbatch of the step has left gradients yet."""
         found = copy(self)
         found.accumulates = False
         return found
 
     def during(
-        self, phase: str, block: str, done: set[str], *, activations: float, temporaries: float, unborn: float = 0.0
+        self,
+        phase: str,
+        block: str,
+        done: set[str],
+        *,
+        activations: float,
+        temporaries: float,
+        pending_gradient_share: float = 0.0,
     ) -> MemoryParts:
         """In a pass of one block; `done`: blocks that have gone backward in the last microbatch, it included.
 
@@ -126,7 +133,7 @@ class Holdings:
             self.base,
             activations=round(activations),
             temporaries=round(temporaries),
-            gradients=self.gradients(done, block, unborn),
+            gradients=self.gradients(done, block, pending_gradient_share),
             gathered_parameters=self.gathered(block),
             communication_buffers=self.buffers(block, phase),
         )
@@ -157,15 +164,15 @@ class Holdings:
         """Whether gradients are reduced block by block in this backward; ZeRO 1 leaves it to the last microbatch."""
         return self.packs and (self.plan.zero > 1 or self.accumulates or self.plan.num_microbatches == 1)
 
-    def gradients(self, backward_done: set[str], block: str = "", unborn: float = 0.0) -> int:
+    def gradients(self, backward_done: set[str], block: str = "", pending_gradient_share: float = 0.0) -> int:
         """Bytes of gradients while a block goes backward, in the last microbatch: what earlier ones left, and its own."""
         plan = self.plan
         if plan.offload.what == "parameters":
             largest = max((self._whole[name] for name in backward_done if name in self._whole), default=0)
             return largest * self.items.gradient
         if self.leaves_early:
-            return self._leaving(backward_done, block, unborn)
-        missing = round(unborn * self._of({block}, sharded=False)) if block in backward_done else 0
+            return self._leaving(backward_done, block, pending_gradient_share)
+        missing = round(pending_gradient_share * self._of({block}, sharded=False)) if block in backward_done else 0
         if plan.zero == 0:
             replicas = plan.mesh.dp * plan.mesh.cp > 1
             buckets = replicas and plan.mesh.pp == 1  # they keep them between steps; stages give their gradients up
@@ -186,11 +193,11 @@ class Holdings:
         reduced = 0 if self.accumulates else self._of(backward_done - {block, ""}, sharded=True)
         return left + reduced + self._of(backward_done & {block, ""}, sharded=False) - missing
 
-    def _leaving(self, backward_done: set[str], block: str, unborn: float) -> int:
+    def _leaving(self, backward_done: set[str], block: str, pending_gradient_share: float) -> int:
         """Gradients of the block at hand, and those of the one before on their way out. What stays is updated as it comes; sums of
         its microbatches stay in the master's dtype, and where the norm must be known first, so does all of it."""
         following = self._after.get(block, "")
-        own = self._made.get(block, 0) * (1 - unborn) if block in backward_done else 0
+        own = self._made.get(block, 0) * (1 - pending_gradient_share) if block in backward_done else 0
         made = own + (self._made.get(following, 0) if following in backward_done else 0)
         kept = (self.trainable - self.shipped) * (4 if self.plan.num_microbatches > 1 else 0)
         if self.recipe.clips:
