@@ -252,9 +252,9 @@ def test_what_goes_round_lies_beside_an_attention() -> None:
     ring, heads = block_of(graph, cp=2, context="ring"), block_of(graph, cp=2)
     numbers = {op.phase: number for number, op in enumerate(ring.kind.ops) if op.kind == "attention"}
     keys = 32 * 64 // 2
-    assert ring.passing_bytes(numbers["forward"], 3) == 3 * 2 * keys * (2 * 2)
-    assert ring.passing_bytes(numbers["backward"], 3) == 3 * 2 * keys * (2 * 2 + 3 * 4)
-    assert {heads.passing_bytes(number, 3) for number in numbers.values()} == {0.0}
+    assert ring.ring_message_bytes(numbers["forward"], 3) == 3 * 2 * keys * (2 * 2)
+    assert ring.ring_message_bytes(numbers["backward"], 3) == 3 * 2 * keys * (2 * 2 + 3 * 4)
+    assert {heads.ring_message_bytes(number, 3) for number in numbers.values()} == {0.0}
 
 
 def test_in_a_ring_every_piece_has_its_kernels() -> None:

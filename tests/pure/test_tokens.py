@@ -134,7 +134,7 @@ def test_only_blocks_of_runs_have_parts() -> None:
     found = graph(block_kind(), chain())
     local_blocks = make_local_blocks(found, plan())
     assert [local_blocks[name].degrees.cp for name in ("patches", "layers.0", "layers.3", "")] == [1, 2, 2, 1]
-    assert [local_blocks[name].handed_share for name in ("patches", "layers.0", "layers.3")] == [1, 0.5, 1]
+    assert [local_blocks[name].output_share for name in ("patches", "layers.0", "layers.3")] == [1, 0.5, 1]
     assert local_blocks["layers.3"].gathered == handed_on(found.kinds[0]) != ()
 
 

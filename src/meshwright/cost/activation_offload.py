@@ -1,7 +1,7 @@
-"""Activations that wait on the host (runtime/offload/activations.py): their bytes, and the time that shows of their two ways.
+"""Activation offload (runtime/offload/activations.py): the bytes that wait on the host, and the exposed time of their transfers.
 
-bytes    of one microbatch: of each block what its forward keeps, less what it hands on               -> away_bytes
-exposed  max(0, bytes / link - forward) + max(0, bytes / link - backward)                    -> exposed_away_seconds
+bytes    of one microbatch: Σ over offloaded blocks (kept by forward - output)                 -> activation_offload_bytes
+exposed  max(0, bytes / link - forward) + max(0, bytes / link - backward)                      -> exposed_offload_seconds
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from meshwright.cost.stages import StageCost
 
 
 def activation_offload_bytes(plan: Plan, recipe: Recipe, local_blocks: dict[str, LocalBlock]) -> float:
+    """Bytes of one microbatch that the offloaded blocks of all stages move to the host."""
     footprints, total = Footprints(plan, recipe), 0.0
     for name in expand_names(plan.offload.activations):
         local_block = local_blocks[name]
@@ -29,7 +30,7 @@ def activation_offload_bytes(plan: Plan, recipe: Recipe, local_blocks: dict[str,
 
 
 def exposed_offload_seconds(num_bytes: float, cluster: Cluster, stages: Sequence[StageCost]) -> float:
-    """Of one microbatch."""
+    """Seconds of one microbatch's transfers that its forward and backward do not hide."""
     if cluster.host_link is None:
         raise InputError(
             f"cluster '{cluster.name}' has no figure for the link between device and host, which offload of activations needs: "

@@ -2,10 +2,10 @@
 
     each stage's microbatch is costed (cost/stages.py), the schedule is played (cost/play.py), and the step is
 
-    step = played schedule + update + what is communicated once a step and hides behind nothing + overhead
+    step = played schedule + update + exposed collectives that run once a step + overhead
 
-Memory is walked for every pp coordinate (cost/memory/peak_memory.py); the worst one counts. A plan fits where what the allocator
-reserves for the peak, and what the driver holds beside it, stay within the device's memory.
+Peak memory is found for every pp coordinate (cost/memory/peak_memory.py); the worst one counts. A plan fits where the bytes the
+allocator reserves for the peak, and the bytes driver and communicators hold, are within the device's memory together.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Estimator:
         like: Estimator | None = None,
         microbatch: Microbatch | None = None,
     ) -> None:
-        """like: of a plan that differs in its recompute only; what both share is taken from it. microbatch: where it is known."""
+        """like: the estimator of a plan that differs in its recompute only; what both share is reused. microbatch: where known."""
         check_costable(graph, plan, cluster)
         cluster = cluster.seen_by(plan.world)
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
@@ -150,7 +150,7 @@ class Estimator:
         )
 
     def after_seconds(self, coordinate: int, played_seconds: float) -> float:
-        """What a step takes beside its played schedule, on one coordinate: the update, and what nothing hides."""
+        """Seconds of a step after its played schedule, on one coordinate: the update, and exposed transfers and collectives."""
         mine = [
             cost for cost, stage in zip(self.stages, self.plan.stages, strict=True) if stage.coordinate == coordinate
         ]
@@ -167,7 +167,7 @@ class Estimator:
         return seconds
 
     def other_seconds(self, coordinate: int) -> float:
-        """Collectives that hide behind nothing, gradients added up, and what a step takes beside its work."""
+        """Seconds of collectives that nothing hides, of adding up gradients, and the constant overhead of a step."""
         calls = self.costs.data_calls(coordinate)
         exposed = sum(self.costs.call_seconds(call) for call in calls if call.phase in ("other", "update"))
         elements = self.rank_state(coordinate).trainable
@@ -182,7 +182,7 @@ class Estimator:
         return offloaded(self.rank_state(coordinate), self.plan, self.cluster, self.recipe, self.stages, played_seconds)
 
     def activation_offload_seconds(self, stages: list[StageCost]) -> float:
-        """What shows of activations that go to the host and come back."""
+        """Exposed seconds of activation offload in a step."""
         if not self.plan.offload.activations:
             return 0.0
         return self.plan.num_microbatches * exposed_offload_seconds(
@@ -196,7 +196,7 @@ class Estimator:
 
     @cached_property
     def streamed(self) -> StreamedCost | None:
-        """Where the plan streams its parameters: blocks run in another order, and other things are held."""
+        """The cost of parameter offload, where the plan streams its parameters; its peak memory differs too."""
         if not is_streamed(self.plan):
             return None
         return StreamedCost(self.graph, self.plan, self.recipe, self.local_blocks)
@@ -215,7 +215,7 @@ class Estimator:
         return self.memory.worst(self.memory_order, self.cluster.device)
 
     def needed_bytes(self) -> list[int]:
-        """What a device of each coordinate must have."""
+        """The memory that a device of each coordinate must have."""
         found = []
         streamed = self.streamed
         moments = self.memory.peaks(self.memory_order, self.cluster.device) if streamed is None else [streamed.worst()]
@@ -231,14 +231,14 @@ class Estimator:
         return self._rank_states[coordinate]
 
     def reserved_and_context(self, peak: int) -> tuple[int, int]:
-        """What the allocator reserves for a peak, and what the driver holds."""
+        """The bytes that the allocator reserves for a peak, and the bytes that driver and communicators hold."""
         if self.cluster.device.constants is None:
             return 0, 0
         slack, context = slack_and_context(self.plan.mesh, self.plan.compile, self.cluster.device.constants)
         return round(peak * (1 + slack)), round(context)
 
     def host_bytes(self, peak: int) -> int:
-        """Of one host: offloaded state of its ranks; where the host is the device, all of it."""
+        """Host memory of one host: offloaded state of its ranks; where the host is the device, all their memory."""
         ranks = min(self.plan.world, self.cluster.devices_per_host)
         if self.cluster.device.kind == "cpu":
             return ranks * peak

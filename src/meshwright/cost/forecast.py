@@ -1,9 +1,9 @@
 """One predicted step, moment by moment: (Graph, Plan, Cluster) → Forecast.
 
-    work     the schedule, played (cost/play.py); the update follows the last backward, with copies to and from the host that
-             nothing hides
-    memory   along the work of a coordinate: what the microbatches in flight hold, and inside an action the fullest moment of
-             each pass (cost/memory/peak_memory.py), which takes the share of the action that its work is of all passes'
+    work     the played schedule (cost/play.py); after the last backward come the update and the exposed copies to and from the
+             host
+    memory   along the work of a coordinate: the bytes that microbatches in flight hold, and inside an action the fullest moment
+             of each pass (cost/memory/peak_memory.py); a pass takes a share of the action's time in proportion to its work
 
 A step of many microbatches is shown with as many as fill the pipeline: between its beginning and its end it repeats itself.
 """

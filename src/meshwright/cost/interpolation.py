@@ -1,4 +1,9 @@
-"""Seconds measured at a few sizes, interpolated: a power law between two sizes, the rate of the largest above it."""
+"""Interpolation of measured seconds between sizes, for kernels and collectives.
+
+between two sizes          a power law: log seconds is linear in log size
+above the largest size     the rate of the largest size
+below the smallest size    the seconds of the smallest size (CPU), or its rate (CUDA, where launches are counted apart)
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,7 @@ Measurements = list[tuple[float, float]]
 
 
 def interpolated_seconds(work: float, measurements: Measurements, *, has_least: bool = True) -> float:
-    """Interpolate between measured sizes.
-
-    has_least: whether the smallest measured time is the least there is; else the rate goes on below it.
-    """
+    """has_least: whether work below the smallest measured size takes that size's seconds; otherwise it runs at that size's rate."""
     if work <= 0:
         return 0.0
     first_size, first_seconds = measurements[0]

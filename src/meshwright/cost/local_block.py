@@ -1,12 +1,12 @@
-"""What one rank does and holds of a block: the ops of its kind under tp, sequence parallel, cp and ep.
+"""A local block: the part of a block that one rank computes and holds, under tp, sequence parallel, cp and ep.
 
-    tp    an op on a split tensor does 1/tp of its work and its result takes 1/tp of the memory        (rules/labels.py)
-    sp    between the split parts the tokens lie over tp: whole tensors with tokens take 1/tp too
-    cp    tokens lie over cp: everything that grows with the samples takes 1/cp; where n tokens do not divide, ⌈n/cp⌉/n, as the
-          first ranks have it
-    ep    experts lie over ep: each rank keeps 1/ep of their weights and still works on as many tokens
+    tp    an op on a split tensor does 1/tp of its work, and its result takes 1/tp of the memory       (rules/labels.py)
+    sp    between the split parts, tokens lie over tp: whole tensors with tokens take 1/tp too
+    cp    tokens lie over cp: every quantity that grows with the samples takes 1/cp; where cp does not divide n tokens, ⌈n/cp⌉/n,
+          the share of the first ranks
+    ep    experts lie over ep: each rank keeps 1/ep of their weights, and works on as many tokens as without ep
 
-A quantity that grows with the samples is one that has tokens; weights and their gradients do not.
+A quantity has tokens where it grows with the samples; weights and their gradients do not.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from meshwright.rules.sharding import ways_by_block
 from meshwright.rules.tokens import TokenBlocks, cut_in_blocks, handed_on, looked_up_tokens, stream_of
 
 RING_LAUNCHES = 9
-"""Of one piece: the attention, what merges it with the others or adds up its gradients, and copies for its way. Origin: counted."""
+"""Kernels for one piece of a ring: the attention, merging its result or adding up its gradients, and copies for sending it.
+Origin: counted."""
 
 
 @dataclass(frozen=True)
 class LocalBlock:
-    """The ops of one kind of block, as one rank does them."""
+    """The ops of one kind of block, as one rank runs them."""
 
     kind: Kind
     labels: Labels
@@ -39,17 +40,17 @@ class LocalBlock:
     experts: tuple[int, ...] = ()
     """How many experts each of the block's modules of experts has, on all ranks together."""
     gathered: tuple[FlowTensor, ...] = ()
-    """What it hands on whole though it works on parts of it: the last of a run of blocks that cut their tokens."""
+    """Outputs that the block gathers before it hands them on: of the last block in a run of blocks that cut their tokens."""
 
     @cached_property
     def fused(self) -> Fused:
-        """Its groups of ops, where they run fused: time and memory both ask."""
+        """The block's fused groups of ops, where it runs compiled; compute and memory both need them."""
         return fused_groups(self.kind)
 
     @cached_property
     def repeats(self) -> dict[Source, int]:
-        """Keys and values that more cp ranks read than they have heads for: how often each head is exchanged and kept. Where
-        heads stay, those of explicit attention are gathered, and kept whole."""
+        """Keys and values → how often each head is exchanged and kept, where they have fewer heads than cp ranks. In a ring, keys
+        and values of explicit attention are gathered and kept whole."""
         found: dict[Source, int] = {}
         if self.degrees.context == "ring":
             products = (op for op in self.kind.ops if op.kind == "matmul" and op.region == "attention")
@@ -63,36 +64,36 @@ class LocalBlock:
         return found
 
     def work_share(self, number: int) -> float:
-        """Of an op's work, what one rank does."""
+        """The share of an op's work that one rank does."""
         return self.token_share(self.kind.ops[number]) / self.tp_degree(number)
 
-    def goes_round(self, op: Op) -> bool:
-        """Whether it is an attention whose keys and values go round the cp ranks."""
+    def is_ring_attention(self, op: Op) -> bool:
+        """Whether the op is an attention whose keys and values go round the cp ranks."""
         return self.degrees.context == "ring" and self.degrees.cp > 1 and op.kind == "attention"
 
     @cached_property
     def launches_by_op(self) -> tuple[int, ...]:
-        """Kernels of all `count` of every op: an attention in a ring has its own for each rank's piece."""
+        """Kernels of every op, over all its `count` repetitions: ring attention has its own kernels for each rank's piece."""
         each = RING_LAUNCHES * self.degrees.cp
-        return tuple(op.count * (each if self.goes_round(op) else 1) for op in self.kind.ops)
+        return tuple(op.count * (each if self.is_ring_attention(op) else 1) for op in self.kind.ops)
 
     def launches(self, number: int) -> int:
         return self.launches_by_op[number]
 
     @cached_property
-    def lying(self) -> tuple[tuple[float, int, bool, Label], ...]:
-        """All that the time of every op follows from, beside the op and the samples."""
+    def cost_keys(self) -> tuple[tuple[float, int, bool, Label], ...]:
+        """For every op, the sharding its time depends on; the op itself and the number of samples are the other inputs."""
         share = self.degrees.token_share
         return tuple(
             (share, self.tp_degree(number), self.along_tokens(number), self.labels.results[number])
             for number in range(len(self.kind.ops))
         )
 
-    def passing_bytes(self, number: int, samples: float) -> float:
-        """What is under way and worked on beside an attention's own tensors: forward two messages of keys and values; backward
-        two more of the sums of their gradients, and one that is being added."""
+    def ring_message_bytes(self, number: int, samples: float) -> float:
+        """Bytes of messages that ring attention holds in addition to its tensors: in forward two messages of keys and values; in
+        backward also two of the sums of their gradients, and one that is being added."""
         op = self.kind.ops[number]
-        if not self.goes_round(op):
+        if not self.is_ring_attention(op):
             return 0.0
         backward = op.phase == "backward"
         shapes = op.input_shapes[2:4] if backward else op.input_shapes[1:3]
@@ -114,25 +115,25 @@ class LocalBlock:
         return self.degrees.token_share if _has_tokens(op) else 1.0
 
     def on(self, rank: int) -> LocalBlock:
-        """The same for another rank of cp."""
+        """The same block on another rank of cp."""
         return (
             replace(self, degrees=replace(self.degrees, rank=rank)) if self.degrees.tokens % self.degrees.cp else self
         )
 
     @property
-    def handed_share(self) -> float:
-        """Of the bytes the block hands on, what one rank has."""
+    def output_share(self) -> float:
+        """The share of the block's output bytes that one rank has."""
         return self.result_share("@input") / (self.degrees.token_share if self.gathered else 1)
 
     def result_share(self, source: Source) -> float:
-        """Of a tensor's bytes, what one rank holds. What comes from outside is whole, as blocks hand it on."""
+        """The share of a tensor's bytes that one rank holds. Tensors from outside the block are whole along tp."""
         if source not in self._shares:
             self._shares[source] = self._result_share(source)
         return self._shares[source]
 
     @cached_property
-    def walks(self) -> dict[tuple[int, bool], object]:
-        """Of passes, fused or not: what a walk of their memory takes and gives (cost/memory/footprint.py)."""
+    def memory_steps(self) -> dict[tuple[int, bool], object]:
+        """(pass, whether it is fused) → the memory that the pass allocates and frees (cost/memory/footprint.py)."""
         return {}
 
     @cached_property
@@ -153,12 +154,12 @@ class LocalBlock:
 
 
 def _has_tokens(op: Op) -> bool:
-    """Whether the op's work grows with the samples; of a weight's gradient the work does, though its result does not."""
+    """Whether the op's work grows with the samples. The work on a weight's gradient does, though the gradient does not."""
     return op.read_bytes.per_sample > 0 or op.written_bytes.per_sample > 0 or op.flops.per_sample > 0
 
 
 def make_local_blocks(graph: Graph, plan: Plan) -> dict[str, LocalBlock]:
-    """Every block's ops as one rank of the plan does them. Blocks of one kind under one sharding share a Division."""
+    """Block name → its local block. Blocks of one kind under one sharding share a LocalBlock."""
     check_divides(graph, plan)
     ways = ways_by_block(plan, graph)
     kinds = graph.kind_by_block
@@ -178,7 +179,7 @@ def make_local_blocks(graph: Graph, plan: Plan) -> dict[str, LocalBlock]:
 
 
 def _degrees_of(graph: Graph, block: str, degrees: Degrees, tokens: TokenBlocks | None) -> Degrees:
-    """With the number of tokens that the block's ranks share; one that cuts none has them whole."""
+    """The degrees with the number of tokens that lie over the block's cp ranks; a block that cuts no tokens has cp = 1."""
     if tokens is None:
         return replace(degrees, tokens=looked_up_tokens(graph))
     stream = stream_of(graph.kind_by_block[block])
@@ -188,7 +189,8 @@ def _degrees_of(graph: Graph, block: str, degrees: Degrees, tokens: TokenBlocks 
 
 
 def _labels(graph: Graph, kinds: dict[str, Kind], ways: dict[str, dict[str, Way]]) -> dict[str, Labels]:
-    """Repeated blocks alone; the others three times, since they read each other's results forward and backward."""
+    """Labels of each block. Repeated blocks are labelled alone; the other blocks three times over, since they read each other's
+    results in forward and backward."""
     shared: dict[tuple[str, int], Labels] = {}
     single = [block.name for block in graph.blocks if not block.repeated]
     found = {}

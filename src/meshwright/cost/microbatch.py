@@ -1,7 +1,7 @@
-"""What the passes of one microbatch take and need on one rank, found once for all plans that divide it alike.
+"""Time and memory of the passes of one microbatch on one rank, computed once for all plans that shard the blocks in one way.
 
-How a plan cuts stages, what it recomputes and how it keeps its state changes neither the ops of a pass nor their collectives: a
-search that costs many plans of one division asks here                                            -> microbatch_of
+Stages, recompute and ZeRO change neither the ops of a pass nor their collectives. A search that costs many plans with one sharding
+shares a Microbatch between them                                                                  -> microbatch_of
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Microbatch:
     compute: ComputeCost
     footprints: Footprints
     inner_seconds: dict[InnerKey, float] = field(default_factory=dict)
-    """Of the collectives inside a block, by its division, phase and passes, whether it is recomputed and whether this is that."""
+    """Seconds of the collectives inside a block, by local block, phase, passes, whether the block is recomputed, and whether it is
+    its second forward."""
 
 
 def microbatch_of(
@@ -37,7 +38,7 @@ def microbatch_of(
     local_blocks: dict[str, LocalBlock] | None = None,
     kernels: KernelCosts | None = None,
 ) -> Microbatch:
-    """divisions, kernels: where they are known."""
+    """local_blocks, kernels: where they are already known."""
     found = make_local_blocks(graph, plan) if local_blocks is None else local_blocks
     return Microbatch(found, ComputeCost(graph, plan, cluster, recipe, kernels), Footprints(plan, recipe))
 
@@ -48,9 +49,9 @@ def microbatch_key(plan: Plan) -> tuple[object, ...]:
 
 
 def work_key(plan: Plan) -> tuple[object, ...]:
-    """The same but for what is exchanged inside of blocks: over how many ranks experts lie changes nothing else."""
+    """The same without ep, which changes the collectives inside the blocks and nothing else."""
     mesh = plan.mesh
-    in_halves = mesh.pp > 1 and plan.schedule in SPLIT_SCHEDULES  # what it makes Python do beside every op
+    in_halves = mesh.pp > 1 and plan.schedule in SPLIT_SCHEDULES  # split backward adds Python work to every op
     return (
         mesh.tp,
         mesh.cp,

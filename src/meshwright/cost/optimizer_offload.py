@@ -1,30 +1,31 @@
-"""What keeping optimizer state on the host costs, as runtime/offload/optimizer.py runs it.
+"""The cost of optimizer offload: its transfers and its updates on the host, as runtime/offload/optimizer.py runs them.
 
     n, n_h        elements this rank updates, and those whose state is on the host (rules/offloaded.py)
     D, M          bytes of an element as the device computes with it, and as the host updates it
     F, B          forward of a step, and backward of its last microbatch
-    U             seconds the host needs for its updates: n_h / rate, by the bytes of memory that an element moves there.
-                  M and both moments are read and written in any case; a gradient that is updated as it lands, and the parameter
-                  that returns at once, are taken to be in the processor's cache, and else go through memory four times
-                                                                                                   -> _Host
+    U             seconds the host needs for its updates: n_h / rate, in proportion to the bytes of memory an element moves there.
+                  M and both moments are always read and written. A gradient that is updated when it arrives, and the parameter
+                  that is sent back at once, are taken to be in the processor's cache; otherwise they go through memory four
+                  times                                                                            -> _Host
 
     host memory   n_h (M master + slots · M state + D for a gradient on its way, twice where updates may be late
                   + M for a sum where there are microbatches)
-    on disk       state is in a file: of host memory a gradient on its way stays, and the master where the device has the same
-                  numbers. U is no less than reading and writing the state takes                           -> _disk_seconds
-    one rank, U > B   gradients land while backward runs, in its order; when it ends, the updates left are those of the first
-                      blocks, done in the order forward needs them. Forward of what comes behind runs after the last:
+    on disk       state is in a file. Host memory holds gradients in transfer, and the master weights where the device computes
+                  with the same numbers. U is at least the time to read and write the state         -> _disk_seconds
+    one rank, U > B   gradients arrive while backward runs, in its order. When backward ends, the updates of the first blocks are
+                      left; they run in the order forward needs them, and the last blocks' forward runs after the last update:
                           step = last gradient's delay + U + F · B / U                                   -> _early
-    one rank, U ≤ B   only the updates of what backward reaches last show
+    one rank, U ≤ B   only the updates of the blocks that backward reaches last are exposed
     clipping          updates begin when backward ends:  step = B + max(U, F) and the last block's forward
-    slow link         stands in U's place where copies out or back take longer than the updates
+    slow link         where copies out or back take longer than the updates, their time takes the place of U
     delayed           step = max(F + B, U)
-    several ranks     updates begin when gradients are settled; nothing of them is hidden
-    on a CPU          device and host are the same cores: what the host does, compute waits for. Updates show in full, and so does
-                      the handling of each tensor that leaves, is updated and returns: a latency of the link for every two times
-                      that one thread wakes another. Only what a throttled link sleeps is hidden            -> _on_same_cores
+    several ranks     updates begin when gradients are reduced; none of their time is hidden
+    on a CPU          device and host are the same cores: compute waits for all work of the host. Updates are exposed in full, and
+                      so is the handling of each tensor that leaves, is updated and returns: one latency of the link for every two
+                      times that one thread wakes another. Only the sleep of a throttled link is hidden     -> _on_same_cores
 
-Parameters on the host are streamed: cost/parameter_offload.py. Where a plan of that kind cannot run, it is costed by its traffic.
+Parameter offload streams the parameters: cost/parameter_offload.py. A plan with parameter offload that cannot run is costed by
+its traffic.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from meshwright.cost.stages import StageCost
 ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
 """Parameters per second that AdamW updates on one host where nobody measured it. Origin: assumed."""
 ASSUMED_DISK_BYTES_PER_SECOND = 1.0e9
-"""Of a host's disk where nobody measured it. Origin: assumed."""
+"""Rate of a host's disk where nobody measured it. Origin: assumed."""
 WAKES, CLIP_WAKES = 4, 2
-"""Times one thread wakes another for a tensor: it leaves, it has landed, it is updated, it is back; and for the norm, twice."""
+"""Times one thread wakes another for a tensor: it leaves, has arrived, is updated, is back; for the norm, twice more."""
 UPDATE_BYTES = 28
-"""Of memory that AdamW's update moves for each parameter: four reads and three writes of it and its state."""
+"""Bytes of memory that AdamW's update moves for each parameter: four reads and three writes of it and its state."""
 FRESH_BYTES = 24
-"""The same for a gradient that has just landed, taken to be in a cache that devices write into. Origin: a count of bytes that
-explained one step on an H200's host (1,097 ms); two others were predicted by it to 4 % (1,096 and 1,221 ms). One whose gradients
-wait a step took 12 % longer than predicted."""
+"""The same for a gradient that has just arrived, taken to be in a cache that devices write into. Origin: a count of bytes that
+explained one step on an H200's host (1,097 ms); it predicted two other steps to 4 % (1,096 and 1,221 ms). A step whose gradients
+wait for the next step took 12 % longer than predicted."""
 WIDENING_BYTES = 12
 """A 16-bit gradient read and written in 32, a 32-bit parameter read and written in 16."""
 
@@ -61,7 +62,7 @@ WIDENING_BYTES = 12
 class Offloaded:
     transfer_seconds: float = 0.0
     update_seconds: float | None = None
-    """On the device and the host together; None where nothing is offloaded."""
+    """Seconds of the updates on device and host together; None where nothing is offloaded."""
 
 
 def offloaded(
@@ -99,8 +100,8 @@ def offloaded(
 
 
 def _device_update_seconds(num_elements: float, plan: Plan, cluster: Cluster, recipe: Recipe) -> float:
-    """Of state that stays on the device. With parameters in 16 bits, a GPU widens gradients and narrows the new parameters in the
-    pass that updates them; without a kernel for that, each is a pass of its own."""
+    """Updates of the parameters whose state stays on the device. With 16-bit parameters, a GPU widens gradients and narrows the
+    new parameters in the pass that updates them; without a fused kernel, each of these is a pass of its own."""
     update = update_seconds(num_elements, cluster.device)
     is_one_pass = cluster.device.kind != "cpu" and recipe.fused_update
     if not plan.stores_16_bits or is_one_pass:
@@ -111,7 +112,7 @@ def _device_update_seconds(num_elements: float, plan: Plan, cluster: Cluster, re
 def _on_same_cores(
     host: _Host, plan: Plan, recipe: Recipe, forward: float, backward: float, device_update: float
 ) -> Offloaded:
-    """Host and device are one: the link alone has time of its own."""
+    """Host and device are the same cores: only the link's time overlaps with compute."""
     wakes = WAKES + (CLIP_WAKES if recipe.clips else 0)
     handling = host.num_tensors * host.latency * wakes / 2
     out, back = (seconds + host.num_tensors * host.latency for seconds in (host.out, host.back))
@@ -125,7 +126,7 @@ def _on_same_cores(
 
 
 def _early(host: _Host, forward: float, backward: float, update: float, num_blocks: int) -> float:
-    """What shows beside forward and backward, of one rank whose gradients leave as they are made."""
+    """Exposed seconds of the updates of one rank whose gradients are copied to the host while backward makes them."""
     first_gradient = backward / max(num_blocks, 1)
     update = max(update, host.out, host.back)
     if update <= backward:
@@ -146,7 +147,7 @@ def disk_rate(plan: Plan, cluster: Cluster) -> float:
 
 
 class _Host:
-    """Seconds of what the host of one rank does in a step."""
+    """Seconds of the host's work for one rank in a step."""
 
     def __init__(self, rank_state: RankState, plan: Plan, cluster: Cluster) -> None:
         assert cluster.host_link is not None
@@ -158,7 +159,7 @@ class _Host:
         shared = 1 + 2 * rank_state.items.gradient / UPDATE_BYTES
         disk = _disk_seconds(rank_state, plan, cluster)
         self.update = max(rank_state.shipped / rate * shared, disk)
-        """Of gradients that have waited."""
+        """Seconds of the updates when all gradients have waited in memory."""
         self._fresh_update = max(rank_state.shipped / rate * FRESH_BYTES / UPDATE_BYTES, disk)
         blocks = max(len(plan.blocks), 1)
         self.latency = cluster.host_link.latency_seconds or 0.0
@@ -166,14 +167,16 @@ class _Host:
         self.largest_piece = (rank_state.shipped / rate + moved / link) / blocks
 
     def early_update(self, passes: float) -> float:
-        """Of gradients that land as they are made: those the host keeps up with are fresh. passes: seconds of a forward and a
-        backward, as a backward that recomputes takes; more recompute makes no update quicker."""
+        """Seconds of the updates when gradients arrive while backward makes them: gradients the host keeps up with are fresh.
+
+        passes: seconds of a forward and a backward without recompute, so that more recompute makes no update faster.
+        """
         fresh = min(1.0, passes / self._fresh_update) if self._fresh_update else 1.0
         return fresh * self._fresh_update + (1 - fresh) * self.update
 
 
 def _disk_seconds(rank_state: RankState, plan: Plan, cluster: Cluster) -> float:
-    """Every update reads its state from the disk and leaves it to be written there."""
+    """Every update reads its state from the disk, and the state is written back."""
     if plan.offload.where != "disk":
         return 0.0
     slots = rank_state.recipe.optimizer_slots
@@ -183,7 +186,7 @@ def _disk_seconds(rank_state: RankState, plan: Plan, cluster: Cluster) -> float:
 
 
 def _by_traffic(rank_state: RankState, plan: Plan, cluster: Cluster, played_seconds: float) -> Offloaded:
-    """Each block's parameters come in before its forward and before its backward, and gradients go out."""
+    """Parameter offload by its traffic: parameters come in before each forward and each backward, and gradients go out."""
     assert cluster.host_link is not None
     link, share = cluster.host_link.bytes_per_second, plan.offload.share
     out = rank_state.sharded_gradients * share / link

@@ -1,4 +1,4 @@
-"""Communication beside compute, played on two streams.
+"""Overlap of communication with compute, played on two streams.
 
 compute runs block after block; the link carries one collective at a time, in the order they are issued.
 
@@ -8,7 +8,7 @@ compute runs block after block; the link carries one collective at a time, in th
                 parameters are there, a reduction when its gradients are                           -> play_backward
     exposed     end of the last of both - Σ compute
 
-Compute that runs beside communication is slowed by `slowdown` of the time that is hidden.          -> exposed_seconds
+Compute that overlaps with communication is slowed by `slowdown` of the hidden time.                -> exposed_seconds
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Lane:
-    """One block in a phase: its compute, and what must be gathered before and reduced after it."""
+    """One block in a phase: seconds of its compute, of the gather before it and of the reduction after it."""
 
     compute: float
     gather: float = 0.0

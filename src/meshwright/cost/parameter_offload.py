@@ -1,10 +1,10 @@
-"""What streamed parameters take, in memory and time (runtime/offload/streaming.py).
+"""The cost of parameter offload, in memory and time: blocks are streamed to the device (runtime/offload/streaming.py).
 
     W, S   bytes of an element as the device computes with it, and as it is stored
-    n_b    elements of repeated block b, L blocks in all;  n the largest;  E elements outside them, that stay on the device
-    M, a   microbatches;  bytes of what a block hands on, of one microbatch;  k blocks in the window
+    n_b    elements of repeated block b, L blocks in all;  n the largest;  E elements outside the blocks, which stay on the device
+    M, a   microbatches;  bytes of a block's output in one microbatch;  k blocks in the window
 
-    device   E (S + W where W < S) + states · E S                 what stays                           -> resident
+    device   E (S + W where W < S) + states · E S                 resident parameters and their state  -> _base
              k n W + 2 n S                                        the window, and two lanes of gradients
              L M a on the device, or IN_PASSING · a               block inputs, where the stash is
              + the fullest of: a block's backward, a piece of the loss, the first gradient outside, the update
@@ -12,12 +12,12 @@
              on disk: Σ n_b W + STAGED · (1 + states) n S + BUFFERS · n S
     link     forward  in Σ n_b W,          out L M a where the stash is the host
              backward in Σ n_b W + L M a,  out Σ n_b S
-             each pass takes the longest of its compute and its traffic each way; what compute does not hide is exposed
-    update   the host's runs under backward: what shows is the last block's, or what backward was too short for
-    disk     masters and states are read under backward, and written as blocks are updated; but a step counts when all of it is on
-             the disk for good, and that is waited for:  (1 + states) Σ n_b S / rate shows in full              -> _disk_seconds
+             each pass takes the longest of its compute and its traffic each way; traffic that compute does not hide is exposed
+    update   the host updates under backward: the last block's update is exposed, or the part that backward was too short for
+    disk     master weights and states are read under backward, and written as blocks are updated. A step ends when all of them are
+             safely on the disk:  (1 + states) Σ n_b S / rate is exposed in full                               -> _disk_seconds
 
-A block is cut over dp ranks: at home a rank has 1/dp of it, in a slot both its part and the whole.
+A block is sharded over the dp ranks: a rank has 1/dp of it on the host, and both its part and the whole in a slot on the device.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from meshwright.rules.limits import not_yet
 from meshwright.rules.pieces import PIECE_BYTES
 
 IN_PASSING = 4 + 1
-"""Inputs of blocks that are on their way to the host, and one that is to follow them; on the way back there are fewer: one in use
-and two that come (runtime/offload/stash.py, streaming.py)."""
+"""Block inputs that are in transfer to the host, and one that waits for its transfer. On the way back there are fewer: one in use
+and two in transfer (runtime/offload/stash.py, streaming.py)."""
 BUFFERS = 5
-"""Of gradients on the host, where nothing is clipped (runtime/offload/host_updates.py)."""
+"""Gradient buffers on the host, without clipping (runtime/offload/host_updates.py)."""
 STAGED = 3
 """Blocks whose state is in memory while the rest is on disk (runtime/offload/disk_state.py)."""
 LANES = 2
 
 
 def is_streamed(plan: Plan) -> bool:
-    """Whether this is how the plan would run."""
+    """Whether the plan offloads parameters and would run streamed."""
     return plan.offload.what == "parameters" and not not_yet(plan)
 
 
@@ -100,7 +100,7 @@ class StreamedCost:
     def _base(
         self, with_gradients: Sequence[Parameter], activations: float = 0.0, temporaries: float = 0.0
     ) -> MemoryParts:
-        """What is there at any time; parameters outside the blocks whose gradients have been made by then."""
+        """Memory in use at any time. with_gradients: parameters outside the blocks whose gradients are made by then."""
         outside, degree = _count(self._all_outside), self.plan.mesh.dp
         both = self.working != self.stored
         slots = self.plan.offload.window * self.largest * self.working
@@ -116,7 +116,7 @@ class StreamedCost:
         )
 
     def _blocks(self) -> list[StreamedMoment]:
-        """The backward of a block, in one microbatch: of every kind of block one."""
+        """The backward of a block in one microbatch, once for every kind of block."""
         footprints, found, seen = Footprints(self.plan, self.recipe), [], set()
         for name, count in self.elements.items():
             local_block = self.local_blocks[name]
@@ -136,7 +136,7 @@ class StreamedCost:
         return found
 
     def _loss(self) -> list[StreamedMoment]:
-        """A piece of the loss of the last microbatch, where a head behind the blocks makes logits."""
+        """A piece of the loss of the last microbatch, where a head after the blocks makes logits."""
         head = max((one for one in self._behind if len(one.shape) == 2), key=_elements, default=None)
         if head is None:
             return []
@@ -151,13 +151,13 @@ class StreamedCost:
         return [StreamedMoment("a piece of the loss", self._base(before, held, piece + copies + sums))]
 
     def _first(self) -> StreamedMoment:
-        """When the embeddings get their gradients, in the last microbatch: the largest is there once more, as it was made."""
+        """When the embeddings get their gradients, in the last microbatch: the largest gradient is in memory twice for a moment."""
         largest = max(map(_elements, self._all_outside), default=0)
         held = self._handed_on() * self.plan.num_microbatches
         return StreamedMoment("the first gradients", self._base(self._all_outside, held, largest * self.working))
 
     def _handed_on(self) -> float:
-        """Of the block that hands on most, in one microbatch."""
+        """Bytes of the largest block output in one microbatch."""
         sizes = (
             one.output_bytes.at(self.plan.microbatch) * self.local_blocks[name].result_share("@input")
             for name in self.elements
@@ -167,12 +167,12 @@ class StreamedCost:
         return max(sizes, default=0.0)
 
     def _stashed(self) -> float:
-        """On the device."""
+        """Bytes of block inputs that are on the device."""
         num_inputs = len(self.elements) * self.plan.num_microbatches
         return self._handed_on() * (min(IN_PASSING, num_inputs) if self.plan.offload.stash == "host" else num_inputs)
 
     def _between(self) -> float:
-        """Gradients of what a block returned or was handed, of every microbatch, and the one that is being made."""
+        """Bytes of activation gradients between two blocks: one for every microbatch, and the one that is being made."""
         return self._handed_on() * (self.plan.num_microbatches + 1)
 
     @cached_property
@@ -180,7 +180,7 @@ class StreamedCost:
         return [one for found in self._outside.values() for one in found]
 
     def host_bytes(self) -> int:
-        """Of one rank."""
+        """Host memory of one rank."""
         degree, slots = self.plan.mesh.dp, self.recipe.optimizer_slots
         own, largest = self.total / degree, self.largest / degree
         working, buffers = own * self.working, min(BUFFERS, len(self.elements)) * largest * self.stored
@@ -192,7 +192,7 @@ class StreamedCost:
         return round(working + buffers + state + self._stash_traffic())
 
     def _stash_traffic(self) -> float:
-        """Bytes of block inputs that cross to the host in a step, and back."""
+        """Bytes of block inputs that are copied to the host in a step, and back."""
         if self.plan.offload.stash == "device":
             return 0.0
         return self._handed_on() * len(self.elements) * self.plan.num_microbatches
@@ -206,7 +206,7 @@ class StreamedCost:
         return self.seconds_given(cluster, forward, backward)
 
     def seconds_given(self, cluster: Cluster, forward: float, backward: float) -> StreamedTime:
-        """What shows beside a step's forward and backward of so many seconds."""
+        """Exposed seconds of transfers and updates, for a step whose forward and backward take the given seconds."""
         into, out = self._link_seconds(cluster)
         stash = self._stash_traffic() / self._link(cluster)
         exposed = max(0.0, max(into, stash) - forward) + max(0.0, self.backward_link_seconds(cluster) - backward)
@@ -219,7 +219,7 @@ class StreamedCost:
         )
 
     def backward_link_seconds(self, cluster: Cluster) -> float:
-        """Of the link, by the way that is busier while backward runs."""
+        """Seconds of the link during backward, in its busier direction."""
         into, out = self._link_seconds(cluster)
         return max(into + self._stash_traffic() / self._link(cluster), out)
 
@@ -233,7 +233,7 @@ class StreamedCost:
         return cluster.host_link.bytes_per_second
 
     def _disk_seconds(self, cluster: Cluster) -> float:
-        """To read, or to write for good, the masters and states of one step."""
+        """Seconds to read, or to write durably, the master weights and states of one step."""
         if self.plan.offload.where != "disk":
             return 0.0
         state = (1 + self.recipe.optimizer_slots) * self.total / self.plan.mesh.dp * self.stored

@@ -1,9 +1,9 @@
-"""What one microbatch costs on each stage of a plan, on one rank of it.
+"""Seconds of one microbatch on each stage of a plan, on one rank.
 
 forward  = compute + communication inside the blocks (tp, cp, ep)
-backward = the same, and the forward of what is recomputed once more
-dp       gathers and reductions play beside that (cost/overlap.py): in every microbatch, or in the first forward and
-         the last backward of a step only
+backward = the same, and the forward of the recomputed ops
+dp       gathers and reductions overlap with that (cost/overlap.py): in every microbatch, or only in the first forward and the last
+         backward of a step
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StageCost:
     backward: float
     recompute: float
     weights: float
-    """Of backward, what gradients of weights take: a schedule may do it later."""
+    """The part of backward that makes gradients of weights: a schedule may run it later."""
     inner_forward: float
     inner_backward: float
     """Communication inside the blocks."""
@@ -72,7 +72,7 @@ class StageCosts:
         like: StageCosts | None = None,
         modes: dict[str, ActivationMode] | None = None,
     ) -> None:
-        """like: of a plan that differs in its recompute only. modes: how blocks are recomputed, if not as the plan says."""
+        """like: costs of a plan that differs in its recompute only. modes: how blocks are recomputed, if not as the plan says."""
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
         self.microbatch, self.local_blocks, self.compute = microbatch, microbatch.local_blocks, microbatch.compute
         self.modes = recompute_modes(plan, recipe) if modes is None else modes
@@ -90,7 +90,7 @@ class StageCosts:
         return self._known[key]
 
     def form(self, number: int, passes: StagePasses) -> tuple[object, ...]:
-        """All that a stage's cost follows from. What is in no block is on the first stage; the last sends nothing."""
+        """The key of a stage's cost. Ops in no block are on the first stage; the last stage sends nothing."""
         kinds = self.graph.kind_by_block
         work = tuple((id(self.local_blocks[s.block]), s.number, self.modes.get(s.block)) for s in passes.forward)
         blocks = tuple(kinds[name].name for name in self.plan.blocks_by_stage[number])
@@ -117,11 +117,11 @@ class StageCosts:
         return self.compute.pass_work(self.local_blocks[segment.block], segment.block, segment.number)
 
     def recompute_work(self, passes: StagePasses) -> Work:
-        """What backward does once more."""
+        """The forward work that backward of a stage runs again."""
         return self._recompute(passes.backward)
 
     def _recompute(self, backward: tuple[Segment, ...]) -> Work:
-        """The forward work that backward does once more."""
+        """The forward work that these backward passes run again."""
         found = NO_WORK
         for segment in self._first(backward):
             mode = self.modes.get(segment.block)
@@ -131,7 +131,7 @@ class StageCosts:
 
     @staticmethod
     def _first(segments: tuple[Segment, ...]) -> list[Segment]:
-        """The first pass of each block: what is counted once a block is counted there."""
+        """The first pass of each block, where costs that occur once a block are counted."""
         seen: dict[str, Segment] = {}
         for segment in segments:
             seen.setdefault(segment.block, segment)
@@ -140,7 +140,7 @@ class StageCosts:
     def weights(self, backward: tuple[Segment, ...]) -> float:
         """Seconds of the matmuls of backward whose result has no tokens: gradients of weights.
 
-        Those of stacked experts are not among them: the runtime puts off products with whole parameters alone.
+        Gradients of stacked experts do not count: the runtime postpones matmuls of whole parameters only.
         """
         found = 0.0
         for segment in backward:
@@ -157,7 +157,7 @@ class StageCosts:
         return sum(self.inner_seconds(block, "forward", passes) for block in passes.numbers)
 
     def inner_backward(self, passes: StagePasses) -> float:
-        """With those of the forward that is redone."""
+        """Collectives of backward, with the ones of the recomputed forward."""
         recompute_work = sum(
             self.inner_seconds(block, "forward", passes, again=True)
             for block in passes.numbers
@@ -166,7 +166,7 @@ class StageCosts:
         return recompute_work + sum(self.inner_seconds(block, "backward", passes) for block in passes.numbers)
 
     def inner_seconds(self, block: str, phase: Phase, passes: StagePasses, *, again: bool = False) -> float:
-        """Collectives inside one block, as far as it is on the stage, one microbatch; again: when it is redone."""
+        """Collectives inside the part of a block that is on the stage, in one microbatch; again: in its second forward."""
         local_block, numbers = self.local_blocks[block], passes.numbers.get(block, ())
         recomputed = self.modes.get(block) == "full"
         key = (id(local_block), phase, numbers, recomputed, again)
@@ -217,7 +217,7 @@ class StageCosts:
         return shown
 
     def _calls_of(self, number: int) -> tuple[Call, ...]:
-        """Of a stage's state; what is recomputed does not change them."""
+        """Collectives of a stage's parameters and gradients; recompute does not change them."""
         if number not in self._stage_calls:
             self._stage_calls[number] = tuple(stage_calls(self.graph, self.plan, self.recipe, number, self._split_dims))
         return self._stage_calls[number]
@@ -227,7 +227,7 @@ class StageCosts:
         return split_dims(self.graph, self.plan)
 
     def data_calls(self, coordinate: int) -> tuple[Call, ...]:
-        """Those of the state, of a rank on this coordinate; made once."""
+        """Collectives outside the blocks, of a rank on this coordinate; made once."""
         if coordinate not in self._calls:
             self._calls[coordinate] = step_calls(self.graph, self.plan, self.recipe, coordinate)
         return self._calls[coordinate]
@@ -239,7 +239,7 @@ class StageCosts:
         return found
 
     def one_call(self, call: Call) -> float:
-        """A collective along dp, with what is packed and unpacked around it."""
+        """A collective along dp, with the packing and unpacking around it."""
         seconds = collective_seconds(call.kind, call.num_bytes, call.group, self.cluster)
         return seconds + self._packing_seconds(call)
 

@@ -1,4 +1,4 @@
-"""Which collectives one rank calls inside the blocks, in each microbatch, and again where the forward is redone.
+"""Which collectives one rank calls inside the blocks, in each microbatch, and again where the forward is recomputed.
 
     tp       all-reduce where labels say so (rules/labels.py)                              -> _tensor_calls
     sp       sequence parallel: instead, an all-gather before and a reduce-scatter after each split part
@@ -23,10 +23,11 @@ spread: exact for what is sent out and for the sum over the ep ranks, as long as
 sent.
 
 Under sequence parallel a split part keeps its rank's tokens of what it read, not what it gathered: memory counts 1/tp of
-every tensor with tokens (cost/local_block.py). Backward therefore gathers what the columns read once more, beside the gradient
-of what the rows made; not in a block that is recomputed, where the second forward has just gathered it.
+every tensor with tokens (cost/local_block.py). Backward therefore gathers the input of the column-split weights once more, in
+addition to the gradient of the output of the row-split weights; a recomputed block does not, since its second forward has just
+gathered that input.
 
-A block that is redone is redone as far as backward needs it: sums behind the last tensor it keeps are not made again.
+A recompute goes as far as backward needs it: sums after the last tensor that backward needs are not made again.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def block_calls(
 ) -> tuple[Call, ...]:
     """The collectives of one microbatch through one block, forward or backward; `count` is per microbatch.
 
-    passes: numbers of the block's forward passes that count, where a stage has not all of them; backward follows.
-    recomputed: whether the block is redone in backward; again: this is the second forward, inside of backward.
+    passes: numbers of the block's forward passes that are on the stage, where it has not all of them; backward follows.
+    recomputed: whether the block is recomputed in backward; again: whether this is the second forward, inside backward.
     """
     own = BlockOps(local_block, plan, passes, last_needed(local_block.kind) if again else None)
     found = [*_tensor_calls(own, phase, recomputed), *_loss_calls(own, phase), *_lookup_calls(own, phase)]

@@ -1,4 +1,4 @@
-"""The forward ops of a block that one stage runs, and how far a second forward goes."""
+"""The forward ops of a block that one stage runs, with the sizes of their tensors on one rank."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class BlockOps:
         return self.local_block.degrees.cp
 
     def elements(self, shape: Shape) -> float:
-        """Of an activation, on the rank."""
+        """Elements of an activation on the rank."""
         return self._elements(shape) * self.local_block.degrees.token_share
 
     def sent_elements(self, shape: Shape) -> float:
-        """Of an activation, what a rank sends of it along cp."""
+        """Elements of an activation that a rank sends along cp."""
         return self._elements(shape) * self.local_block.degrees.sent_share
 
     def _elements(self, shape: Shape) -> float:
         return prod(dim.at(self.plan.microbatch) for dim in shape)
 
     def __iter__(self) -> Iterator[tuple[int, Op]]:
-        """Of those that may call collectives of their own."""
+        """The ops of the stage that may call collectives of their own, with their numbers."""
         return ((number, op) for number, op in calling_ops(self.local_block.kind) if number in self.numbers)
 
     def readers(self, source: int) -> int:
@@ -57,7 +57,7 @@ class BlockOps:
         return [self.local_block.kind.ops[number] for number in wanted if number in self.numbers]
 
     def made(self, wanted: tuple[int, ...]) -> list[Op]:
-        """Those whose result is needed, in a second forward."""
+        """The ops whose result is made: a recompute stops where backward needs nothing more."""
         return self.of(tuple(number for number in wanted if self.is_made(number)))
 
     def is_made(self, number: int) -> bool:
@@ -66,7 +66,7 @@ class BlockOps:
 
 @once_per_kind
 def calling_ops(kind: Kind) -> tuple[tuple[int, Op], ...]:
-    """Forward ops that may call collectives of their own: of the loss, of lookups, of attention, of experts, along tokens."""
+    """Forward ops that may call collectives of their own: the loss, lookups, attention, experts, sums over tokens."""
     return tuple((number, op) for number, op in enumerate(kind.ops) if op.phase == "forward" and _may_call(op))
 
 

@@ -1,8 +1,7 @@
-"""One collective of a step as the cost model sees it, and what passes between the stages.
+"""A collective call of a step, as the cost model sees it.
 
-    pp       a send of each tensor that crosses to the next stage, and of its gradient back   -> transfer_calls
-
-Those inside the blocks: cost/communication/block_calls.py. Those of the state: cost/communication/step_calls.py.
+Calls inside the blocks: block_calls.py and token_calls.py. Calls for parameters, gradients and the numbers of a step:
+step_calls.py. Sends between pipeline stages: stage_transfers.py.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ When = Literal["forward", "backward", "other", "update"]
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of a step: when it runs, and how often."""
+    """A collective call: its bytes, when it runs in a step, and how often."""
 
     kind: CollectiveKind
     num_bytes: int

@@ -1,8 +1,8 @@
-"""Seconds of one collective: by measured points, or as a ring over the links it crosses.
+"""Seconds of one collective: interpolated between measured sizes, or as a ring over the links it crosses.
 
 Ranks lie on hosts in the order of the mesh: tp next to each other, then cp, dp, pp. A group of g ranks, every s-th rank,
-on hosts of D devices has r = min(g, D/s) ranks on a host (at least one) and spans h = g/r hosts. The min(s, D) groups
-beside each other on a host share its outer link.                                                 -> Group
+on hosts of D devices has r = min(g, D/s) ranks on a host (at least one) and spans h = g/r hosts. The min(s, D) parallel
+groups of a host share its outer link.                                                            -> Group
     bandwidth = min(inner link, outer link / min(s, D)), each times the share collectives reach
     latency   = g - 1 hops to the last rank: h - 1 of them leave a host, the others are inner
 ring of g ranks, n input bytes:                                                                   -> ring_seconds
@@ -37,7 +37,7 @@ class Group:
         return max(1, min(self.size, cluster.devices_per_host // self.stride))
 
     def groups_sharing_link(self, cluster: Cluster) -> int:
-        """How many like groups share a host's outer link."""
+        """How many parallel groups along the same axis share a host's outer link."""
         return min(self.stride, cluster.devices_per_host)
 
     def num_hosts(self, cluster: Cluster) -> int:
@@ -60,7 +60,7 @@ def axis_group(mesh: Mesh, axis: str) -> Group:
 
 
 def collective_seconds(kind: CollectiveKind, num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """One call of this group, while the like groups beside it do the same."""
+    """One call of this group, while the parallel groups along the same axis do the same."""
     if group.size == 1:
         return 0.0
     measurements = sorted(
@@ -100,7 +100,7 @@ def ring_link(group: Group, cluster: Cluster) -> tuple[float, float]:
 
 
 def send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """From one rank to the next along an axis, over the slowest hop there is, while the like groups do the same."""
+    """From one rank to the next along an axis, over the slowest hop, while the parallel groups do the same."""
     if group.size == 1:
         return 0.0
     hops = []

@@ -17,12 +17,12 @@ from meshwright.cost.passes import StagePasses, handed_on_bytes, sent_sizes
 
 
 def sends_shares(plan: Plan, recipe: Recipe) -> bool:
-    """Whether each tp rank sends its share of a whole activation, which the next stage's ranks put together again."""
+    """Whether each tp rank sends its share of a whole activation, and the next stage's ranks gather the shares."""
     return plan.mesh.tp > 1 and not (recipe.whole_transfers or plan.sequence_parallel)
 
 
 def sent_bytes(passes: StagePasses, plan: Plan, local_blocks: dict[str, LocalBlock], recipe: Recipe) -> float:
-    """Of the tensors that one rank of a stage sends to the next; their gradients come back as large."""
+    """Bytes of the tensors that one rank of a stage sends to the next stage; their gradients come back with the same size."""
     size = handed_on_bytes(passes, local_blocks, plan.microbatch)
     return size / plan.mesh.tp if sends_shares(plan, recipe) else size
 
@@ -30,7 +30,7 @@ def sent_bytes(passes: StagePasses, plan: Plan, local_blocks: dict[str, LocalBlo
 def transfer_calls(
     plan: Plan, passes: tuple[StagePasses, ...], local_blocks: dict[str, LocalBlock], recipe: Recipe, coordinate: int
 ) -> tuple[Call, ...]:
-    """The sends of a rank on this coordinate in one step, and the gathers of what arrived in shares."""
+    """The sends of a rank on this coordinate in one step, and the gathers of activations that arrived in shares."""
     found: list[Call] = []
     for giver, taker in pairwise(range(len(plan.stages))):
         homes = plan.stages[giver].coordinate, plan.stages[taker].coordinate

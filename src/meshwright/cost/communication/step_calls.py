@@ -1,4 +1,4 @@
-"""Which collectives one rank calls for the state: parameters, gradients, and the numbers of a step.
+"""Which collectives one rank calls for parameters, gradients, and the numbers of a step.
 
 Gradients come of all samples and tokens: they are added up over the dp · cp ranks that hold the same parameters, N below.
 m microbatches, one row per group of parameters (a block, or all that is in none):
@@ -13,7 +13,7 @@ m microbatches, one row per group of parameters (a block, or all that is in none
              the device, all-reduce of each tensor, and a figure for each                                  -> _streamed
 
 ZeRO shards over these N ranks, or groups of H of them (hybrid); the N/H ranks that hold the same shard all-reduce it, once a
-step. All of it counts as axis dp. Once a step, beside that:
+step. All of it counts as axis dp. In addition, once a step:
 
     tied     a tensor with names on several pp coordinates: all-reduce of its gradient between them      -> _tied_calls
     sp       each tp rank saw its part of the tokens: all-reduce over tp of the gradients of all tensors that are whole,
@@ -107,7 +107,7 @@ def _state_calls(
 
 
 def with_cp(plan: Plan, group: Group) -> Group:
-    """The ranks of a dp group and those beside them along cp; taken as evenly spread where they are not."""
+    """The ranks of a dp group and their neighbours along cp; taken as evenly spread where they are not."""
     if plan.mesh.cp == 1:
         return group
     if group.size == 1:

@@ -1,14 +1,14 @@
-"""Which collectives sums over tokens call, and what runs along tokens, where these lie over cp or, in sequence parallel, over tp.
+"""Collectives of ops that sum over tokens or run along them, where tokens lie over cp or, in sequence parallel, over tp.
 
-A router's balance and its experts' capacity are of this kind: small numbers of all tokens of a microbatch. Of t bytes of the
-whole tensor that is read, r bytes of the result:
+A router's balance and its experts' capacity need such sums: small numbers about all tokens of a microbatch. The op reads a tensor
+of t bytes in all, and makes a result of r bytes:
 
-    sum, mean of fractions          all-reduce of r, for each that reads the result; along cp the gradient the same way
+    sum, mean of fractions          all-reduce of r, once for each reader of the result; along cp the same for the gradient
     sum of whole numbers            all-gather of t / degree
     cumsum                          all-gather of t / degree; along cp the gradient by a reduce-scatter of t
 
-Where tokens lie over both axes, those of tp are parts of those of cp, and are gathered first. Tensors made from the batch alone
-are whole on every rank. Inside a module of experts each rank counts its own tokens.
+Where tokens lie over both axes, each tp rank has a part of its cp rank's tokens; parts are gathered over tp first. Tensors made
+from the batch alone are whole on every rank. Inside a module of experts each rank counts its own tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _sum_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[Cal
 
 
 def _gather_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[Call]:
-    """From the axis that cut last: what it gathers is what the one before gathers in turn."""
+    """Gathers start at the axis that was cut last; the next axis then gathers the result."""
     mesh, axes = own.plan.mesh, _axes(own, op)
     part = op.read_bytes.at(own.plan.microbatch) * (own.local_block.degrees.sent_share if "cp" in axes else 1)
     part /= mesh.tp if "tp" in axes else 1

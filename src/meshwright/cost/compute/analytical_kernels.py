@@ -1,4 +1,4 @@
-"""Seconds of one kernel on a device that was not probed: peaks, and the constants of its family (core/constants.py).
+"""Seconds of one kernel on a device that was not probed, from its peaks and its family's constants (core/constants.py).
 
 matmul of B × [m, k] · [k, n], P multiprocessors, tiles of a × b:                                       -> matmul_seconds
     tiles  = B ⌈m/a⌉ ⌈n/b⌉        each does 2 a b k flops at share · efficiency(a, b) · peak / P, after a ramp
@@ -32,7 +32,7 @@ HEAD_WIDTH = 128
 
 
 class Kernels:
-    """Kernel times of one device."""
+    """Analytical kernel times of one device."""
 
     def __init__(self, device: Device, constants: Constants) -> None:
         self.device = device
@@ -40,7 +40,7 @@ class Kernels:
         self.bytes_per_second = device.bytes_per_second or 1.0
 
     def peak(self, dtype: Precision) -> float:
-        """fp64 runs at half of fp32 where nobody says otherwise."""
+        """fp64 runs at half the fp32 peak where the device names no fp64 peak."""
         peaks = self.device.peaks
         return peaks.get(dtype) or (peaks["fp32"] / 2 if dtype == "fp64" else peaks["fp16"])
 
@@ -116,7 +116,7 @@ def _widens(op: Op) -> bool:
 
 
 class MatmulSize:
-    """B × [rows, depth] · [depth, columns]; `widths` are those of its sizes that are features, not tokens."""
+    """B × [rows, depth] · [depth, columns]; `widths` are the sizes that count features, not tokens."""
 
     __slots__ = ("batch", "columns", "depth", "rows", "widths")
 

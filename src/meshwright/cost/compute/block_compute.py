@@ -1,10 +1,9 @@
 """Seconds of compute of one microbatch through the blocks of a plan, on one rank.
 
-op:      one kernel, interpolated between measured sizes (measured_kernels.py) or from peaks and constants (analytical_kernels.py),
-         for the share of its work that one rank does (cost/local_block.py)                        -> op_seconds
+op:      one kernel, for the share of its work that one rank does (kernel_costs.py)                -> op_seconds
 pass:    Σ (launch + kernel)       where the host runs each op itself (CPU)
          max(Σ launch, Σ kernel)   where the host runs ahead and ops queue on the device (CUDA)     -> Work.seconds
-compile: ops that only move bytes are fused: what stays inside a group of them is neither written nor read (cost/compute/fusion.py)
+compile: ops that only move bytes are fused into groups; results that stay inside a group are neither written nor read (fusion.py)
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from meshwright.rules.once import once_per_kind
 
 @dataclass(frozen=True)
 class Work:
-    """Host and device seconds of some ops."""
+    """Seconds of some ops: the host launches them, the device runs their kernels."""
 
     launch: float = 0.0
     kernel: float = 0.0
@@ -41,12 +40,12 @@ NO_WORK = Work()
 
 
 class ComputeCost:
-    """Looks up passes of blocks for one plan and cluster; each is costed once."""
+    """The work of every pass of every block, for one plan and cluster; each is costed once."""
 
     def __init__(
         self, graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe, kernels: KernelCosts | None = None
     ) -> None:
-        """kernels: of the same graph and device, where they are known."""
+        """kernels: kernel costs of the same graph and device, if they are already known."""
         self.device = cluster.device
         self.samples = plan.microbatch
         self.plan, self.recipe = plan, recipe
@@ -62,12 +61,12 @@ class ComputeCost:
         return self._known[key]
 
     def recompute_work(self, local_block: LocalBlock, block: str, mode: ActivationMode) -> Work:
-        """The forward ops that backward does again."""
+        """The forward ops that backward recomputes."""
         key = (id(local_block), -1, mode)
         if key not in self._known:
             again = recomputed_ops(local_block.kind, mode)
             end = last_needed(local_block.kind)
-            if mode == "full" and end >= 0 and not self._recomputes_whole:  # below 0: nobody says what is kept
+            if mode == "full" and end >= 0 and not self._recomputes_whole:  # below 0: the graph names no kept tensor
                 again = frozenset(number for number in again if number < end)
             passes = [one for one in local_block.kind.passes if one.phase == "forward"]
             parts = (self._work(local_block, block, one, [n for n in one.op_range if n in again]) for one in passes)
@@ -76,7 +75,7 @@ class ComputeCost:
 
     @property
     def _recomputes_whole(self) -> bool:
-        """Streamed blocks run again as they are: what they return is handed its gradient."""
+        """Whether a recompute runs every op of the block. A streamed block does: its output must exist to receive its gradient."""
         return self.recipe.whole_recompute or self.plan.offload.what == "parameters"
 
     def _work(self, local_block: LocalBlock, block: str, one: Pass, numbers: Iterable[int]) -> Work:
@@ -89,12 +88,12 @@ class ComputeCost:
             work = self._compiled_work(local_block, numbers)
         else:
             work = Work(launches, sum(ops[number].count * self.op_seconds(local_block, number) for number in numbers))
-        if self.recipe.blocking_launches:  # there and back, and nothing runs meanwhile
+        if self.recipe.blocking_launches:  # the host waits for every kernel, and launches nothing meanwhile
             return Work(0.0, work.kernel + 2 * launches)
         return work
 
     def _compiled_work(self, local_block: LocalBlock, numbers: Iterable[int]) -> Work:
-        """Flop-bound ops as they are; each group of fused ops is one kernel."""
+        """Flop-bound ops one by one; each group of fused ops is one kernel."""
         fused = local_block.fused
         wanted = set(numbers)
         alone = [number for number in sorted(wanted) if number not in fused.group_of]
@@ -110,7 +109,7 @@ class ComputeCost:
 
 
 def forward_launch_seconds(plan: Plan, device: Device) -> float:
-    """Of one op: its launch, and what the plan makes Python do beside it."""
+    """Seconds to launch one op, with the Python work that the plan's split tensors or split backward add to it."""
     ways = (
         (plan.mesh.tp > 1 or plan.mesh.cp > 1, device.split_launch_seconds),
         (plan.mesh.pp > 1 and plan.schedule in SPLIT_SCHEDULES, device.halves_launch_seconds),

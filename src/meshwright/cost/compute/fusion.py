@@ -1,10 +1,11 @@
-"""What compiling changes: ops that only move bytes are fused into groups, each one kernel.
+"""Kernel fusion under torch.compile: ops that only move bytes are fused into groups, one kernel each.
 
-Equal ops on equal inputs are done once. A group is a set of such ops of one phase that feed each other with no matmul or
-attention between them: all have as many of those before them. It reads what comes from outside it, once each, and writes
-what something outside it needs: a matmul, another phase, the next block. What stays inside is never in memory.
+Equal ops on equal inputs are done once. A group is a set of fusible ops of one phase that feed each other with no matmul or
+attention between them: all ops of a group have equally many matmuls and attentions before them. A group reads each input from
+outside it once, and writes the results that something outside it needs: a matmul, another phase, the next block. Results that
+stay inside a group are never in memory.
 
-What backward needs is chosen anew:                                                                -> Fused.kept_ops
+The tensors kept for backward are chosen anew:                                                     -> Fused.kept_ops
     results of matmuls and attention, and fused results that are written anyway       are kept, as without compiling
     a sum (the residual stream) with the result of one matmul of fewer bytes          is computed again from that result
     what stays inside a group                                                         is computed again from what it read

@@ -1,4 +1,4 @@
-"""Seconds of one kernel as one rank runs it, on a probed or a named device; equal ops are costed once.
+"""Seconds of one kernel as one rank runs it; equal ops are costed once.
 
 probed device   interpolated between measured sizes (measured_kernels.py)
 named device    from its peaks and the constants of its family (analytical_kernels.py)
@@ -18,12 +18,12 @@ from meshwright.rules.once import once_per_kind
 
 
 class KernelCosts:
-    """One kernel, once it runs, on a probed or a named device."""
+    """Kernel times of one graph on one device, without launches."""
 
     def __init__(self, graph: Graph, device: Device) -> None:
         self.device = device
         self._known: dict[tuple[object, ...], tuple[Op, float]] = {}
-        """With the op, which its key names by its place in memory."""
+        """Each entry holds its op, so that the `id` in its key stays that op's."""
         self.kernels = Kernels(device, device.constants) if device.constants else None
         needed = {(op.dtype, op.kind) for kind in graph.kinds for op in kind.ops}
         if self.kernels is None:
@@ -35,9 +35,9 @@ class KernelCosts:
                 raise no_rate(device, dtype, kind)
 
     def op_seconds(self, local_block: LocalBlock, number: int, samples: float) -> float:
-        """Ops that are alike and lie alike take as long: the many of a layer of experts are costed once."""
+        """Equal ops under equal sharding take equal time: the many equal ops of a layer of experts are costed once."""
         first = first_alike(local_block.kind)[number]
-        key = (id(first), samples, local_block.lying[number])
+        key = (id(first), samples, local_block.cost_keys[number])
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = (first, self._op_seconds(local_block, number, samples))
@@ -64,7 +64,7 @@ class KernelCosts:
         return self.kernels.attention_seconds(op, flops, tokens, width)
 
     def copy_seconds(self, num_bytes: float, dtype: Precision) -> float:
-        """Bytes read and written by plain copies."""
+        """num_bytes: read and written by plain copies."""
         if self.kernels is None:
             return interpolated_seconds(
                 num_bytes, measured_kernels(self.device, dtype)["copy"], has_least=self.device.kind == "cpu"
@@ -84,7 +84,7 @@ class KernelCosts:
 
 @once_per_kind
 def first_alike(kind: Kind) -> tuple[Op, ...]:
-    """Of every op, the first that does as much of the same work on tensors of the same shape."""
+    """For every op, the first op of the block that does the same work on tensors of the same shapes."""
     first: dict[tuple[object, ...], Op] = {}
     return tuple(first.setdefault(_work_of(op), op) for op in kind.ops)
 
@@ -105,7 +105,7 @@ def matmul_size(local_block: LocalBlock, number: int, samples: float) -> MatmulS
     else:
         *outer, rows, columns = (1.0, 1.0, *(dim.at(samples) for dim in op.result_shape))
         batch = prod(outer)
-    size = batch * rows * columns  # none for an expert that no token reaches
+    size = batch * rows * columns  # 0 for an expert that no token reaches
     depth = max(1.0, op.flops.at(samples) / (2 * size)) if size else 1.0
     has_tokens = any(dim.per_sample for dim in op.result_shape)
     if has_tokens:

@@ -1,8 +1,6 @@
-"""Seconds of one kernel on a probed device: points measured at a few sizes, a power law between them.
+"""Kernels of a probed device: the seconds of each kind of op, measured at a few sizes (interpolated by cost/interpolation.py).
 
-kernel:  work / rate(kind, dtype, size); work is flops for matmul, convolution and attention, bytes read and written
-         for the rest. Above the largest size the rate stays; below the smallest the time stays (CPU) or the rate does
-         (CUDA, where launches are counted apart)                                              -> kernel_seconds
+The size is flops for matmul, convolution and attention, and bytes read and written for every other kind.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from meshwright.cost.interpolation import Measurements
 
 
 def measured_kernels(device: Device, precision: Precision) -> dict[OpKind, Measurements]:
-    """Points by kind. A CPU runs fp64 at half its fp32 rate where that was not measured."""
+    """Kind of op → its measurements. A CPU without fp64 measurements runs fp64 at half its fp32 rate."""
     found: dict[OpKind, Measurements] = {}
     for rate in device.rates:
         if rate.dtype == precision:
@@ -30,6 +28,7 @@ def measured_kernels(device: Device, precision: Precision) -> dict[OpKind, Measu
 
 
 def no_rate(device: Device, precision: str, kind: str) -> InputError:
+    """The error for a kind of op or a precision that the device was not measured with."""
     known = ", ".join(sorted({rate.dtype for rate in device.rates} | set(device.peaks)))
     return InputError(
         f"device '{device.name}' has no {precision} rate for {kind} (it has {known}): "

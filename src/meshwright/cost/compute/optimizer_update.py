@@ -1,4 +1,4 @@
-"""Seconds of what a step does with its gradients on the device: adding them up, clipping them, the optimizer's update."""
+"""Seconds of the optimizer's update on the device, of gradient clipping, and of adding up gradients over microbatches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ADAM_SLOTS = 2
 
 
 def update_bytes(slots: int, item_bytes: int = 4) -> int:
-    """An optimizer reads a parameter, its gradient and its slots, and writes all but the gradient back."""
+    """Bytes moved per element: the optimizer reads a parameter, its gradient and its slots, and writes all but the gradient."""
     return item_bytes * (3 + 2 * slots)
 
 
 def update_seconds(num_elements: float, device: Device, slots: int = ADAM_SLOTS, item_bytes: int = 4) -> float:
-    """The optimizer's pass over the elements this rank holds. The probe measures AdamW's in fp32; others move fewer bytes."""
+    """The optimizer's pass over this rank's elements. The probe measures AdamW in fp32; other optimizers move fewer bytes."""
     num_bytes = num_elements * update_bytes(slots, item_bytes)
     if device.update_elements_per_second is not None:
         return num_bytes / update_bytes(ADAM_SLOTS) / device.update_elements_per_second
@@ -38,9 +38,9 @@ def clip_seconds(num_elements: float, num_tensors: int, device: Device) -> float
 
 
 def accumulation_seconds(num_elements: float, num_microbatches: int, device: Device) -> float:
-    """Gradients of every microbatch but the first are added to those before: two reads and a write.
+    """Gradients of every microbatch but the first are added to the earlier sum: two reads and a write.
 
-    Only of a probed device: what was fitted for the others holds it.
+    Counted on probed devices only: the fitted constants of named devices include it.
     """
     if device.constants is not None:
         return 0.0

@@ -1,10 +1,10 @@
-"""Which ops of a block's forward a recompute does again, and which results it therefore need not keep.
+"""The recompute plan of a block: the forward ops that backward runs again, and the results that forward need not keep.
 
-full             all of them; or all before the last that backward needs (cost/compute/block_compute.py, `Recipe.whole_recompute`)
-selective        of the attention core, what the dropped results are made of. Dropped: what core ops made and backward
-                 needs, unless an op behind the core reads it: that is kept anyway         -> dropped_ops
-selective core   all of the core
-selective ops    all but attention and every second matmul
+full             every op; or every op before the last that backward needs (`last_needed`), unless `Recipe.whole_recompute`
+selective        the ops of the attention core that the dropped results are computed from. Dropped are results of core ops that
+                 backward needs; a result that an op after the core reads is kept anyway   -> dropped_ops
+selective core   every op of the attention core
+selective ops    every op but attention and every second matmul
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from meshwright.core.recipe import Recipe
 from meshwright.rules.once import once_per_kind
 
 ActivationMode = Literal["none", "selective", "selective core", "selective ops", "full", "offloaded"]
-"""offloaded: nothing is done again, and what backward needs comes back from the host."""
+"""How a block keeps its activations. offloaded: nothing is recomputed; activations come back from the host for backward."""
 
 
 def recompute_modes(plan: Plan, recipe: Recipe) -> dict[str, ActivationMode]:
-    """Block → how it is recomputed; blocks that keep everything are left out."""
+    """Block → how it is recomputed. Blocks that keep all their activations are left out."""
     return {
         **dict.fromkeys(plan.recomputed("selective"), selective_mode(recipe)),
         **dict.fromkeys(plan.recomputed("full"), "full"),
@@ -31,12 +31,13 @@ def recompute_modes(plan: Plan, recipe: Recipe) -> dict[str, ActivationMode]:
 
 
 def activation_modes(plan: Plan, recipe: Recipe) -> dict[str, ActivationMode]:
-    """The same, and the blocks whose activations are offloaded: they too keep only what they hand on."""
+    """Block → how it keeps its activations: recomputed blocks, and blocks whose activations are offloaded. Like a block under full
+    recompute, an offloaded block keeps only its output on the device."""
     return {**recompute_modes(plan, recipe), **dict.fromkeys(expand_names(plan.offload.activations), "offloaded")}
 
 
 def selective_mode(recipe: Recipe) -> ActivationMode:
-    """What a plan's selective recompute does again."""
+    """The mode that a plan's selective recompute stands for."""
     if recipe.selective_ops:
         return "selective ops"
     return "selective core" if recipe.selective_core else "selective"
@@ -44,7 +45,7 @@ def selective_mode(recipe: Recipe) -> ActivationMode:
 
 @once_per_kind
 def recomputed_ops(kind: Kind, mode: ActivationMode) -> frozenset[int]:
-    """Numbers of the forward ops that backward does again."""
+    """Numbers of the forward ops that backward runs again."""
     forward = [number for number, op in enumerate(kind.ops) if op.phase == "forward"]
     if mode == "full":
         return frozenset(forward)
@@ -69,7 +70,7 @@ def core_ops(kind: Kind) -> frozenset[int]:
 
 @once_per_kind
 def dropped_ops(kind: Kind) -> frozenset[int]:
-    """Core ops whose results selective recompute does not keep; none where that would free nothing."""
+    """Core ops whose results selective recompute drops; none where dropping them would free nothing."""
     found = frozenset(number for number in core_ops(kind) - read_behind(kind) if kind.ops[number].saved_bytes.at(1) > 0)
     freed = sum(kind.ops[number].saved_bytes.at(1) for number in found)
     return (
@@ -79,19 +80,19 @@ def dropped_ops(kind: Kind) -> frozenset[int]:
 
 @once_per_kind
 def kept_for_core(kind: Kind) -> frozenset[int]:
-    """Ops outside the core, whose results only the redone ops need."""
+    """Ops outside the core whose results are kept only because recomputed ops read them."""
     return _read_by(kind, dropped_ops(kind))
 
 
 def _read_by(kind: Kind, dropped: frozenset[int]) -> frozenset[int]:
-    redone = _makers(kind, dropped)
-    read = {source for number in redone for source in kind.ops[number].inputs if isinstance(source, int)}
-    return frozenset(number for number in read - redone if not kind.ops[number].saved_bytes.at(1))
+    recomputed = _makers(kind, dropped)
+    read = {source for number in recomputed for source in kind.ops[number].inputs if isinstance(source, int)}
+    return frozenset(number for number in read - recomputed if not kind.ops[number].saved_bytes.at(1))
 
 
 @once_per_kind
 def read_behind(kind: Kind) -> frozenset[int]:
-    """Ops whose results are read in forward outside the attention core: the projection needs them in backward too."""
+    """Ops whose results are read in forward outside the attention core; ops there (the projection) need them in backward too."""
     core = core_ops(kind)
     return frozenset(
         source
@@ -103,7 +104,7 @@ def read_behind(kind: Kind) -> frozenset[int]:
 
 
 def _makers(kind: Kind, wanted: frozenset[int]) -> frozenset[int]:
-    """Core ops that make these results, from what is kept or comes from outside."""
+    """Core ops that compute these results from kept results and from tensors outside the core."""
     core, kept = core_ops(kind), read_behind(kind)
     found: set[int] = set()
     waiting = list(wanted)
@@ -116,12 +117,12 @@ def _makers(kind: Kind, wanted: frozenset[int]) -> frozenset[int]:
 
 
 KEEP_NOTHING = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack")
-"""Ops whose backward needs nothing of what they read."""
+"""Ops whose backward needs none of their inputs."""
 
 
 @once_per_kind
 def readers_of(kind: Kind) -> dict[Source, dict[int, int]]:
-    """What forward ops read → the ops that do, each with how often."""
+    """Source → the forward ops that read it, each with how often."""
     found: dict[Source, dict[int, int]] = {}
     for number, op in enumerate(kind.ops):
         if op.phase == "forward":
@@ -133,9 +134,9 @@ def readers_of(kind: Kind) -> dict[Source, dict[int, int]]:
 
 @once_per_kind
 def last_needed(kind: Kind) -> int:
-    """The last forward op that keeps something for backward: what it reads, or what it makes and the block itself reads.
+    """The last forward op that backward needs: an op that reads a kept tensor and needs it in backward, or the op that made it.
 
-    What only the next block reads is that one's input, and is there.
+    A result that only the next block reads does not count: it is the input of that block, which keeps it.
     """
     last = -1
     readers = readers_of(kind)

@@ -1,11 +1,11 @@
-"""Bytes a model keeps for backward, by block and by how much is recomputed.
+"""Bytes of activations that a model keeps for backward, by block and by recompute mode.
 
-    none        what is in use when forward ends         Σ kept of the forward passes
-    selective   less what only the attention core needs  none - redone_bytes
-    full        of repeated blocks what they hand on     Σ output_bytes of the forward passes
+    none        all bytes in use when forward ends                 Σ kept of the forward passes
+    selective   without the tensors only the attention core needs  none - selective_freed_bytes
+    full        repeated blocks keep only their outputs            Σ output_bytes of the forward passes
 
-Selective recompute runs the attention core again (ops of region `attention`). It frees what those ops save, except what is
-read outside the core, its result; and it keeps what the redone ops read, even where backward would not have needed that.
+Selective recompute runs the attention core again (ops of region `attention`). It frees the tensors these ops save, except the
+core's result, which later ops read; and it keeps the inputs of the recomputed ops, even where backward would not need them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.cost.compute.recomputed_ops import dropped_ops, kept_for_core
 
 
 class Activations(msgspec.Struct, frozen=True):
-    """Bytes kept at the end of forward, under each kind of recompute."""
+    """Bytes kept at the end of forward, under each recompute mode."""
 
     none: float
     selective: float
@@ -25,7 +25,7 @@ class Activations(msgspec.Struct, frozen=True):
 
 
 def block_activations(kind: Kind, repeated: bool, num_samples: int) -> Activations:
-    """What one block keeps, less what it frees of other blocks. Only repeated blocks are recomputed in full."""
+    """Bytes that one block keeps, less the bytes it frees of other blocks. Only repeated blocks are recomputed in full."""
     forward = [step for step in kind.passes if step.phase == "forward"]
     none = sum(step.kept_at(num_samples) for step in forward)
     handed_on = sum(step.output_bytes.at(num_samples) for step in forward)
@@ -33,7 +33,7 @@ def block_activations(kind: Kind, repeated: bool, num_samples: int) -> Activatio
 
 
 def selective_freed_bytes(kind: Kind, num_samples: int) -> float:
-    """What selective recompute frees of one block."""
+    """Bytes that selective recompute frees in one block."""
     freed = sum(kind.ops[number].saved_bytes.at(num_samples) for number in dropped_ops(kind))
     added = sum(kind.ops[number].written_bytes.at(num_samples) for number in kept_for_core(kind))
     return freed - added

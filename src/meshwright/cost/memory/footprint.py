@@ -1,8 +1,8 @@
-"""Memory one pass of a block takes and gives back on one rank, with recompute and compile.
+"""Memory that one pass of a block allocates and frees on one rank, with recompute and compile.
 
-plain       the events of the pass, each tensor as large as its share on this rank
-recompute   forward keeps the block's output and what is not redone; backward first rebuilds the rest
-fused       results that stay inside fused groups take nothing; what backward needs of them it computes again
+plain       the memory events of the pass; each tensor counts with the share of it that this rank has
+recompute   forward keeps the block's output and the results that are not recomputed; backward first rebuilds the others
+fused       results that stay inside fused groups take no memory; backward computes those it needs again
 """
 
 from __future__ import annotations
@@ -29,54 +29,54 @@ from meshwright.rules.labels import weight_copies
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes above the beginning of a pass: when it ends, and at its fullest."""
+    """Bytes in use above the beginning of a pass: `kept` when it ends, `peak` at its fullest moment."""
 
     kept: float
     peak: float
     rebuilt: float = 0.0
-    """Of the peak, what a recompute brings back."""
+    """The part of the peak that a recompute rebuilds."""
     pending_gradient_share: float = 0.0
-    """At its fullest, the share of the gradients of the block's parameters that is not made yet."""
+    """The share of the block's parameter gradients that is not made yet at the fullest moment."""
     given_back: float = 0.0
-    """Of other blocks' results, what a forward pass outside the blocks gives back."""
+    """Bytes of other blocks' results that a forward pass outside the blocks frees."""
     cached: float = 0.0
-    """What autocast keeps beside it until forward ends: its copies of weights, though the block is recomputed."""
+    """Copies of weights that autocast keeps until forward ends, though the block is recomputed."""
 
 
 class Step(NamedTuple):
-    """Memory taken or given back in a pass, on one rank, as the samples make it."""
+    """Memory that a pass allocates (or frees: negative) at one op, on one rank, for any number of samples."""
 
     fixed: float
     per_sample: float
     share: float
-    """Of it, what one rank has."""
+    """The share of the tensor that one rank has."""
     maker: int | None
-    """The op whose result it is, where it is of this block."""
+    """The op whose result the tensor is, where that op is in this block."""
     gradient_share_before: float
-    """Of the gradients of the block's parameters, the share that is made before that op."""
+    """The share of the block's parameter gradients that is made before that op."""
     not_kept: bool
     given_late: bool
-    """Whether it is given back when the pass ends, and not before."""
+    """Whether the tensor is freed when the pass ends, and not before."""
 
 
 class Steps(NamedTuple):
     taken: tuple[Step, ...]
     gradient_bytes: float
     pending_gradient_share: float
-    """Of those, the share that is not made when the pass begins."""
-    passes_on: bool
-    """Whether some op holds messages beside its tensors."""
+    """The share of the gradients that is not made when the pass begins."""
+    has_ring_messages: bool
+    """Whether some op holds messages in addition to its tensors."""
 
 
 class Footprints:
-    """Looks up passes for one plan; each is walked once."""
+    """The footprint of every pass of a plan; each is computed once."""
 
     def __init__(
         self, plan: Plan, recipe: Recipe, like: Footprints | None = None, modes: dict[str, ActivationMode] | None = None
     ) -> None:
-        """like: of a plan with the same microbatch, divided and compiled alike; what it has walked is taken from it.
+        """like: footprints of a plan with the same microbatch, sharding and compile setting; what they computed is reused.
 
-        modes: how blocks are recomputed, if not as the plan says.
+        modes: how each block keeps its activations, if not as the plan says.
         """
         self.plan, self.recipe = plan, recipe
         self.samples = plan.microbatch
@@ -126,7 +126,7 @@ class Footprints:
         return sum(local_block.kind.ops[op].written_bytes.fixed * self._share(local_block, op) for op in here)
 
     def _dropped(self, local_block: LocalBlock, forward: int, mode: ActivationMode) -> float:
-        """Of what a forward keeps, what a recompute does without."""
+        """The bytes forward would keep without recompute, and does not keep with it."""
         kept, _, _ = self._levels(local_block, forward)
         one, ops = local_block.kind.passes[forward], local_block.kind.ops
         output = one.output_bytes.at(self.samples) * local_block.result_share("@input")
@@ -135,7 +135,7 @@ class Footprints:
         if mode == "selective":
             return min(kept, self._core_bytes(local_block, one))
         again = recomputed_ops(local_block.kind, mode)
-        if mode == "selective ops":  # results that are not redone are kept, needed or not
+        if mode == "selective ops":  # results that are not recomputed are kept, needed or not
             rest = (op for op in one.op_range if op not in again)
             return (
                 kept
@@ -143,7 +143,7 @@ class Footprints:
                 - sum(ops[op].written_bytes.at(self.samples) * self._share(local_block, op) for op in rest)
             )
         fused, behind = self._fused[id(local_block)], read_behind(local_block.kind)
-        freed = (  # what the core hands on is kept: its readers behind it need it
+        freed = (  # the core's output is kept: ops after the core need it
             ops[op].saved_bytes.at(self.samples) * self._share(local_block, op)
             for op in one.op_range
             if op in again - behind and (fused is None or op in fused.kept_ops)
@@ -151,7 +151,7 @@ class Footprints:
         return min(kept, sum(freed))
 
     def _core_bytes(self, local_block: LocalBlock, one: Pass) -> float:
-        """What the attention core need not keep, less what is kept to make it again."""
+        """The bytes that the attention core need not keep, less the inputs that are kept to recompute it."""
         ops, fused = local_block.kind.ops, self._fused[id(local_block)]
         dropped, added = dropped_ops(local_block.kind), kept_for_core(local_block.kind)
         freed = sum(
@@ -165,8 +165,8 @@ class Footprints:
         return freed - sum(held)
 
     def _levels(self, local_block: LocalBlock, number: int) -> tuple[float, float, float]:
-        """Bytes when the pass ends and at its fullest, gradients of parameters included in the choice of that moment but not
-        in the bytes; and the share of those gradients that is not made by then. Nothing is recomputed."""
+        """Without recompute: bytes when the pass ends, bytes at its fullest moment, and the share of the parameter gradients that
+        is not made by that moment. Gradients count when the fullest moment is chosen, but are not in the bytes."""
         key = (id(local_block), number)
         if key not in self._walked:
             self._walked[key] = self._walk_levels(local_block, number)
@@ -187,8 +187,8 @@ class Footprints:
                 gone += size
             if size > 0 and step.maker is not None:
                 inside = level
-                if steps.passes_on:
-                    inside += local_block.passing_bytes(step.maker, samples)
+                if steps.has_ring_messages:
+                    inside += local_block.ring_message_bytes(step.maker, samples)
                 full = inside + step.gradient_share_before * total
                 if full >= fullest[0]:
                     fullest = max(fullest, (full, inside, 1 - step.gradient_share_before))
@@ -198,7 +198,7 @@ class Footprints:
         return level - gone + late + added, max(0.0, peak), pending_gradient_share
 
     def _added(self, local_block: LocalBlock, number: int) -> float:
-        """What fused code keeps from forward to backward beyond what plain code does."""
+        """Bytes that fused code keeps from forward to backward and plain code does not."""
         fused = self._fused[id(local_block)]
         if fused is None:
             return 0.0
@@ -212,11 +212,11 @@ class Footprints:
         return size if one.phase == "forward" else -size
 
     def _steps(self, local_block: LocalBlock, number: int) -> Steps:
-        """The same for any number of samples: kept beside the division."""
+        """The steps are the same for any number of samples: the local block keeps them."""
         key = (number, self._fused[id(local_block)] is not None)
-        if key not in local_block.walks:
-            local_block.walks[key] = self._make_steps(local_block, number)
-        return local_block.walks[key]  # type: ignore[return-value]
+        if key not in local_block.memory_steps:
+            local_block.memory_steps[key] = self._make_steps(local_block, number)
+        return local_block.memory_steps[key]  # type: ignore[return-value]
 
     def _make_steps(self, local_block: LocalBlock, number: int) -> Steps:
         one = local_block.kind.passes[number]
@@ -241,12 +241,14 @@ class Footprints:
                         late,
                     )
                 )
-        passes_on = any(local_block.goes_round(op) for op in local_block.kind.ops)
-        return Steps(tuple(taken), liveness.total_bytes, 1.0 - liveness.share_made_before(one.first_op), passes_on)
+        has_ring_messages = any(local_block.is_ring_attention(op) for op in local_block.kind.ops)
+        return Steps(
+            tuple(taken), liveness.total_bytes, 1.0 - liveness.share_made_before(one.first_op), has_ring_messages
+        )
 
     def _read_again(self, local_block: LocalBlock, source: Source) -> bool:
-        """Whether fused code reads in backward what another block made, rather than keep its own copy of it: it is given
-        back when the pass ends."""
+        """Whether fused code reads another block's result in backward, rather than keep its own copy of it: the result is freed
+        when the pass ends."""
         return self._fused[id(local_block)] is not None and isinstance(source, str) and "#" in source
 
     def _share(self, local_block: LocalBlock, source: Source) -> float:
@@ -256,14 +258,14 @@ class Footprints:
         return local_block.result_share(source)
 
     def _not_kept(self, local_block: LocalBlock, source: Source) -> bool:
-        """Whether fused code gives a result of forward back before backward, though plain code keeps it."""
+        """Whether fused code frees a result of forward before backward, though plain code keeps it."""
         fused = self._fused[id(local_block)]
         if fused is None or not isinstance(source, int) or local_block.kind.ops[source].phase == "backward":
             return False
         return source not in fused.kept_ops and source not in self._outputs_of(local_block)
 
     def _outputs_of(self, local_block: LocalBlock) -> frozenset[int]:
-        """Ops of forward that nothing in the block's forward reads: what it hands on."""
+        """Forward ops whose results no forward op of the block reads: the block's outputs."""
         if id(local_block) not in self._outputs:
             ops = local_block.kind.ops
             read = {source for op in ops if op.phase == "forward" for source in op.inputs}

@@ -1,7 +1,7 @@
-"""When in a backward pass the gradients of a block's parameters are made: one by one, not all at once.
+"""Liveness of gradients: how much of a block's parameter gradients a backward pass has made when each of its ops begins.
 
-An op of backward makes a gradient of a parameter where its result has no tokens and no memory event tells of it: gradients are
-not among the events. The share that is made before an op, by bytes, is all the walk of memory needs.
+Backward makes gradients one by one, not all at once. The memory events of a pass do not list gradients of parameters, so they
+are found here: an op of backward makes one where its result has no tokens and no memory event names that op.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from meshwright.core.graph import Kind, Pass
 
 
 class GradientLiveness:
-    """Of one backward pass: how much of the block's gradients is there when an op begins."""
+    """The gradients of a block's parameters over one backward pass."""
 
     def __init__(self, kind: Kind, one: Pass) -> None:
         seen = {event.source for event in one.events}
@@ -27,7 +27,7 @@ class GradientLiveness:
         self.total_bytes = self._bytes[-1]
 
     def share_made_before(self, number: int) -> float:
-        """0 where none is made yet, 1 where all are, or where the pass makes none."""
+        """The share of the gradients, by bytes, that the ops before this one have made; 1 where the pass makes no gradients."""
         if not self.total_bytes:
             return 1.0
         return self._bytes[bisect_left(self._makers, number)] / self.total_bytes

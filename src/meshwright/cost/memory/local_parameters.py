@@ -1,12 +1,12 @@
-"""What one rank holds of the training state.
+"""The parameters that one rank holds, and the bytes of each of their elements with gradient and optimizer state.
 
-A rank's parameters are those of the blocks on its pp coordinate, each with the dims that lie over tp or ep cut:
+A rank holds the parameters of the blocks on its pp coordinate, with the dims that lie over tp or ep cut:
                                                                                                   -> local_parameters
 ZeRO then shards every tensor along its first dim over N ranks, the last shard padded: a tensor of d rows gives each rank
 ⌈d / N⌉ of them.                                                                                  -> shard_elements
 
-Bytes a parameter, by item: as Meshwright keeps them 4 + 4 + 4 + 4 (parameter, gradient, two moments); with 16-bit
-parameters and an fp32 master 2 + 2 + 4 + 8.                                                       -> Items
+Bytes an element: 4 + 4 + 4 + 4 as Meshwright keeps them (parameter, gradient, two moments); 2 + 2 + 4 + 8 with 16-bit
+parameters and fp32 master weights.                                                                -> Items
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from meshwright.rules.groups import shard_groups
 
 @dataclass(frozen=True)
 class Items:
-    """Bytes of one element, by what it is."""
+    """Bytes of one element of a parameter, of its gradient and of its optimizer state."""
 
     parameter: int
     gradient: int
     state: int
-    """Optimizer slots and the master copy together."""
+    """Optimizer slots and master weights together."""
     gathered: int
     reduced: int
 
@@ -51,7 +51,7 @@ def items_of(plan: Plan, recipe: Recipe) -> Items:
 
 
 def moment_bytes(plan: Plan) -> int:
-    """Of an element of one of the optimizer's slots, where they are on the host."""
+    """Bytes of an element of one optimizer slot on the host."""
     stored = 8 if plan.precision == "fp64" else 4
     return PRECISION_BYTES["bf16"] if plan.offload.moments == "bf16" else stored
 
@@ -63,7 +63,7 @@ def blocks_on(plan: Plan, coordinate: int) -> tuple[str, ...]:
 
 
 def local_parameters(graph: Graph, plan: Plan, coordinate: int) -> tuple[Parameter, ...]:
-    """Each tensor a rank of this coordinate holds, in the shape it holds before ZeRO."""
+    """Each tensor that a rank on this coordinate holds, in its shape before ZeRO."""
     mine = (number for number, stage in enumerate(plan.stages) if stage.coordinate == coordinate)
     splits = split_dims(graph, plan)
     return tuple(parameter for number in mine for parameter in stage_parameters(graph, plan, number, splits))
@@ -72,9 +72,9 @@ def local_parameters(graph: Graph, plan: Plan, coordinate: int) -> tuple[Paramet
 def stage_parameters(
     graph: Graph, plan: Plan, number: int, splits: dict[tuple[str, str], int] | None = None
 ) -> tuple[Parameter, ...]:
-    """The tensors of one stage: tied names that it has several of once, by the first. Block '' is on the first stage.
+    """The tensors of one stage; a tensor with several tied names counts once. Block '' is on the first stage.
 
-    splits: `split_dims`, where many stages are asked for.
+    splits: `split_dims` of the plan, for callers that ask for many stages.
     """
     here = [*([""] if number == 0 else []), *plan.blocks_by_stage[number]]
     splits = split_dims(graph, plan) if splits is None else splits
@@ -104,7 +104,7 @@ def _cut(parameter: Parameter, plan: Plan, split_dim: int | None) -> Parameter:
 
 
 def cut_shape(parameter: Parameter, mesh: Mesh, split_dim: int | None) -> tuple[int, ...]:
-    """What a rank holds of a tensor before ZeRO. split_dim: the one that lies over tp."""
+    """The shape of a rank's part of a tensor before ZeRO. split_dim: the dim that lies over tp."""
     if split_dim is None and not parameter.expert:
         return parameter.shape
     shape = list(parameter.shape)
@@ -129,7 +129,7 @@ def total_elements(parameters: Iterable[Parameter], degree: int = 1, *, trainabl
 
 
 def shard_degree(parameter: Parameter, plan: Plan) -> int:
-    """Over how many ranks ZeRO splits a tensor: an expert's, over those that hold the same experts."""
+    """Over how many ranks ZeRO splits a tensor: an expert's tensor, over the ranks that hold the same experts."""
     if parameter.expert and plan.mesh.ep > 1:
         return min(plan.shard_degree, plan.mesh.dp * plan.mesh.cp // plan.mesh.ep)
     return plan.shard_degree

@@ -1,15 +1,15 @@
 """Peak memory of one rank over a step, by category and by moment.
 
-State (elements e, N ranks that share it, bytes by item): parameters, gradients, optimizer slots and master copies.
-The rest follows the passes of the rank's stages, one microbatch of each at a time:
+State: parameters, gradients, optimizer slots and master weights (rank_state.py).
+Activations follow the passes of the rank's stages, one microbatch of each stage at a time (live_activations.py):
 
-    live(0)   = what the stage before sent          nothing on the first stage; before backward the gradient that the stage
-                                                   behind sent comes to it
-    live(s+1) = live(s) + kept(s)                  activations of the microbatch at hand; a recomputed block keeps its output
+    live(0)   = the activation from the previous stage   0 on the first stage; before backward, the gradient from the next stage
+                                                         is added
+    live(s+1) = live(s) + kept(s)                        of the microbatch that runs; a recomputed block keeps its output
     in use during s = state + held + live(s) + peak(s) + gathered parameters + buffers of the collectives that run then
 
-held: what the other microbatches in flight keep, at the fullest place of the schedule before the first backward of a step ends,
-when there are no gradients yet, and at the fullest place after it, when there are: with GPipe the first is by far the fuller.
+held: activations of the other microbatches in flight. The fullest place of the schedule is looked for twice: before the first
+backward of a step ends, when there are no gradients yet, and after it, when there are. With GPipe the first is by far the fuller.
 The peak is the largest moment over all pp coordinates; the update of the optimizer is a moment too.
 """
 
@@ -36,11 +36,11 @@ PHASES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Held:
-    """The most that other microbatches hold when a forward, or a backward, of a stage begins; None: none begins then."""
+    """The most bytes that other microbatches hold when a forward, or a backward, of a stage begins; None where none begins."""
 
     stage: int
     has_gradients: bool
-    """Whether a microbatch has gone backward before on this coordinate."""
+    """Whether a microbatch has run backward before on this coordinate."""
     forward: float | None
     backward: float | None
 
@@ -51,21 +51,21 @@ class Held:
 
 @dataclass(frozen=True)
 class Moment:
-    """What is in use at one time of a step, and when that is."""
+    """The memory in use at one moment of a step, and when that is."""
 
     coordinate: int
     when: str
     memory: MemoryParts
     segment: Segment | None = None
-    """The pass it is in; None in an update, and while gradients are reduced."""
+    """The pass that runs; None in an update, and while gradients are reduced."""
 
 
 Walked = dict[tuple[object, ...], Moment]
-"""The fullest moments of coordinates, by their work and what they hold."""
+"""(work of a coordinate, bytes its microbatches hold) → its fullest moment."""
 
 
 class MemoryCost:
-    """Walks the memory of every pp coordinate of a plan."""
+    """Follows the memory of every pp coordinate of a plan through a step."""
 
     def __init__(
         self,
@@ -78,15 +78,15 @@ class MemoryCost:
         modes: dict[str, ActivationMode] | None = None,
         walked: Walked | None = None,
     ) -> None:
-        """like: those of a plan with the same microbatch, divided and compiled alike. modes: as in Footprints. walked: what was
-        found of plans that differ in their recompute only."""
+        """like: footprints of a plan with the same microbatch, sharding and compile setting. modes: as in Footprints. walked:
+        fullest moments of plans that differ in their recompute only."""
         self.plan, self.recipe = plan, recipe
         self.local_blocks, self.stages, self.rank_state = local_blocks, stages, rank_state
         self.footprints = Footprints(plan, recipe, like, modes)
         self._kept: dict[int, float] = {}
         self._held_by_row: dict[int, tuple[Held, ...]] = {}
         self._peaks: dict[int, tuple[object, Moment]] = {}
-        """By coordinate, with the row of actions they are of."""
+        """Coordinate → (its row of actions, its fullest moment)."""
         self._walked: Walked = {} if walked is None else walked
 
     def worst(self, order: Order, device: Device) -> Moment:
@@ -95,7 +95,7 @@ class MemoryCost:
         return max(peaks, key=lambda moment: moment.memory.total)
 
     def _unlike(self, order: Order) -> list[int]:
-        """Of coordinates with the same work, those whose microbatches hold most, without gradients and beside them."""
+        """Among coordinates with the same work, the ones whose microbatches hold most, before there are gradients and after."""
         fullest: dict[tuple[object, ...], tuple[float, int]] = {}
         for coordinate, row in enumerate(order):
             stages = dict.fromkeys(action.stage for action in row)
@@ -108,7 +108,7 @@ class MemoryCost:
         return list(dict.fromkeys(coordinate for _, coordinate in fullest.values()))
 
     def peaks(self, order: Order, device: Device) -> list[Moment]:
-        """The fullest moment of every coordinate; those with the same work and as much held are walked once."""
+        """The fullest moment of every coordinate; coordinates that do the same work and hold the same bytes are computed once."""
         known, found = self._walked, []
         for coordinate, row in enumerate(order):
             held = self._held(row)
@@ -121,7 +121,7 @@ class MemoryCost:
         return found
 
     def _work(self, stages: Iterable[int]) -> tuple[object, ...]:
-        """What the passes of some stages are: blocks of one kind under one mode are alike."""
+        """A key for the passes of some stages: blocks of one kind under one mode are equal."""
         return tuple(
             (id(self.local_blocks[s.block]), self.footprints.modes.get(s.block))
             for stage in stages
@@ -129,7 +129,7 @@ class MemoryCost:
         )
 
     def peak(self, coordinate: int, order: Order, device: Device) -> Moment:
-        """Found once for each row of an order: what fits and what is shown ask for the same."""
+        """The fullest moment of one coordinate; computed once for each row of an order."""
         row, known = order[coordinate], self._peaks.get(coordinate)
         if known is None or known[0] is not row:
             fullest = max(self.moments(coordinate, order, device), key=lambda moment: moment.memory.total)
@@ -147,13 +147,13 @@ class MemoryCost:
     def through_stage(
         self, stage: int, held: float, rank_state: RankState, device: Device
     ) -> tuple[list[Moment], list[Moment]]:
-        """One microbatch through a stage, forward and backward, where other microbatches hold so many bytes."""
+        """The moments of one microbatch in forward and in backward of a stage, while other microbatches hold `held` bytes."""
         moments = list(self._walk(Held(stage, rank_state.accumulates, held, held), rank_state, device))
         turn = len(self.stages[stage].forward)
         return moments[:turn], moments[turn:]
 
     def _held(self, row: tuple[Action, ...]) -> tuple[Held, ...]:
-        """For each stage of a coordinate, before any gradients are there and after."""
+        """For each stage of a coordinate, before there are gradients and after."""
         key = id(row)
         if key not in self._held_by_row:
             self._held_by_row[key] = tuple(self._walk_held(row))
@@ -180,7 +180,7 @@ class MemoryCost:
             yield from (held for held in (first, later) if held.forward is not None or held.backward is not None)
 
     def stage_kept(self, number: int) -> float:
-        """By one microbatch on a stage, between its forward and its backward: what it received is kept too."""
+        """Bytes that one microbatch keeps on a stage between its forward and its backward, its received activation included."""
         if number not in self._kept:
             self._kept[number] = self._walk_kept(number)
         return self._kept[number]
@@ -192,11 +192,11 @@ class MemoryCost:
         return live.in_use
 
     def own_kept(self, number: int) -> float:
-        """The same without what it received."""
+        """The same without the activation it received."""
         return self.stage_kept(number) - self._received(number)
 
     def room_of(self, number: int) -> float:
-        """What the backward passes of a stage need for a moment, above all that is kept when they begin."""
+        """Bytes that the first backward pass of a stage needs for a moment, above all that is kept when it begins."""
         return max((self._footprint(segment).peak for segment in self.stages[number].backward[:1]), default=0.0)
 
     def _forward(self, number: int) -> Iterator[tuple[Segment, str]]:
@@ -210,20 +210,20 @@ class MemoryCost:
         return self.footprints.modes.get(block) in ("full", "selective ops")
 
     def _received(self, number: int) -> float:
-        """What the stage before sent: no pass of this stage takes it, though one gives it back."""
+        """Bytes of the activation from the previous stage: no pass of this stage allocates it, though one frees it."""
         if number == 0 or self._same_coordinate(number - 1):
             return 0.0
         copies = 2 if self.recipe.copies_received else 1
         return copies * handed_on_bytes(self.stages[number - 1], self.local_blocks, self.plan.microbatch)
 
     def _returned(self, number: int) -> float:
-        """The gradient that the stage behind sends: as large as what it was sent."""
+        """Bytes of the gradient from the next stage: as many as it was sent."""
         if number + 1 == len(self.stages) or self._same_coordinate(number):
             return 0.0
         return handed_on_bytes(self.stages[number], self.local_blocks, self.plan.microbatch)
 
     def _same_coordinate(self, number: int) -> bool:
-        """Whether a stage and the next share a coordinate: then they share the tensor between them too."""
+        """Whether a stage and the next are on one coordinate: the tensor between them is then in memory once."""
         stages = self.plan.stages
         return stages[number].coordinate == stages[number + 1].coordinate
 
@@ -271,7 +271,7 @@ class MemoryCost:
 
 
 def _fuller(first: float | None, later: float | None) -> float | None:
-    """What is held before there are gradients, where that is more than beside them."""
+    """The bytes held before there are gradients, where they are more than the bytes held after; otherwise None."""
     return None if first is None or (later is not None and first <= later) else first
 
 

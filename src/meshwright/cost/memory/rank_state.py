@@ -1,7 +1,8 @@
-"""What a rank holds beside activations: the state, gradients, gathered parameters and buffers, at any moment of a step.
+"""The state a rank holds, at any moment of a step: parameters, gradients, optimizer state, gathered parameters and buffers.
 
-Offload moves a share of the optimizer's state to the host: on the device then remain the state of what forward needs first, and
-of one rank's gradients those of the block at hand and of the one that is leaving.
+Activations are counted elsewhere (live_activations.py). Optimizer offload moves a share of the optimizer state to the host. The
+device then keeps the state of the parameters that forward needs first; a single rank keeps the gradients of two blocks: the one
+in backward, and the one whose gradients are on their way to the host.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from meshwright.rules.offloaded import num_kept, order_of_need
 
 
 class RankState:
-    """The state of one rank on one pp coordinate."""
+    """The training state of one rank on one pp coordinate."""
 
     def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> None:
         self.plan, self.recipe = plan, recipe
         self.accumulates = plan.num_microbatches > 1
-        """Whether gradients of earlier microbatches are there already."""
+        """Whether earlier microbatches have left gradients on the rank."""
         self.items = items_of(plan, recipe)
         self.parameters = local_parameters(graph, plan, coordinate)
         self.groups = groups_of(self.parameters, plan)
@@ -49,7 +50,7 @@ class RankState:
         )
         """Whether 16-bit copies of all parameters are kept beside those the optimizer updates."""
         self._padded: dict[tuple[str, bool], int] = {}
-        """Elements of a group as it is packed: every shard as long as the longest."""
+        """Elements of a group in flat form, where every shard is as long as the longest."""
         self._whole = {name: total_elements(group) for name, group in self.groups.items()}
         self._all_whole = sum(self._whole.values())
         by_block: dict[str, list[Parameter]] = {}
@@ -60,7 +61,7 @@ class RankState:
             name: held_elements(found, plan, trainable_only=True) if name in self.groups else self._made[name]
             for name, found in by_block.items()
         }
-        """Elements of gradients of a block, whole and as they are kept once reduced."""
+        """Elements of a block's gradients: `_made` as backward makes them, `_held` as the rank keeps them once they are reduced."""
         self.trainable = held_elements(self.parameters, plan, trainable_only=True)
         self.whole_trainable = total_elements(self.parameters, trainable_only=True)
         self.sharded_gradients = self.trainable * self.items.gradient
@@ -88,12 +89,12 @@ class RankState:
 
     @property
     def leaves_early(self) -> bool:
-        """Whether gradients leave for the host as backward makes them."""
+        """Whether gradients are copied to the host while backward makes them."""
         plan = self.plan
         return plan.offload.what == "optimizer" and plan.world == 1 and plan.precision != "fp16"
 
     def _host_bytes(self, offloaded_parameter_share: float) -> float:
-        """State and masters, gradients on their way, and sums of them (runtime/offload/pieces.py)."""
+        """Optimizer state, master weights, gradients in transfer and their sums, on the host (runtime/offload/pieces.py)."""
         plan, items = self.plan, self.items
         if plan.offload.what == "none":
             return 0.0
@@ -110,7 +111,7 @@ class RankState:
         return float(self.shipped * (state + master + slots + sums))
 
     def before_any_backward(self) -> RankState:
-        """The same rank while no microbatch of the step has left gradients yet."""
+        """The same rank before the first microbatch of a step has left gradients."""
         found = copy(self)
         found.accumulates = False
         return found
@@ -125,9 +126,10 @@ class RankState:
         temporaries: float,
         pending_gradient_share: float = 0.0,
     ) -> MemoryParts:
-        """In a pass of one block; `done`: blocks that have gone backward in the last microbatch, it included.
+        """Memory in a pass of one block.
 
-        unborn: of its own gradients, the share that is not made yet.
+        done: the blocks whose backward has begun in the last microbatch, this block included.
+        pending_gradient_share: the share of this block's gradients that backward has still to make.
         """
         return msgspec.structs.replace(
             self.base,
@@ -141,7 +143,7 @@ class RankState:
     def while_reducing(
         self, block: str, done: set[str], device: Device, *, activations: float, temporaries: float
     ) -> MemoryParts:
-        """The moment when a block's gradients are reduced, in flat form; gloo copies them once more."""
+        """Memory while a block's gradients are reduced in flat form; gloo copies them once more."""
         copies = 2 if device.kind == "cpu" and self.plan.mesh.dp > 1 else 1
         before = self._before.get(block, "") if self.plan.zero == 3 else ""
         gathered = self._flat(before, self.items.gathered) if before else 0
@@ -165,7 +167,7 @@ class RankState:
         return self.packs and (self.plan.zero > 1 or self.accumulates or self.plan.num_microbatches == 1)
 
     def gradients(self, backward_done: set[str], block: str = "", pending_gradient_share: float = 0.0) -> int:
-        """Bytes of gradients while a block goes backward, in the last microbatch: what earlier ones left, and its own."""
+        """Bytes of gradients while a block is in backward, in the last microbatch: sums of earlier microbatches, and its own."""
         plan = self.plan
         if plan.offload.what == "parameters":
             largest = max((self._whole[name] for name in backward_done if name in self._whole), default=0)
@@ -194,8 +196,9 @@ class RankState:
         return left + reduced + self._of(backward_done & {block, ""}, sharded=False) - missing
 
     def _leaving(self, backward_done: set[str], block: str, pending_gradient_share: float) -> int:
-        """Gradients of the block at hand, and those of the one before on their way out. What stays is updated as it comes; sums of
-        its microbatches stay in the master's dtype, and where the norm must be known first, so does all of it."""
+        """Where gradients are copied to the host early: gradients of the block in backward, and of the block before it, which are
+        in transfer. Gradients whose state stays on the device are updated as they come. Their sums over microbatches stay, in the
+        master weights' dtype; with clipping all of them stay, since the norm must be known first."""
         following = self._after.get(block, "")
         own = self._made.get(block, 0) * (1 - pending_gradient_share) if block in backward_done else 0
         made = own + (self._made.get(following, 0) if following in backward_done else 0)
@@ -205,12 +208,12 @@ class RankState:
         return round(made * self.items.gradient) + kept
 
     def _of(self, blocks: set[str], *, sharded: bool) -> int:
-        """Gradients of these blocks. What is in no group of its own is reduced at the end, and whole until then."""
+        """Gradients of these blocks. Gradients that belong to no group are reduced at the end, and are whole until then."""
         known = self._held if sharded else self._made
         return sum(known.get(block, 0) for block in blocks) * self.items.gradient
 
     def gathered(self, block: str) -> int:
-        """Bytes of whole parameters beside what is stored while a block runs."""
+        """Bytes of gathered parameters while a block runs, in addition to the stored ones."""
         if self.plan.offload.what == "parameters":
             names = {block, self._before.get(block, block)}
             return sum(self._whole.get(name, 0) for name in names) * self.items.gathered
@@ -221,9 +224,9 @@ class RankState:
     def buffers(self, block: str, phase: str) -> int:
         """Bytes of flat copies while a block computes.
 
-        ZeRO 3, forward: what the block was gathered into stays until the next block is. Backward: the block before is
-        already gathered, but not unpacked. Both: what the group before was reduced from stays until the next is reduced;
-        from one microbatch to the next that is the group of all that is in no block.
+        ZeRO 3, forward: the buffer a block was gathered into stays until the next block is gathered. Backward: the next block's
+        parameters are already gathered (prefetch), but not unpacked. In both: the buffer a group was reduced from stays until
+        the next group is reduced; from one microbatch to the next, that is the group of the parameters in no block.
         """
         if not self.packs:
             return self.recipe.bucket_bytes
@@ -244,7 +247,7 @@ class RankState:
         return self._padded[key] * item
 
     def during_update(self, device: Device) -> MemoryParts:
-        """Optimizers that loop over tensors need one tensor's room; those that batch them (CUDA) need all at once."""
+        """An optimizer that loops over tensors needs temporaries of one tensor; one that batches them (CUDA), of all tensors."""
         whole = self.plan.zero == 0 or self.recipe.reduces_whole
         gradients = self.whole_gradients if whole else self.sharded_gradients
         if self.plan.offload.what == "parameters" or self.leaves_early:
@@ -259,7 +262,7 @@ class RankState:
 
 
 def _shipped_sizes(parameters: Iterable[Parameter], plan: Plan) -> list[int]:
-    """Elements of each trained tensor whose state is on the host; of streamed parameters, of all of them."""
+    """Elements of each trained tensor whose optimizer state is on the host; with parameter offload, of every trained tensor."""
     if plan.offload.what == "none":
         return []
     trained = [(one.name, held_elements([one], plan)) for one in parameters if one.trainable]
@@ -268,6 +271,7 @@ def _shipped_sizes(parameters: Iterable[Parameter], plan: Plan) -> list[int]:
 
 
 def _batch_share(plan: Plan, coordinate: int) -> float:
-    """Of a batch: the first stage needs what the model reads, the last the labels, taken as half of it each."""
+    """The share of a batch on this coordinate: the first stage needs the model's inputs, the last the labels; each is taken as
+    half of the batch."""
     ends = (plan.stages[0].coordinate, plan.stages[-1].coordinate)
     return sum(end == coordinate for end in ends) / 2 / (1 if plan.token_blocks else plan.mesh.cp)
