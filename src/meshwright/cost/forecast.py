@@ -20,7 +20,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.run.curve import thinned
+from meshwright.core.run.downsampling import downsampled
 from meshwright.core.run.forecast import Forecast, Planned
 from meshwright.core.run.trace import MemoryPoint
 from meshwright.cost.estimate import Estimator, stage_seconds
@@ -52,7 +52,7 @@ def forecast(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None =
         num_microbatches=count,
         work=tuple(_planned(row, played, extra) for row, extra in zip(spans, extras, strict=True)),
         memory_over_time=tuple(
-            thinned(list(_Curve(estimator, coordinate).points(row, played, extras[coordinate])))
+            downsampled(list(_Curve(estimator, coordinate).points(row, played, extras[coordinate])))
             for coordinate, row in enumerate(spans)
         ),
     )

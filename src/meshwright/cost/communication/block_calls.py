@@ -43,7 +43,7 @@ from meshwright.cost.communication.token_calls import token_calls
 from meshwright.cost.compute.recomputed_ops import last_needed
 from meshwright.cost.local_block import LocalBlock
 from meshwright.rules.context import ACCUMULATED_BYTES
-from meshwright.rules.once import once_per_kind
+from meshwright.rules.kind_cache import cached_per_kind
 
 EXPERT_COUNT_BYTES = 8
 """How many rows come to one expert, as int64."""
@@ -222,7 +222,7 @@ def _expert_input_bytes(own: BlockOps) -> int:
     return sum(_result_bytes(ops[source], own) for source in entered)
 
 
-@once_per_kind
+@cached_per_kind
 def _entering(kind: Kind) -> tuple[tuple[int, int], ...]:
     """Matmuls of experts, each with the results from outside them that it reads."""
     return tuple(

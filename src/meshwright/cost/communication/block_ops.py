@@ -9,7 +9,7 @@ from meshwright.core.graph import Kind, Op, Shape
 from meshwright.core.plan import Plan
 from meshwright.cost.compute.recomputed_ops import readers_of
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.once import once_per_kind
+from meshwright.rules.kind_cache import cached_per_kind
 
 WORK_ALONG = ("sum", "mean", "cumsum", "cumprod", "logcumsumexp")
 """Ops that sum over tokens, or run along them."""
@@ -64,7 +64,7 @@ class BlockOps:
         return self.last_needed is None or number < self.last_needed
 
 
-@once_per_kind
+@cached_per_kind
 def calling_ops(kind: Kind) -> tuple[tuple[int, Op], ...]:
     """Forward ops that may call collectives of their own: the loss, lookups, attention, experts, sums over tokens."""
     return tuple((number, op) for number, op in enumerate(kind.ops) if op.phase == "forward" and _may_call(op))

@@ -21,7 +21,7 @@ from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Source
 from meshwright.cost.communication.block_ops import WORK_ALONG, BlockOps
 from meshwright.cost.communication.collective_call import Call
 from meshwright.cost.communication.links import axis_group
-from meshwright.rules.once import once_per_kind
+from meshwright.rules.kind_cache import cached_per_kind
 
 SUMS = ("sum", "mean")
 STREAM_DIMS = 3
@@ -90,7 +90,7 @@ def _is_fraction(op: Op) -> bool:
     return op.name == "mean" or op.read_bytes.at(1) == elements * PRECISION_BYTES[op.dtype]
 
 
-@once_per_kind
+@cached_per_kind
 def _lies_over_ranks(kind: Kind, number: int) -> bool:
     """Whether it reads tokens of the stream; a lookup of the batch's ids makes some."""
     sources = _upstream(kind, number, stops=("embedding",))
@@ -100,7 +100,7 @@ def _lies_over_ranks(kind: Kind, number: int) -> bool:
     )
 
 
-@once_per_kind
+@cached_per_kind
 def _is_differentiated(kind: Kind, number: int) -> bool:
     sources = _upstream(kind, number, stops=NOT_DIFFERENTIATED)
     return any(isinstance(source, str) and source != "@batch" for source in sources)

@@ -19,7 +19,7 @@ from meshwright.cost.compute.fusion import is_fused
 from meshwright.cost.compute.kernel_costs import KernelCosts
 from meshwright.cost.compute.recomputed_ops import ActivationMode, last_needed, recomputed_ops
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.once import once_per_kind
+from meshwright.rules.kind_cache import cached_per_kind
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def forward_launch_seconds(plan: Plan, device: Device) -> float:
     return device.launch_seconds + added
 
 
-@once_per_kind
+@cached_per_kind
 def weight_products(kind: Kind, number: int) -> tuple[int, ...]:
     """Matmuls of a pass whose result has no tokens: in backward, gradients of weights."""
     return tuple(

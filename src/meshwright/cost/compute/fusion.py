@@ -23,7 +23,7 @@ from meshwright.core.cluster import FLOP_KINDS
 from meshwright.core.graph import Affine, Kind, Op, Source
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.rules.once import once_per_kind
+from meshwright.rules.kind_cache import cached_per_kind
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def is_fused(block: str, plan: Plan, recipe: Recipe) -> bool:
     return plan.compile or recipe.fused_ops
 
 
-@once_per_kind
+@cached_per_kind
 def fused_groups(kind: Kind) -> Fused:
     first_of = _first_of_equals(kind)
     group_of = _groups(kind, first_of)

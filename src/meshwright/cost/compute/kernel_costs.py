@@ -14,7 +14,7 @@ from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
 from meshwright.cost.compute.measured_kernels import measured_kernels, no_rate
 from meshwright.cost.interpolation import interpolated_seconds
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.once import once_per_kind
+from meshwright.rules.kind_cache import cached_per_kind
 
 
 class KernelCosts:
@@ -82,7 +82,7 @@ class KernelCosts:
         return share * num_bytes / (self.kernels.bytes_per_second * known.fused_share) + known.kernel_floor_seconds
 
 
-@once_per_kind
+@cached_per_kind
 def first_alike(kind: Kind) -> tuple[Op, ...]:
     """For every op, the first op of the block that does the same work on tensors of the same shapes."""
     first: dict[tuple[object, ...], Op] = {}

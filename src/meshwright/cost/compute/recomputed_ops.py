@@ -16,7 +16,7 @@ from meshwright.core.graph import Kind, Source
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.rules.once import once_per_kind
+from meshwright.rules.kind_cache import cached_per_kind
 
 ActivationMode = Literal["none", "selective", "selective core", "selective ops", "full", "offloaded"]
 """How a block keeps its activations. offloaded: nothing is recomputed; activations come back from the host for backward."""
@@ -43,7 +43,7 @@ def selective_mode(recipe: Recipe) -> ActivationMode:
     return "selective core" if recipe.selective_core else "selective"
 
 
-@once_per_kind
+@cached_per_kind
 def recomputed_ops(kind: Kind, mode: ActivationMode) -> frozenset[int]:
     """Numbers of the forward ops that backward runs again."""
     forward = [number for number, op in enumerate(kind.ops) if op.phase == "forward"]
@@ -62,13 +62,13 @@ def recomputed_ops(kind: Kind, mode: ActivationMode) -> frozenset[int]:
     return frozenset()
 
 
-@once_per_kind
+@cached_per_kind
 def core_ops(kind: Kind) -> frozenset[int]:
     """Numbers of the forward ops of the attention core."""
     return frozenset(number for number, op in enumerate(kind.ops) if op.phase == "forward" and op.region == "attention")
 
 
-@once_per_kind
+@cached_per_kind
 def dropped_ops(kind: Kind) -> frozenset[int]:
     """Core ops whose results selective recompute drops; none where dropping them would free nothing."""
     found = frozenset(number for number in core_ops(kind) - read_behind(kind) if kind.ops[number].saved_bytes.at(1) > 0)
@@ -78,7 +78,7 @@ def dropped_ops(kind: Kind) -> frozenset[int]:
     )
 
 
-@once_per_kind
+@cached_per_kind
 def kept_for_core(kind: Kind) -> frozenset[int]:
     """Ops outside the core whose results are kept only because recomputed ops read them."""
     return _read_by(kind, dropped_ops(kind))
@@ -90,7 +90,7 @@ def _read_by(kind: Kind, dropped: frozenset[int]) -> frozenset[int]:
     return frozenset(number for number in read - recomputed if not kind.ops[number].saved_bytes.at(1))
 
 
-@once_per_kind
+@cached_per_kind
 def read_behind(kind: Kind) -> frozenset[int]:
     """Ops whose results are read in forward outside the attention core; ops there (the projection) need them in backward too."""
     core = core_ops(kind)
@@ -120,7 +120,7 @@ KEEP_NOTHING = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack"
 """Ops whose backward needs none of their inputs."""
 
 
-@once_per_kind
+@cached_per_kind
 def readers_of(kind: Kind) -> dict[Source, dict[int, int]]:
     """Source → the forward ops that read it, each with how often."""
     found: dict[Source, dict[int, int]] = {}
@@ -132,7 +132,7 @@ def readers_of(kind: Kind) -> dict[Source, dict[int, int]]:
     return found
 
 
-@once_per_kind
+@cached_per_kind
 def last_needed(kind: Kind) -> int:
     """The last forward op that backward needs: an op that reads a kept tensor and needs it in backward, or the op that made it.
 

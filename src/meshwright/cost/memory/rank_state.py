@@ -48,7 +48,7 @@ class RankState:
             and not recipe.master_item_bytes
             and self.items.gathered < self.items.parameter
         )
-        """Whether 16-bit copies of all parameters are kept beside those the optimizer updates."""
+        """Whether 16-bit copies of all parameters are kept in addition to the ones the optimizer updates."""
         self._padded: dict[tuple[str, bool], int] = {}
         """Elements of a group in flat form, where every shard is as long as the longest."""
         self._whole = {name: total_elements(group) for name, group in self.groups.items()}

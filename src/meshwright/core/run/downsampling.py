@@ -1,4 +1,4 @@
-"""Memory over time, thinned: no more points than a picture can show, and none of its peaks lost."""
+"""Memory over time, downsampled: no more points than a picture can show, and none of its peaks lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_POINTS = 500
 """Of memory over time, per step."""
 
 
-def thinned(points: Sequence[MemoryPoint], most: int = MOST_POINTS) -> tuple[MemoryPoint, ...]:
+def downsampled(points: Sequence[MemoryPoint], most: int = MOST_POINTS) -> tuple[MemoryPoint, ...]:
     """All points where they are few; else of each of `most` / 2 equal stretches of time the fullest and the emptiest.
 
     The first and the last point stay, so that the curve has its beginning and its end.

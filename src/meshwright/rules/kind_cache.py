@@ -1,4 +1,4 @@
-"""What follows from a kind of block alone, found once: a search asks for it under every way to divide the block."""
+"""A cache for values that depend on a kind of block alone: a search asks for them under every sharding of the block."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def once_per_kind(function: Callable[Concatenate[Kind, P], T]) -> Callable[Concatenate[Kind, P], T]:
-    """Keep the answer beside the kind, for as long as that lives; a kind is no key, since its hash walks all of its ops.
+def cached_per_kind(function: Callable[Concatenate[Kind, P], T]) -> Callable[Concatenate[Kind, P], T]:
+    """Keep the function's results in the kind itself, as long as the kind lives. A kind is no dictionary key, since its hash visits
+    all of its ops.
 
-    Further arguments are few and plain, and given by place.
+    Further arguments must be few, hashable and positional.
     """
 
     @wraps(function)
