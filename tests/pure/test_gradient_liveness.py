@@ -1,4 +1,4 @@
-"""Gradients are made one by one: the share that is there when an op of backward begins."""
+"""Backward makes gradients one by one: the share of them that is made when each op begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of one kernel: the analytic model of a named device, and the points of a probed one."""
+"""Seconds of one kernel: the analytic model of a named device, and the measurements of a probed one."""
 
 from __future__ import annotations
 

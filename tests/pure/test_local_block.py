@@ -1,4 +1,4 @@
-"""What one rank does and holds of a block: shares under tp, sequence parallel and cp add up to the whole."""
+"""Local blocks: the shares that ranks compute and hold under tp, sequence parallel and cp add up to the whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication beside compute: hand-played lanes, and what must hold for all."""
+"""Overlap of communication with compute: lanes played by hand, and properties of all lanes."""
 
 from __future__ import annotations
 

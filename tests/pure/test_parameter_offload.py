@@ -1,4 +1,4 @@
-"""The cost of streamed parameters: memory that does not grow with depth, traffic that compute hides or does not."""
+"""The cost of parameter offload: device memory does not grow with depth; compute hides the traffic or does not."""
 
 from __future__ import annotations
 

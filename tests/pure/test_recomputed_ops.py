@@ -1,4 +1,4 @@
-"""What a recompute does again: everything, the attention core, or all but attention and every second matmul."""
+"""The ops that a recompute runs again: all, the attention core, or all but attention and every second matmul."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_selective_does_again_what_rebuilds_the_attention_core() -> None:
 
 
 def test_selective_ops_keep_attention_and_every_second_matmul() -> None:
-    """Query, value and the MLP's first of six are kept; key, the projection and the MLP's second are redone."""
+    """Query, value and the MLP's first of six are kept; key, the projection and the MLP's second are recomputed."""
     assert names("selective ops").count("addmm") == 3
     assert "_scaled_dot_product_flash_attention" not in names("selective ops")
     assert names("selective ops").count("native_layer_norm") == 2
@@ -77,17 +77,17 @@ def test_the_recipe_says_what_selective_means() -> None:
 @pytest.mark.parametrize("graph", [EAGER, FUSED])
 def test_selective_ops_lie_between_none_and_full(graph: Graph) -> None:
     """In what is kept, and in the work that is done again."""
-    kept, redone = [], []
+    kept, recomputed = [], []
     modes: tuple[ActivationMode, ...] = ("none", "selective ops", "full")
     for mode in modes:
         plan = plan_for(graph, recompute=mode.split()[0], microbatch=4)
         local_block = make_local_blocks(graph, plan)["blocks.0"]
         kept.append(Footprints(plan, OPS).of(local_block, "blocks.0", 0).kept)
         cost = ComputeCost(graph, plan, named_machine(), OPS)
-        redone.append(cost.recompute_work(local_block, "blocks.0", mode).kernel)
+        recomputed.append(cost.recompute_work(local_block, "blocks.0", mode).kernel)
     assert kept == sorted(kept, reverse=True)
-    assert redone == sorted(redone)
-    assert len(set(kept)) == len(set(redone)) == 3
+    assert recomputed == sorted(recomputed)
+    assert len(set(kept)) == len(set(recomputed)) == 3
 
 
 def test_selective_ops_keep_what_they_do_not_redo() -> None:

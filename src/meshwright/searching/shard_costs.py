@@ -1,6 +1,6 @@
 """Seconds and bytes behind the integer program of searching/shard_program.py, each asked of the cost room.
 
-kernel      an op whole, split, or split with a whole result (a sum over the parts): a Division in which all of the
+kernel      an op whole, split, or split with a whole result (a sum over the parts): a LocalBlock in which all of the
             kind's ops are so                                                                    -> op_seconds
 calls       a collective that one op asks for: the op alone in a kind, with and without it       -> summed_seconds …
 state       what a rank pays for each element of a parameter, spread over the microbatches of a step: its update, under
