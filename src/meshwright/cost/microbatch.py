@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Phase
-from meshwright.core.plan import SPLIT_SCHEDULES, Plan
+from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.compute.block_compute import ComputeCost
 from meshwright.cost.compute.kernel_costs import KernelCosts
@@ -51,7 +51,7 @@ def microbatch_key(plan: Plan) -> tuple[object, ...]:
 def work_key(plan: Plan) -> tuple[object, ...]:
     """The same without ep, which changes the collectives inside the blocks and nothing else."""
     mesh = plan.mesh
-    in_halves = mesh.pp > 1 and plan.schedule in SPLIT_SCHEDULES  # split backward adds Python work to every op
+    in_halves = plan.splits_backward  # adds Python work to every op
     return (
         mesh.tp,
         mesh.cp,

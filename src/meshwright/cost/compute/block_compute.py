@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from meshwright.core.cluster import Cluster, Device
 from meshwright.core.graph import Graph, Kind, Pass
-from meshwright.core.plan import SPLIT_SCHEDULES, Plan
+from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.compute.fusion import is_fused
 from meshwright.cost.compute.kernel_costs import KernelCosts
@@ -112,7 +112,7 @@ def forward_launch_seconds(plan: Plan, device: Device) -> float:
     """Seconds to launch one op, with the Python work that the plan's split tensors or split backward add to it."""
     ways = (
         (plan.mesh.tp > 1 or plan.mesh.cp > 1, device.split_launch_seconds),
-        (plan.mesh.pp > 1 and plan.schedule in SPLIT_SCHEDULES, device.halves_launch_seconds),
+        (plan.splits_backward, device.halves_launch_seconds),
     )
     added = sum(seconds - device.launch_seconds for applies, seconds in ways if applies and seconds is not None)
     return device.launch_seconds + added
