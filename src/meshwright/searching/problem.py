@@ -15,6 +15,7 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Offload, Plan, Stage
+from meshwright.core.progress import SearchProgress
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import estimate
@@ -44,6 +45,8 @@ class Problem:
     """Whether the fastest is taken even where a simpler plan is as fast within the estimate's error."""
     offload_asked: bool | None = None
     """Of a part of a search, which fixes more than was asked for: whether a person fixed what is offloaded."""
+    watch: Callable[[SearchProgress], None] | None = field(default=None, compare=False, repr=False)
+    """Told how far the search has come."""
     nothing_fits: tuple[OffloadKind, ...] = ()
     """What may leave the device though no offload is proposed on it, since nothing fits otherwise."""
 
