@@ -18,8 +18,8 @@ from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
-from meshwright.cost.division import divide
 from meshwright.cost.estimate import Estimator, estimate
+from meshwright.cost.local_block import make_local_blocks
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.measure.record import StepRecorder
 from meshwright.planner.shardings import try_sharding
@@ -126,7 +126,9 @@ def test_it_costs_no_more_than_the_plain_sharding(model: str) -> None:
 
 def test_convolutions_stay_whole_before_a_split_head_over_a_slow_link() -> None:
     assert split_blocks(found("resnet", SLOW)) == {"head"}
-    whole = divide(graph_of(name_of("resnet"), "fp64"), plan_with("resnet", found("resnet", SLOW)))["stages.0.0"]
+    whole = make_local_blocks(graph_of(name_of("resnet"), "fp64"), plan_with("resnet", found("resnet", SLOW)))[
+        "stages.0.0"
+    ]
     assert set(whole.labels.results) == {"whole"}
 
 

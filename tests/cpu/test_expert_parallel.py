@@ -23,8 +23,8 @@ from meshwright.core.collective import Collective, total
 from meshwright.core.estimate import Estimate
 from meshwright.core.recipe import Recipe
 from meshwright.core.run.trace import Trace
+from meshwright.cost.communication.links import Group, ring_seconds
 from meshwright.cost.estimate import estimate
-from meshwright.cost.links import Group, ring_seconds
 from meshwright.measure.links import link_of
 from meshwright.measure.parity import ParityResult, Tamper, compare
 from meshwright.measure.record import StepRecorder

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.core.estimate import MemoryParts, TimeParts
-from meshwright.core.run.curve import thinned
+from meshwright.core.run.downsampling import downsampled
 from meshwright.core.run.trace import MemoryPoint
 from meshwright.measure.allocations import Allocation, over_time, pair, peak
 from meshwright.measure.categories import Categories
@@ -256,7 +256,7 @@ def test_few_points_keep_the_peak(sizes: list[tuple[int, float, float]], most: i
         for number, (num_bytes, one, other) in enumerate(sizes)
     ]
     points = over_time(MemoryParts(parameters=7), found, end=10.0)
-    kept = thinned(points, most)
+    kept = downsampled(points, most)
     assert len(kept) <= most
     assert peak(kept).memory_bytes == peak(points).memory_bytes
     assert (kept[0], kept[-1]) == (points[0], points[-1])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.cluster import FLOP_KINDS
 from meshwright.core.graph import Kind
-from meshwright.cost.block_ops import last_needed
+from meshwright.cost.compute.recomputed_ops import last_needed
 from meshwright.models.objective import call
 from meshwright.runtime.recompute import mark_recompute
 from meshwright.runtime.watch import Watch

@@ -14,7 +14,7 @@ from test_parity import check, compare_on_rank
 from torch import Tensor, nn
 
 from meshwright.core.errors import ModelError
-from meshwright.cost.redone import redone_ops
+from meshwright.cost.compute.recomputed_ops import recomputed_ops
 from meshwright.models.gpt import GPT, GPTOptions
 from meshwright.runtime import selective as selective_module
 from meshwright.runtime.lesson import Lesson
@@ -75,7 +75,7 @@ def test_what_is_redone_is_what_the_graph_says(model: str) -> None:
     kind = graph.kind_by_block[name]
     (lesson,) = lessons_of(module, name, lambda: gradients_of(module, model))
     found = [str(lesson.ops[number].overloadpacket).rpartition(".")[2] for number in sorted(lesson.redone)]
-    expected = [kind.ops[number].name for number in sorted(redone_ops(kind, "selective"))]
+    expected = [kind.ops[number].name for number in sorted(recomputed_ops(kind, "selective"))]
     assert [one for one in found if one != "empty_like"] == expected
 
 

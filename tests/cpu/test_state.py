@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.core.graph import Precision
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.state import held_elements, items_of, local_parameters
+from meshwright.cost.memory.local_parameters import held_elements, items_of, local_parameters
 from meshwright.runtime.apply import apply
 from meshwright.runtime.clip import local
 from meshwright.runtime.optimizer import state_tensors

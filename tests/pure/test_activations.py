@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.graph import Affine, Block, Graph, Kind, MemoryEvent, Op, Pass, Region, Segment, Source
-from meshwright.cost.activations import activations_by_block, redone_bytes, total_activations
+from meshwright.cost.memory.activations import activations_by_block, selective_freed_bytes, total_activations
 
 
 def op(name: str, *inputs: Source, saved: int, region: Region = "", written: int = 10) -> Op:
@@ -40,18 +40,18 @@ def graph(kind: Kind) -> Graph:
 
 def test_what_the_core_alone_needs_is_redone() -> None:
     """Scores and weights go; the core's result is read by the projection after it and stays."""
-    assert redone_bytes(block(query_saved=10), 1) == 200
-    assert redone_bytes(block(query_saved=10), 3) == 600
+    assert selective_freed_bytes(block(query_saved=10), 1) == 200
+    assert selective_freed_bytes(block(query_saved=10), 3) == 600
 
 
 def test_what_the_core_reads_must_then_be_kept() -> None:
-    assert redone_bytes(block(query_saved=0), 1) == 200 - 10
+    assert selective_freed_bytes(block(query_saved=0), 1) == 200 - 10
 
 
 def test_a_core_that_saves_nothing_of_its_own_frees_nothing() -> None:
     fused = Kind(name="Block", ops=(op("query", "@input", saved=10), op("mix", 0, saved=9, region="attention"),
                                     op("out", 1, saved=0)))  # fmt: skip
-    assert redone_bytes(fused, 4) == 0
+    assert selective_freed_bytes(fused, 4) == 0
 
 
 def test_by_block_and_in_all() -> None:

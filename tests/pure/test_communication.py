@@ -11,10 +11,10 @@ from transformer import Sizes, transformer_graph
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Mesh
 from meshwright.core.recipe import Recipe
-from meshwright.cost.block_calls import block_calls
-from meshwright.cost.communication import transfer_calls
-from meshwright.cost.division import divide
+from meshwright.cost.communication.block_calls import block_calls
+from meshwright.cost.communication.stage_transfers import transfer_calls
 from meshwright.cost.estimate import estimate
+from meshwright.cost.local_block import make_local_blocks
 from meshwright.cost.passes import passes_by_stage
 
 # Inside the blocks
@@ -23,9 +23,11 @@ from meshwright.cost.passes import passes_by_stage
 def inner(graph: Graph, block: str = "blocks.0", **request: Any) -> dict[str, list[tuple[str, int]]]:
     """Phase → kind and bytes of each call of one block and microbatch."""
     plan = plan_for(graph, **request)
-    division = divide(graph, plan)[block]
+    local_block = make_local_blocks(graph, plan)[block]
     return {
-        phase: [(call.kind, call.num_bytes) for call in block_calls(division, plan, phase) for _ in range(call.count)]
+        phase: [
+            (call.kind, call.num_bytes) for call in block_calls(local_block, plan, phase) for _ in range(call.count)
+        ]
         for phase in ("forward", "backward")
     }
 
@@ -51,9 +53,9 @@ def test_sequence_parallel_gathers_and_scatters_instead(tp: int) -> None:
     found = inner(graph, tp=tp, sequence_parallel=True)
     gather, scatter = ("all_gather", STREAM // tp), ("reduce_scatter", STREAM)
     assert found == {"forward": [gather] * 2 + [scatter] * 2, "backward": [gather] * 4 + [scatter] * 2}
-    division = divide(graph, plan_for(graph, tp=tp, sequence_parallel=True))["blocks.0"]
-    assert division.kind.ops[0].name == "native_layer_norm"
-    assert division.result_share(0) == 1 / tp, "memory counts a shard of what the columns read"
+    local_block = make_local_blocks(graph, plan_for(graph, tp=tp, sequence_parallel=True))["blocks.0"]
+    assert local_block.kind.ops[0].name == "native_layer_norm"
+    assert local_block.result_share(0) == 1 / tp, "memory counts a shard of what the columns read"
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 2, "cp": 2}])
@@ -152,7 +154,9 @@ def test_mesh_degrees_of_one_make_no_calls() -> None:
     graph = transformer_graph()
     plan = plan_for(graph)
     assert plan.mesh == Mesh()
-    assert [block_calls(division, plan, "forward") for division in divide(graph, plan).values()] == [()] * 7
+    assert [block_calls(local_block, plan, "forward") for local_block in make_local_blocks(graph, plan).values()] == [
+        ()
+    ] * 7
 
 
 # Between the stages
@@ -161,11 +165,11 @@ def test_mesh_degrees_of_one_make_no_calls() -> None:
 def sends(graph: Graph, recipe: Recipe | None = None, **request: Any) -> list[list[tuple[str, str, str, int, int]]]:
     """By coordinate: kind, axis, phase, count and bytes."""
     plan = plan_for(graph, microbatch=1, global_batch=4, **request)
-    passes, divisions = passes_by_stage(graph, plan), divide(graph, plan)
+    passes, local_blocks = passes_by_stage(graph, plan), make_local_blocks(graph, plan)
     return [
         [
             (call.kind, call.axis, call.phase, call.count, call.num_bytes)
-            for call in transfer_calls(plan, passes, divisions, recipe or Recipe(), coordinate)
+            for call in transfer_calls(plan, passes, local_blocks, recipe or Recipe(), coordinate)
         ]
         for coordinate in range(plan.mesh.pp)
     ]
@@ -205,9 +209,9 @@ def test_tp_ranks_may_send_a_share_that_is_put_together_again() -> None:
 def test_what_lies_outside_the_blocks_communicates_on_the_stage_that_runs_it() -> None:
     """Block '' adds up tokens and positions on the first stage; its loss is on the last."""
     plan = plan_for(LONG, pp=2, tp=2, global_batch=4)
-    division = divide(LONG, plan)[""]
+    local_block = make_local_blocks(LONG, plan)[""]
     counts = [
-        sum(call.count for call in block_calls(division, plan, "forward", stage.numbers[""]))
+        sum(call.count for call in block_calls(local_block, plan, "forward", stage.numbers[""]))
         for stage in passes_by_stage(LONG, plan)
     ]
     assert counts == [0, 3]

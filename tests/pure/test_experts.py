@@ -12,13 +12,13 @@ from writer import Writer, shape_of
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Affine, Block, Graph, Kind, Parameter, Segment
 from meshwright.core.recipe import Recipe
-from meshwright.cost.block_calls import block_calls
-from meshwright.cost.division import divide
+from meshwright.cost.communication.block_calls import block_calls
+from meshwright.cost.communication.links import Group
+from meshwright.cost.communication.step_calls import step_calls
 from meshwright.cost.estimate import Estimator, estimate
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.links import Group
-from meshwright.cost.state import local_parameters
-from meshwright.cost.step_calls import step_calls
+from meshwright.cost.local_block import make_local_blocks
+from meshwright.cost.memory.local_parameters import local_parameters
+from meshwright.cost.memory.rank_state import RankState
 
 EXPERTS, TOKENS, HIDDEN, WIDE = 32, 64, 32, 64
 DISPATCHED = TOKENS * HIDDEN * 4
@@ -86,12 +86,12 @@ def test_a_rank_keeps_its_share_of_the_experts() -> None:
 def test_zero_shards_experts_over_the_ranks_that_hold_the_same_ones(ep: int, sharing: int, zero: int) -> None:
     """dp = 8: whatever ep, each rank ends up with an eighth of all experts' state."""
     plan = plan_for(GRAPH, dp=8, ep=ep, zero=zero, global_batch=8)
-    holdings = Holdings(GRAPH, plan, Recipe(optimizer_scalar_bytes=0), 0)
-    assert holdings.trainable == 2 * (DENSE // 8 + SPARSE // ep // sharing)
-    assert holdings.base.optimizer_state == 8 * holdings.trainable
-    assert holdings.during_update(DEVICE).gradients == 4 * holdings.trainable
+    rank_state = RankState(GRAPH, plan, Recipe(optimizer_scalar_bytes=0), 0)
+    assert rank_state.trainable == 2 * (DENSE // 8 + SPARSE // ep // sharing)
+    assert rank_state.base.optimizer_state == 8 * rank_state.trainable
+    assert rank_state.during_update(DEVICE).gradients == 4 * rank_state.trainable
     updated = Estimator(GRAPH, plan, machine(8), Recipe()).update_seconds(0)
-    assert updated == pytest.approx(28 * holdings.trainable / 1e9)
+    assert updated == pytest.approx(28 * rank_state.trainable / 1e9)
 
 
 def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_the_same_ones() -> None:
@@ -108,9 +108,9 @@ def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_the_same_ones
 @pytest.mark.parametrize("microbatch", [1, 3])
 def test_tokens_travel_to_their_experts_and_back(microbatch: int) -> None:
     plan = plan_for(GRAPH, dp=4, ep=4, microbatch=microbatch)
-    division = divide(GRAPH, plan)["blocks.0"]
-    *told, there = block_calls(division, plan, "forward")
-    (back,) = block_calls(division, plan, "backward")
+    local_block = make_local_blocks(GRAPH, plan)["blocks.0"]
+    *told, there = block_calls(local_block, plan, "forward")
+    (back,) = block_calls(local_block, plan, "backward")
     for call in (there, back):
         assert (call.kind, call.axis, call.count, call.num_bytes) == ("all_to_all", "ep", 2, microbatch * DISPATCHED)
         assert call.group == Group(4, 1)
@@ -119,12 +119,12 @@ def test_tokens_travel_to_their_experts_and_back(microbatch: int) -> None:
 
 def test_experts_that_do_not_divide_are_refused() -> None:
     with pytest.raises(PlanError, match="32 experts do not divide over ep=6: with dp=12 use 1, 2, 4"):
-        divide(GRAPH, plan_for(GRAPH, dp=12, ep=6, global_batch=12))
+        make_local_blocks(GRAPH, plan_for(GRAPH, dp=12, ep=6, global_batch=12))
 
 
 def test_experts_on_every_rank_send_nothing() -> None:
     plan = plan_for(GRAPH, dp=4, global_batch=4)
-    assert block_calls(divide(GRAPH, plan)["blocks.0"], plan, "forward") == ()
+    assert block_calls(make_local_blocks(GRAPH, plan)["blocks.0"], plan, "forward") == ()
 
 
 def gathered_once(**request: Any) -> float:

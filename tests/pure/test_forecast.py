@@ -12,7 +12,7 @@ from strategies import quick
 
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.plan import ScheduleKind
-from meshwright.core.run.curve import thinned
+from meshwright.core.run.downsampling import downsampled
 from meshwright.core.run.trace import MemoryPoint
 from meshwright.cost.estimate import estimate
 from meshwright.cost.forecast import MOST_ACTIONS, forecast
@@ -88,7 +88,7 @@ def test_a_thinned_curve_keeps_its_ends_and_its_peak(sizes: list[int], most: int
         MemoryPoint(at_seconds=float(number), memory_bytes=MemoryParts(temporaries=size))
         for number, size in enumerate(sizes)
     ]
-    kept = thinned(points, most)
+    kept = downsampled(points, most)
     assert len(kept) <= max(most, 4)
     assert (kept[0], kept[-1]) == (points[0], points[-1])
     for extreme in (max, min):

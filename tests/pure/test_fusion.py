@@ -13,8 +13,8 @@ from transformer import Sizes, transformer_graph
 from writer import Writer, shape_of
 
 from meshwright.core.graph import Affine, Kind
+from meshwright.cost.compute.fusion import fused_groups
 from meshwright.cost.estimate import estimate
-from meshwright.cost.fusion import fused_groups
 
 WIDE = shape_of("n", 100)
 SIZE = 400.0

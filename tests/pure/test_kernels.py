@@ -1,4 +1,4 @@
-"""Seconds of one kernel: the analytic model of a named device, and the points of a probed one."""
+"""Seconds of one kernel: the analytic model of a named device, and the measurements of a probed one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from meshwright.core.constants import Constants
 from meshwright.core.errors import InputError
 from meshwright.core.graph import Affine, Op
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute import ComputeCost, KernelCosts, Work, clip_seconds, update_seconds
-from meshwright.cost.division import Division, divide
-from meshwright.cost.kernels import Kernels, MatmulSize
-from meshwright.cost.points import kernel_seconds, rate_points
+from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
+from meshwright.cost.compute.block_compute import ComputeCost, Work
+from meshwright.cost.compute.kernel_costs import KernelCosts
+from meshwright.cost.compute.measured_kernels import measured_kernels
+from meshwright.cost.compute.optimizer_update import clip_seconds, update_seconds
+from meshwright.cost.interpolation import interpolated_seconds
+from meshwright.cost.local_block import LocalBlock, make_local_blocks
 
 
 def kernels(**constants: Any) -> Kernels:
@@ -142,13 +145,15 @@ def test_attention_slows_for_short_sequences_and_narrow_heads() -> None:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_causal_attention_does_half(phase: str) -> None:
     graph = transformer_graph()
-    division = divide(graph, flat_plan(graph))["blocks.0"]
+    local_block = make_local_blocks(graph, flat_plan(graph))["blocks.0"]
     costs = KernelCosts(graph, named_machine(kernel_floor_seconds=0).device)
-    (number,) = [n for n, op in enumerate(division.kind.ops) if op.kind == "attention" and op.phase == phase]
-    ops = list(division.kind.ops)
+    (number,) = [n for n, op in enumerate(local_block.kind.ops) if op.kind == "attention" and op.phase == phase]
+    ops = list(local_block.kind.ops)
     ops[number] = msgspec.structs.replace(ops[number], causal=False)
-    other = Division(msgspec.structs.replace(division.kind, ops=tuple(ops)), division.labels, division.degrees)
-    assert costs.op_seconds(other, number, 4) == pytest.approx(2 * costs.op_seconds(division, number, 4))
+    other = LocalBlock(
+        msgspec.structs.replace(local_block.kind, ops=tuple(ops)), local_block.labels, local_block.degrees
+    )
+    assert costs.op_seconds(other, number, 4) == pytest.approx(2 * costs.op_seconds(local_block, number, 4))
 
 
 def op(name: str, kind: Any, phase: Any = "forward", read: float = 100.0, written: float = 100.0) -> Op:
@@ -185,7 +190,7 @@ def pass_seconds(
     graph, cluster = chain_graph(1), machine(1, kind=kind, launch_seconds=launch, **device)
     plan = flat_plan(graph)
     cost = ComputeCost(graph, plan, cluster, recipe or Recipe())
-    work = cost.pass_work(divide(graph, plan)["blocks.0"], "blocks.0", int(phase == "backward"))
+    work = cost.pass_work(make_local_blocks(graph, plan)["blocks.0"], "blocks.0", int(phase == "backward"))
     return work.seconds(cluster.device)
 
 
@@ -216,36 +221,36 @@ def test_work_adds_up_before_it_queues() -> None:
 @quick
 @given(st.dictionaries(st.floats(1, 1e6), st.floats(1e-6, 1), min_size=2, max_size=4), st.floats(1e-3, 1e9))
 def test_measured_points_are_met_and_the_ends_go_on(measured: dict[float, float], work: float) -> None:
-    points = sorted(measured.items())
-    for size, seconds in points:
-        assert kernel_seconds(size, points) == pytest.approx(seconds)
-    (first, at_first), (last, at_last) = points[0], points[-1]
+    measurements = sorted(measured.items())
+    for size, seconds in measurements:
+        assert interpolated_seconds(size, measurements) == pytest.approx(seconds)
+    (first, at_first), (last, at_last) = measurements[0], measurements[-1]
     if work >= last:
-        assert kernel_seconds(work, points) == pytest.approx(at_last * work / last)
+        assert interpolated_seconds(work, measurements) == pytest.approx(at_last * work / last)
     elif work <= first:
-        assert kernel_seconds(work, points) == pytest.approx(at_first)
-        assert kernel_seconds(work, points, has_least=False) == pytest.approx(at_first * work / first)
+        assert interpolated_seconds(work, measurements) == pytest.approx(at_first)
+        assert interpolated_seconds(work, measurements, has_least=False) == pytest.approx(at_first * work / first)
     else:
-        assert min(measured.values()) <= kernel_seconds(work, points) * (1 + 1e-9)
-        assert kernel_seconds(work, points) <= max(measured.values()) * (1 + 1e-9)
-    assert kernel_seconds(0, points) == 0
+        assert min(measured.values()) <= interpolated_seconds(work, measurements) * (1 + 1e-9)
+        assert interpolated_seconds(work, measurements) <= max(measured.values()) * (1 + 1e-9)
+    assert interpolated_seconds(0, measurements) == 0
 
 
 @quick
 @given(st.floats(1, 1e6), st.floats(1e-6, 1), st.floats(1e-3, 1e9))
 def test_a_single_point_is_a_rate(size: float, seconds: float, work: float) -> None:
-    assert kernel_seconds(work, [(size, seconds)]) == pytest.approx(seconds * work / size)
+    assert interpolated_seconds(work, [(size, seconds)]) == pytest.approx(seconds * work / size)
 
 
 def test_fp64_takes_twice_the_time_where_it_was_not_measured() -> None:
     cpu = msgspec.structs.replace(DEVICE, kind="cpu")
-    half, full = rate_points(cpu, "fp64"), rate_points(cpu, "fp32")
+    half, full = measured_kernels(cpu, "fp64"), measured_kernels(cpu, "fp32")
     assert half["matmul"] == [(1.0, 2 * full["matmul"][0][1])]
 
 
 def test_a_gpu_without_an_fp64_rate_is_not_guessed() -> None:
     with pytest.raises(InputError, match="no fp64 rate"):
-        rate_points(DEVICE, "fp64")
+        measured_kernels(DEVICE, "fp64")
 
 
 def test_a_kind_of_op_that_was_not_measured_is_refused() -> None:

@@ -13,8 +13,15 @@ from meshwright.core.cluster import Cluster, CollectiveTime
 from meshwright.core.collective import CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Mesh
+from meshwright.cost.communication.links import (
+    Group,
+    axis_group,
+    collective_seconds,
+    ring_link,
+    ring_seconds,
+    send_seconds,
+)
 from meshwright.cost.estimate import estimate
-from meshwright.cost.links import Group, axis_group, collective_seconds, ring_link, ring_seconds, send_seconds
 
 HOP = 1e-6
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")

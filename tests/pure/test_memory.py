@@ -31,13 +31,13 @@ from meshwright.core.estimate import MemoryParts
 from meshwright.core.graph import Affine, Graph, MemoryEvent, Parameter, Pass, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.division import divide
 from meshwright.cost.estimate import estimate
-from meshwright.cost.footprint import Footprints
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.memory import MemoryCost, Moment
+from meshwright.cost.local_block import make_local_blocks
+from meshwright.cost.memory.footprint import Footprints
+from meshwright.cost.memory.local_parameters import local_parameters, shard_elements
+from meshwright.cost.memory.peak_memory import MemoryCost, Moment
+from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.passes import passes_by_stage
-from meshwright.cost.state import local_parameters, shard_elements
 from meshwright.rules.schedules import make_order
 
 ADAM = Recipe(optimizer_slots=2, optimizer_scalar_bytes=0)
@@ -55,8 +55,8 @@ def walk(graph: Graph, plan: Plan, recipe: Recipe = ADAM, device: Device = DEVIC
 
 
 def memory_cost(graph: Graph, plan: Plan, recipe: Recipe = ADAM) -> MemoryCost:
-    holdings = partial(Holdings, graph, plan, recipe)
-    return MemoryCost(plan, recipe, divide(graph, plan), passes_by_stage(graph, plan), holdings)
+    rank_state = partial(RankState, graph, plan, recipe)
+    return MemoryCost(plan, recipe, make_local_blocks(graph, plan), passes_by_stage(graph, plan), rank_state)
 
 
 def parts_of(*args: Any, **kwargs: Any) -> list[MemoryParts]:
@@ -276,7 +276,7 @@ def test_the_update_is_a_moment_too(kind: str, room: int) -> None:
 def kept_by_a_block(sizes: Sizes, microbatch: int = 1, recipe: Recipe = ADAM, **request: Any) -> float:
     graph = transformer_graph(sizes)
     plan = plan_for(graph, microbatch=microbatch, **request)
-    return Footprints(plan, recipe).of(divide(graph, plan)["blocks.0"], "blocks.0", 0).kept
+    return Footprints(plan, recipe).of(make_local_blocks(graph, plan)["blocks.0"], "blocks.0", 0).kept
 
 
 LARGE = Sizes(hidden=512, heads=8, seq=256, attention="eager", dropout=True)
@@ -383,12 +383,12 @@ def test_a_stage_gives_back_all_but_what_it_sends(layout: dict[str, Any], recomp
     """After the last pass of a microbatch: the activation it sent, held until its backward is done, and the gradient."""
     graph = transformer_graph(layers=3)
     plan = plan_for(graph, pp=3, recompute=recompute, **layout)
-    cost, divisions = memory_cost(graph, plan), divide(graph, plan)
+    cost, local_blocks = memory_cost(graph, plan), make_local_blocks(graph, plan)
     stream = 2 * 32 * 64 // (2 if "sequence_parallel" in layout else 1)
     for where, passes in enumerate(passes_by_stage(graph, plan)):
         *_, last, _update = walk(graph, plan, coordinate=where)
         segment = passes.backward[-1]
-        footprint = cost.footprints.of(divisions[segment.block], segment.block, segment.number)
+        footprint = cost.footprints.of(local_blocks[segment.block], segment.block, segment.number)
         left = last.memory.activations - footprint.rebuilt + footprint.kept
         assert left == pytest.approx(stream * ((where < 2) + (where > 0))), where
 

@@ -18,8 +18,8 @@ from meshwright.core.estimate import MemoryParts, TimeParts
 from meshwright.core.infeasible import Infeasible, WayOut
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, Stage
 from meshwright.core.result import RunnerUp, SearchResult
+from meshwright.cost.communication.links import Group
 from meshwright.cost.estimate import estimate
-from meshwright.cost.links import Group
 from meshwright.report.differences import (
     changes_table,
     difference_words,

@@ -14,7 +14,7 @@ from meshwright.core.errors import PlanError
 from meshwright.core.pipeline.kinds import KINDS
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
-from meshwright.cost.links import Group, collective_seconds
+from meshwright.cost.communication.links import Group, collective_seconds
 from meshwright.searching.comparisons import FEWEST
 from meshwright.searching.drafts import Drafts
 from meshwright.searching.problem import Problem

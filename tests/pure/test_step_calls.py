@@ -17,11 +17,11 @@ from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM
 from meshwright.core.graph import Graph, Kind, Parameter
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.communication import Call
+from meshwright.cost.communication.collective_call import Call
+from meshwright.cost.communication.links import Group
+from meshwright.cost.communication.step_calls import bucket_bytes, step_calls
 from meshwright.cost.estimate import estimate
-from meshwright.cost.links import Group
-from meshwright.cost.state import groups_of, local_parameters, total_elements
-from meshwright.cost.step_calls import bucket_bytes, step_calls
+from meshwright.cost.memory.local_parameters import groups_of, local_parameters, total_elements
 from meshwright.rules.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 PSI = 4 * 64 * 8

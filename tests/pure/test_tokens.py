@@ -13,7 +13,7 @@ from meshwright.core.flow import OBJECTIVE, Flow, FlowEvent, FlowTensor
 from meshwright.core.graph import Block, Graph, Kind, Op, Segment, Shape
 from meshwright.core.plan import Mesh, Plan, Stage
 from meshwright.cost.degrees import Degrees, check_degrees
-from meshwright.cost.division import divide
+from meshwright.cost.local_block import make_local_blocks
 from meshwright.rules.tokens import handed_on, looked_up_tokens, token_names, tokens_in_blocks
 
 TOKENS, WIDTH, HEADS, DEPTH = 16, 32, 4, 4
@@ -132,10 +132,10 @@ def test_a_block_that_is_called_twice_is_refused() -> None:
 def test_only_blocks_of_runs_have_parts() -> None:
     """The last of a run hands on whole tensors, all others parts."""
     found = graph(block_kind(), chain())
-    divisions = divide(found, plan())
-    assert [divisions[name].degrees.cp for name in ("patches", "layers.0", "layers.3", "")] == [1, 2, 2, 1]
-    assert [divisions[name].handed_share for name in ("patches", "layers.0", "layers.3")] == [1, 0.5, 1]
-    assert divisions["layers.3"].gathered == handed_on(found.kinds[0]) != ()
+    local_blocks = make_local_blocks(found, plan())
+    assert [local_blocks[name].degrees.cp for name in ("patches", "layers.0", "layers.3", "")] == [1, 2, 2, 1]
+    assert [local_blocks[name].output_share for name in ("patches", "layers.0", "layers.3")] == [1, 0.5, 1]
+    assert local_blocks["layers.3"].gathered == handed_on(found.kinds[0]) != ()
 
 
 def test_tokens_that_do_not_divide_are_counted_as_the_first_ranks_have_them() -> None:

@@ -48,7 +48,7 @@ def capture(
 
 
 def _facts(graph: Graph, samples: int) -> dict[str, Any]:
-    from meshwright.cost.activations import activations_by_block, total_activations
+    from meshwright.cost.memory.activations import activations_by_block, total_activations
 
     parameters = graph.num_parameters_by_block
     kinds, kept = graph.kind_by_block, activations_by_block(graph, samples)

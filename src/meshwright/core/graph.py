@@ -133,7 +133,7 @@ class Pass(Value, kw_only=True):
 
 
 class Kind(Value, kw_only=True, dict=True):
-    """Blocks that do the same work share a kind. What follows from it alone is kept beside it (rules/once.py)."""
+    """Blocks that do the same work share a kind. What follows from it alone is kept beside it (rules/kind_cache.py)."""
 
     name: str
     ops: tuple[Op, ...]

@@ -27,19 +27,19 @@ class Degrees:
     sequence_parallel: bool = False
     context: ContextWay = "heads"
     tokens: int = 0
-    """Of a sample, where they lie over cp."""
+    """Tokens of a sample, where they lie over cp."""
     rank: int = 0
     """Along cp: where tokens do not divide, the first ranks have the most."""
 
     @property
     def token_share(self) -> float:
-        """Of the tokens, what the rank has."""
+        """The share of the tokens that the rank has."""
         each, rest = divmod(self.tokens, self.cp)
         return (each + (self.rank < rest)) / self.tokens if rest else 1 / self.cp
 
     @property
     def sent_share(self) -> float:
-        """Of the tokens, what a rank sends along cp: as many as the first has, so that all send alike."""
+        """The share of the tokens that a rank sends along cp: that of the first rank, so that all ranks send equal sizes."""
         return ceil(self.tokens / self.cp) / self.tokens if self.tokens % self.cp else 1 / self.cp
 
 

@@ -2,10 +2,10 @@
 
     each stage's microbatch is costed (cost/stages.py), the schedule is played (cost/play.py), and the step is
 
-    step = played schedule + update + what is communicated once a step and hides behind nothing + overhead
+    step = played schedule + update + exposed collectives that run once a step + overhead
 
-Memory is walked for every pp coordinate (cost/memory.py); the worst one counts. A plan fits where what the allocator
-reserves for the peak, and what the driver holds beside it, stay within the device's memory.
+Peak memory is found for every pp coordinate (cost/memory/peak_memory.py); the worst one counts. A plan fits where the bytes the
+allocator reserves for the peak, and the bytes driver and communicators hold, are within the device's memory together.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from meshwright.core.pipeline.schedule import Order
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.units import format_bytes
-from meshwright.cost.away import away_bytes, exposed_away_seconds
-from meshwright.cost.beside import beside
-from meshwright.cost.block_calls import block_calls
-from meshwright.cost.communication import Call, as_collectives, times, transfer_calls
-from meshwright.cost.compute import accumulation_seconds, clip_seconds, update_seconds
-from meshwright.cost.division import Division
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.memory import MemoryCost, Moment, Walked
+from meshwright.cost.activation_offload import activation_offload_bytes, exposed_offload_seconds
+from meshwright.cost.communication.block_calls import block_calls
+from meshwright.cost.communication.collective_call import Call, as_collectives, times
+from meshwright.cost.communication.stage_transfers import transfer_calls
+from meshwright.cost.compute.optimizer_update import accumulation_seconds, clip_seconds, update_seconds
+from meshwright.cost.local_block import LocalBlock
+from meshwright.cost.memory.allocator_slack import slack_and_context
+from meshwright.cost.memory.peak_memory import MemoryCost, Moment, Walked
+from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch, microbatch_of
-from meshwright.cost.offload import Offloaded, offloaded
+from meshwright.cost.optimizer_offload import Offloaded, offloaded
 from meshwright.cost.origin import error_share, rates_origin
+from meshwright.cost.parameter_offload import StreamedCost, is_streamed
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.play import Play, enough_microbatches, play_schedule
 from meshwright.cost.stages import StageCost, StageCosts
-from meshwright.cost.streaming import StreamedCost, is_streamed
 from meshwright.cost.timing import StageSeconds, Transfers
 from meshwright.rules.schedules import make_order
 from meshwright.rules.stages import check_blocks
@@ -62,17 +63,17 @@ class Estimator:
         like: Estimator | None = None,
         microbatch: Microbatch | None = None,
     ) -> None:
-        """like: of a plan that differs in its recompute only; what both share is taken from it. microbatch: where it is known."""
+        """like: the estimator of a plan that differs in its recompute only; what both share is reused. microbatch: where known."""
         check_costable(graph, plan, cluster)
         cluster = cluster.seen_by(plan.world)
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
         self.microbatch: Microbatch = (
             like.microbatch if like else microbatch or microbatch_of(graph, plan, cluster, recipe)
         )
-        self.divisions: dict[str, Division] = self.microbatch.divisions
+        self.local_blocks: dict[str, LocalBlock] = self.microbatch.local_blocks
         self.passes: tuple[StagePasses, ...] = like.passes if like else passes_by_stage(graph, plan)
         self.memory_order: Order = like.memory_order if like else _memory_order(plan)
-        self._holdings: dict[int, Holdings] = like._holdings if like else {}
+        self._rank_states: dict[int, RankState] = like._rank_states if like else {}
         self._walked: Walked = like._walked if like else {}
         self.costs: StageCosts = StageCosts(graph, plan, cluster, recipe, self.microbatch, like.costs if like else None)
 
@@ -85,7 +86,7 @@ class Estimator:
         parts = self.time_parts(played)
         moment = self.worst_moment()
         peak = moment.memory.total
-        reserved, context = self.beside(peak)
+        reserved, context = self.reserved_and_context(peak)
         budget = self.cluster.device.memory_bytes if budget_bytes is None else budget_bytes
         seconds = parts.total
         flops = self.graph.flops(self.plan.global_batch)
@@ -143,33 +144,33 @@ class Estimator:
             exposed_reduce=sum(count * cost.reduce_each + cost.reduce_once for cost in mine),
             exposed_inner=count * sum(cost.inner_forward + cost.inner_backward for cost in mine),
             bubble=played.idle_seconds[worst],
-            transfer=played.exposed_seconds[worst] + moved.transfer_seconds + self.away_seconds(mine),
+            transfer=played.exposed_seconds[worst] + moved.transfer_seconds + self.activation_offload_seconds(mine),
             update=self.update_seconds(worst) if moved.update_seconds is None else moved.update_seconds,
             other=self.other_seconds(worst),
         )
 
     def after_seconds(self, coordinate: int, played_seconds: float) -> float:
-        """What a step takes beside its played schedule, on one coordinate: the update, and what nothing hides."""
+        """Seconds of a step after its played schedule, on one coordinate: the update, and exposed transfers and collectives."""
         mine = [
             cost for cost, stage in zip(self.stages, self.plan.stages, strict=True) if stage.coordinate == coordinate
         ]
         moved = self.offloaded(coordinate, played_seconds)
         update = self.update_seconds(coordinate) if moved.update_seconds is None else moved.update_seconds
-        return moved.transfer_seconds + self.away_seconds(mine) + update + self.other_seconds(coordinate)
+        return moved.transfer_seconds + self.activation_offload_seconds(mine) + update + self.other_seconds(coordinate)
 
     def update_seconds(self, coordinate: int) -> float:
-        holdings = self.holdings(coordinate)
+        rank_state = self.rank_state(coordinate)
         item = 8 if self.plan.precision == "fp64" else 4
-        seconds = update_seconds(holdings.trainable, self.cluster.device, self.recipe.optimizer_slots, item)
+        seconds = update_seconds(rank_state.trainable, self.cluster.device, self.recipe.optimizer_slots, item)
         if self.recipe.clips:
-            seconds += clip_seconds(holdings.trainable, len(holdings.parameters), self.cluster.device)
+            seconds += clip_seconds(rank_state.trainable, len(rank_state.parameters), self.cluster.device)
         return seconds
 
     def other_seconds(self, coordinate: int) -> float:
-        """Collectives that hide behind nothing, gradients added up, and what a step takes beside its work."""
+        """Seconds of collectives that nothing hides, of adding up gradients, and the constant overhead of a step."""
         calls = self.costs.data_calls(coordinate)
         exposed = sum(self.costs.call_seconds(call) for call in calls if call.phase in ("other", "update"))
-        elements = self.holdings(coordinate).trainable
+        elements = self.rank_state(coordinate).trainable
         exposed += accumulation_seconds(elements, self.plan.num_microbatches, self.cluster.device)
         constants = self.cluster.device.constants
         return exposed + (constants.step_overhead_seconds if constants else 0.0)
@@ -178,31 +179,33 @@ class Estimator:
         if self.cluster.host_link is not None and (streamed := self.streamed) is not None:
             found = streamed.seconds(self.cluster, self.stages)
             return Offloaded(found.transfer_seconds, found.update_seconds)
-        return offloaded(self.holdings(coordinate), self.plan, self.cluster, self.recipe, self.stages, played_seconds)
+        return offloaded(self.rank_state(coordinate), self.plan, self.cluster, self.recipe, self.stages, played_seconds)
 
-    def away_seconds(self, stages: list[StageCost]) -> float:
-        """What shows of activations that go to the host and come back."""
+    def activation_offload_seconds(self, stages: list[StageCost]) -> float:
+        """Exposed seconds of activation offload in a step."""
         if not self.plan.offload.activations:
             return 0.0
-        return self.plan.num_microbatches * exposed_away_seconds(self._away_bytes(), self.cluster, stages)
+        return self.plan.num_microbatches * exposed_offload_seconds(
+            self._activation_offload_bytes(), self.cluster, stages
+        )
 
-    def _away_bytes(self) -> float:
-        return away_bytes(self.plan, self.recipe, self.divisions) / self.plan.mesh.pp
+    def _activation_offload_bytes(self) -> float:
+        return activation_offload_bytes(self.plan, self.recipe, self.local_blocks) / self.plan.mesh.pp
 
     # ------------------------------------------------------------ memory
 
     @cached_property
     def streamed(self) -> StreamedCost | None:
-        """Where the plan streams its parameters: blocks run in another order, and other things are held."""
+        """The cost of parameter offload, where the plan streams its parameters; its peak memory differs too."""
         if not is_streamed(self.plan):
             return None
-        return StreamedCost(self.graph, self.plan, self.recipe, self.divisions)
+        return StreamedCost(self.graph, self.plan, self.recipe, self.local_blocks)
 
     @cached_property
     def memory(self) -> MemoryCost:
         known = self.microbatch.footprints
         return MemoryCost(
-            self.plan, self.recipe, self.divisions, self.passes, self.holdings, known, walked=self._walked
+            self.plan, self.recipe, self.local_blocks, self.passes, self.rank_state, known, walked=self._walked
         )
 
     def worst_moment(self) -> Moment:
@@ -212,59 +215,66 @@ class Estimator:
         return self.memory.worst(self.memory_order, self.cluster.device)
 
     def needed_bytes(self) -> list[int]:
-        """What a device of each coordinate must have."""
+        """The memory that a device of each coordinate must have."""
         found = []
         streamed = self.streamed
         moments = self.memory.peaks(self.memory_order, self.cluster.device) if streamed is None else [streamed.worst()]
         for moment in moments:
-            reserved, context = self.beside(moment.memory.total)
+            reserved, context = self.reserved_and_context(moment.memory.total)
             found.append(max(moment.memory.total, reserved) + context)
         return found
 
-    def holdings(self, coordinate: int) -> Holdings:
+    def rank_state(self, coordinate: int) -> RankState:
         """The state of a rank on this coordinate; made once."""
-        if coordinate not in self._holdings:
-            self._holdings[coordinate] = Holdings(self.graph, self.plan, self.recipe, coordinate)
-        return self._holdings[coordinate]
+        if coordinate not in self._rank_states:
+            self._rank_states[coordinate] = RankState(self.graph, self.plan, self.recipe, coordinate)
+        return self._rank_states[coordinate]
 
-    def beside(self, peak: int) -> tuple[int, int]:
-        """What the allocator reserves for a peak, and what the driver holds."""
+    def reserved_and_context(self, peak: int) -> tuple[int, int]:
+        """The bytes that the allocator reserves for a peak, and the bytes that driver and communicators hold."""
         if self.cluster.device.constants is None:
             return 0, 0
-        slack, context = beside(self.plan.mesh, self.plan.compile, self.cluster.device.constants)
+        slack, context = slack_and_context(self.plan.mesh, self.plan.compile, self.cluster.device.constants)
         return round(peak * (1 + slack)), round(context)
 
     def host_bytes(self, peak: int) -> int:
-        """Of one host: offloaded state of its ranks; where the host is the device, all of it."""
+        """Host memory of one host: offloaded state of its ranks; where the host is the device, all their memory."""
         ranks = min(self.plan.world, self.cluster.devices_per_host)
         if self.cluster.device.kind == "cpu":
             return ranks * peak
         if (streamed := self.streamed) is not None:
             return ranks * streamed.host_bytes()
-        away = round(self._away_bytes()) * min(self.plan.mesh.pp, self.plan.num_microbatches)
+        offloaded_activations = round(self._activation_offload_bytes()) * min(
+            self.plan.mesh.pp, self.plan.num_microbatches
+        )
         if self.plan.offload.what == "none":
-            return ranks * away
-        return ranks * (away + max(self.holdings(coordinate).host_bytes for coordinate in range(self.plan.mesh.pp)))
+            return ranks * offloaded_activations
+        return ranks * (
+            offloaded_activations
+            + max(self.rank_state(coordinate).host_bytes for coordinate in range(self.plan.mesh.pp))
+        )
 
     # ------------------------------------------------------------ collectives
 
     def collectives(self, coordinate: int, context: int = 0) -> tuple[Collective, ...]:
         """All calls of a rank on this coordinate in one step. context: its place along cp."""
-        divisions = {name: division.on(context) for name, division in self.divisions.items()}
-        sends = transfer_calls(self.plan, self.passes, divisions, self.recipe, coordinate)
-        return total(as_collectives([*self.costs.data_calls(coordinate), *self._inner(coordinate, divisions), *sends]))
+        local_blocks = {name: local_block.on(context) for name, local_block in self.local_blocks.items()}
+        sends = transfer_calls(self.plan, self.passes, local_blocks, self.recipe, coordinate)
+        return total(
+            as_collectives([*self.costs.data_calls(coordinate), *self._inner(coordinate, local_blocks), *sends])
+        )
 
-    def _inner(self, coordinate: int, divisions: dict[str, Division]) -> Iterator[Call]:
+    def _inner(self, coordinate: int, local_blocks: dict[str, LocalBlock]) -> Iterator[Call]:
         recomputed = self.plan.recomputed("full")
         for stage, passes in zip(self.plan.stages, self.passes, strict=True):
             if stage.coordinate != coordinate:
                 continue
             for block, numbers in passes.numbers.items():
-                division, again = divisions[block], block in recomputed
+                local_block, again = local_blocks[block], block in recomputed
                 calls = [
-                    *block_calls(division, self.plan, "forward", numbers),
-                    *(block_calls(division, self.plan, "forward", numbers, again=True) if again else ()),
-                    *block_calls(division, self.plan, "backward", numbers, recomputed=again),
+                    *block_calls(local_block, self.plan, "forward", numbers),
+                    *(block_calls(local_block, self.plan, "forward", numbers, again=True) if again else ()),
+                    *block_calls(local_block, self.plan, "backward", numbers, recomputed=again),
                 ]
                 yield from times(calls, self.plan.num_microbatches)
 

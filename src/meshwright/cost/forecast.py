@@ -1,9 +1,9 @@
 """One predicted step, moment by moment: (Graph, Plan, Cluster) → Forecast.
 
-    work     the schedule, played (cost/play.py); the update follows the last backward, with copies to and from the host that
-             nothing hides
-    memory   along the work of a coordinate: what the microbatches in flight hold, and inside an action the fullest moment of
-             each pass (cost/memory.py), which takes the share of the action that its work is of all passes'
+    work     the played schedule (cost/play.py); after the last backward come the update and the exposed copies to and from the
+             host
+    memory   along the work of a coordinate: the bytes that microbatches in flight hold, and inside an action the fullest moment
+             of each pass (cost/memory/peak_memory.py); a pass takes a share of the action's time in proportion to its work
 
 A step of many microbatches is shown with as many as fill the pipeline: between its beginning and its end it repeats itself.
 """
@@ -20,12 +20,12 @@ from meshwright.core.graph import Graph
 from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.run.curve import thinned
+from meshwright.core.run.downsampling import downsampled
 from meshwright.core.run.forecast import Forecast, Planned
 from meshwright.core.run.trace import MemoryPoint
 from meshwright.cost.estimate import Estimator, stage_seconds
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.memory import MemoryCost, Moment
+from meshwright.cost.memory.peak_memory import MemoryCost, Moment
+from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.play import Span, enough_microbatches, play, timeline
 from meshwright.rules.schedules import make_order
 
@@ -52,7 +52,7 @@ def forecast(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None =
         num_microbatches=count,
         work=tuple(_planned(row, played, extra) for row, extra in zip(spans, extras, strict=True)),
         memory_over_time=tuple(
-            thinned(list(_Curve(estimator, coordinate).points(row, played, extras[coordinate])))
+            downsampled(list(_Curve(estimator, coordinate).points(row, played, extras[coordinate])))
             for coordinate, row in enumerate(spans)
         ),
     )
@@ -74,10 +74,10 @@ class _Curve:
         self.estimator = estimator
         self.device = estimator.cluster.device
         self.cost = MemoryCost(
-            estimator.plan, estimator.recipe, estimator.divisions, estimator.passes, estimator.holdings
+            estimator.plan, estimator.recipe, estimator.local_blocks, estimator.passes, estimator.rank_state
         )
-        self.holdings = estimator.holdings(coordinate)
-        self.at_first = self.holdings.before_any_backward()
+        self.rank_state = estimator.rank_state(coordinate)
+        self.at_first = self.rank_state.before_any_backward()
         self._walks: dict[tuple[int, float, bool], tuple[list[Moment], list[Moment]]] = {}
 
     def points(self, row: Sequence[Span], played: float, extra: float) -> Iterator[MemoryPoint]:
@@ -85,7 +85,7 @@ class _Curve:
         yield MemoryPoint(at_seconds=0.0, memory_bytes=resting)
         if self.estimator.streamed is None:
             yield from self._along(row)
-            yield MemoryPoint(at_seconds=played, memory_bytes=self.holdings.during_update(self.device))
+            yield MemoryPoint(at_seconds=played, memory_bytes=self.rank_state.during_update(self.device))
         else:  # blocks come and go alike all along
             yield MemoryPoint(at_seconds=row[0].start_seconds, memory_bytes=self.estimator.worst_moment().memory)
         yield MemoryPoint(at_seconds=played + extra, memory_bytes=resting)
@@ -94,28 +94,28 @@ class _Curve:
         held, has_gradients = 0.0, False
         for span in row:
             action = span.action
-            holdings = self.holdings if has_gradients else self.at_first
+            rank_state = self.rank_state if has_gradients else self.at_first
             kept = self.cost.stage_kept(action.stage)
             others = held if action.kind == "forward" else held - kept
-            yield from self._inside(span, others, holdings)
+            yield from self._inside(span, others, rank_state)
             if action.kind == "forward":
                 held += kept
             else:
                 has_gradients = True
                 held -= 0.0 if action.kind == "backward_inputs" else kept
-            between = self._between(action, holdings if action.kind == "forward" else self.holdings, held)
+            between = self._between(action, rank_state if action.kind == "forward" else self.rank_state, held)
             yield MemoryPoint(at_seconds=span.end_seconds, memory_bytes=between)
 
     def _resting(self) -> MemoryParts:
         """Between steps: the state, and the buckets that replicas keep."""
-        return msgspec.structs.replace(self.holdings.base, gradients=self.at_first.gradients(set()))
+        return msgspec.structs.replace(self.rank_state.base, gradients=self.at_first.gradients(set()))
 
-    def _inside(self, span: Span, others: float, holdings: Holdings) -> Iterator[MemoryPoint]:
+    def _inside(self, span: Span, others: float, rank_state: RankState) -> Iterator[MemoryPoint]:
         """Each pass of an action for its share of the time; a backward for weights has no passes of its own."""
         action = span.action
         if action.kind == "backward_weights":
             return
-        forward, backward = self._walk(action.stage, others, holdings)
+        forward, backward = self._walk(action.stage, others, rank_state)
         moments = forward if action.kind == "forward" else backward
         weights = [self._seconds(moment) for moment in moments]
         scale = (span.end_seconds - span.start_seconds) / (sum(weights) or 1.0)
@@ -124,21 +124,21 @@ class _Curve:
             yield MemoryPoint(at_seconds=at, memory_bytes=moment.memory)
             at += weight * scale
 
-    def _walk(self, stage: int, others: float, holdings: Holdings) -> tuple[list[Moment], list[Moment]]:
-        key = (stage, others, holdings is self.holdings)
+    def _walk(self, stage: int, others: float, rank_state: RankState) -> tuple[list[Moment], list[Moment]]:
+        key = (stage, others, rank_state is self.rank_state)
         if key not in self._walks:
-            self._walks[key] = self.cost.through_stage(stage, others, holdings, self.device)
+            self._walks[key] = self.cost.through_stage(stage, others, rank_state, self.device)
         return self._walks[key]
 
     def _seconds(self, moment: Moment) -> float:
         return self.estimator.costs.work([moment.segment]).seconds(self.device) if moment.segment else 0.0
 
-    def _between(self, action: Action, holdings: Holdings, held: float) -> MemoryParts:
+    def _between(self, action: Action, rank_state: RankState, held: float) -> MemoryParts:
         """After an action: what is in flight, and the gradients so far."""
         done = set() if action.kind == "forward" else set(self.estimator.plan.blocks_by_stage[action.stage])
         return msgspec.structs.replace(
-            holdings.base,
+            rank_state.base,
             activations=round(held),
-            gradients=holdings.gradients(done, ""),
-            gathered_parameters=holdings.gathered(""),
+            gradients=rank_state.gradients(done, ""),
+            gathered_parameters=rank_state.gathered(""),
         )

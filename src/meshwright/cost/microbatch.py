@@ -1,7 +1,7 @@
-"""What the passes of one microbatch take and need on one rank, found once for all plans that divide it alike.
+"""Time and memory of the passes of one microbatch on one rank, computed once for all plans that shard the blocks in one way.
 
-How a plan cuts stages, what it recomputes and how it keeps its state changes neither the ops of a pass nor their collectives: a
-search that costs many plans of one division asks here                                            -> microbatch_of
+Stages, recompute and ZeRO change neither the ops of a pass nor their collectives. A search that costs many plans with one sharding
+shares a Microbatch between them                                                                  -> microbatch_of
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Phase
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute import ComputeCost, KernelCosts
-from meshwright.cost.division import Division, divide
-from meshwright.cost.footprint import Footprints
+from meshwright.cost.compute.block_compute import ComputeCost
+from meshwright.cost.compute.kernel_costs import KernelCosts
+from meshwright.cost.local_block import LocalBlock, make_local_blocks
+from meshwright.cost.memory.footprint import Footprints
 
 InnerKey = tuple[int, Phase, tuple[int, ...], bool, bool]
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    divisions: dict[str, Division]
+    local_blocks: dict[str, LocalBlock]
     compute: ComputeCost
     footprints: Footprints
     inner_seconds: dict[InnerKey, float] = field(default_factory=dict)
-    """Of the collectives inside a block, by its division, phase and passes, whether it is recomputed and whether this is that."""
+    """Seconds of the collectives inside a block, by local block, phase, passes, whether the block is recomputed, and whether it is
+    its second forward."""
 
 
 def microbatch_of(
@@ -33,11 +35,11 @@ def microbatch_of(
     plan: Plan,
     cluster: Cluster,
     recipe: Recipe,
-    divisions: dict[str, Division] | None = None,
+    local_blocks: dict[str, LocalBlock] | None = None,
     kernels: KernelCosts | None = None,
 ) -> Microbatch:
-    """divisions, kernels: where they are known."""
-    found = divide(graph, plan) if divisions is None else divisions
+    """local_blocks, kernels: where they are already known."""
+    found = make_local_blocks(graph, plan) if local_blocks is None else local_blocks
     return Microbatch(found, ComputeCost(graph, plan, cluster, recipe, kernels), Footprints(plan, recipe))
 
 
@@ -47,9 +49,9 @@ def microbatch_key(plan: Plan) -> tuple[object, ...]:
 
 
 def work_key(plan: Plan) -> tuple[object, ...]:
-    """The same but for what is exchanged inside of blocks: over how many ranks experts lie changes nothing else."""
+    """The same without ep, which changes the collectives inside the blocks and nothing else."""
     mesh = plan.mesh
-    in_halves = plan.splits_backward  # what it makes Python do beside every op
+    in_halves = plan.splits_backward  # adds Python work to every op
     return (
         mesh.tp,
         mesh.cp,

@@ -1,10 +1,10 @@
 """Where every pass of the timeline runs: which stage, in which order.
 
-Blocks belong to stages. What lies outside all blocks (block '') goes with the named block before it, in forward order:
-what comes before the first block with the first stage, the loss after the last block with the last stage.
+Blocks belong to stages. A pass outside all blocks (block '') goes with the named block before it, in forward order: passes before
+the first block with the first stage, the loss after the last block with the last stage.
 
-What crosses to the next stage follows from the graph's flow (core/flow.py); without one, it is the result of the stage's last
-block.                                                                                                       -> Sent
+The tensors that cross to the next stage follow from the graph's flow (core/flow.py); without a flow, the result of the stage's
+last block crosses.                                                                                          -> Sent
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.core.affine import Affine
 from meshwright.core.flow import Flow, FlowTensor, crossings, stages_of_events
 from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
-from meshwright.cost.division import Division
+from meshwright.cost.local_block import LocalBlock
 
 
 class Sent(NamedTuple):
@@ -101,11 +101,11 @@ def _place(segments: list[Segment], stage_of: dict[str, int], first: int, lists:
         lists[here].append(segment)
 
 
-def sent_sizes(passes: StagePasses, divisions: dict[str, Division], samples: int) -> list[tuple[float, bool]]:
+def sent_sizes(passes: StagePasses, local_blocks: dict[str, LocalBlock], samples: int) -> list[tuple[float, bool]]:
     """Bytes on one rank of each tensor a stage gives to the next, and whether its gradient comes back."""
     return [
         (
-            one.num_bytes.at(samples) * (divisions[one.block].handed_share if has_tokens(one) else 1),
+            one.num_bytes.at(samples) * (local_blocks[one.block].output_share if has_tokens(one) else 1),
             one.needs_gradient,
         )
         for one in passes.sent
@@ -113,10 +113,10 @@ def sent_sizes(passes: StagePasses, divisions: dict[str, Division], samples: int
 
 
 def has_tokens(one: Sent) -> bool:
-    """What does not grow with the samples, as a loss of the experts or a table of biases, is whole on every rank."""
+    """Whether the tensor grows with the samples; otherwise (the experts' loss, a table of biases) it is whole on every rank."""
     return one.num_bytes.per_sample > 0
 
 
-def handed_on_bytes(passes: StagePasses, divisions: dict[str, Division], samples: int) -> float:
-    """What a stage gives to the next, on one rank."""
-    return sum(size for size, _ in sent_sizes(passes, divisions, samples))
+def handed_on_bytes(passes: StagePasses, local_blocks: dict[str, LocalBlock], samples: int) -> float:
+    """Bytes that a stage hands to the next, on one rank."""
+    return sum(size for size, _ in sent_sizes(passes, local_blocks, samples))

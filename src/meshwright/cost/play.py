@@ -13,7 +13,7 @@ Known for equal stages and free transfers; f and b are the seconds of a forward 
     zb            idle   = (p-1) max(f + b_inputs - b_weights, f, b_inputs)   where m ≥ 2p; ZB-H1 (2401.10241) gives the first term
     zbv           idle   = (p-1) f                                   where m ≥ 2p and f = b_inputs = b_weights; dualpipev the same
 
-Updates are not played: whoever costs a step adds them. Memory does not depend on time: `cost/walk.py`.
+Updates are not played: whoever costs a step adds them. Memory does not depend on time: cost/memory/peak_memory.py.
 """
 
 from __future__ import annotations

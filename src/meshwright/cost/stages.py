@@ -1,9 +1,9 @@
-"""What one microbatch costs on each stage of a plan, on one rank of it.
+"""Seconds of one microbatch on each stage of a plan, on one rank.
 
 forward  = compute + communication inside the blocks (tp, cp, ep)
-backward = the same, and the forward of what is recomputed once more
-dp       gathers and reductions play beside that (cost/streams.py): in every microbatch, or in the first forward and
-         the last backward of a step only
+backward = the same, and the forward of the recomputed ops
+dp       gathers and reductions overlap with that (cost/overlap.py): in every microbatch, or only in the first forward and the last
+         backward of a step
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from meshwright.core.cluster import Cluster, Device
 from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.block_calls import block_calls
-from meshwright.cost.communication import Call, sends_shares, sent_bytes
-from meshwright.cost.compute import NO_WORK, Work, weight_products
-from meshwright.cost.links import axis_group, collective_seconds, send_seconds
+from meshwright.cost.communication.block_calls import block_calls
+from meshwright.cost.communication.collective_call import Call
+from meshwright.cost.communication.links import axis_group, collective_seconds, send_seconds
+from meshwright.cost.communication.stage_transfers import sends_shares, sent_bytes
+from meshwright.cost.communication.step_calls import stage_calls, step_calls
+from meshwright.cost.compute.block_compute import NO_WORK, Work, weight_products
+from meshwright.cost.compute.recomputed_ops import ActivationMode, recompute_modes
+from meshwright.cost.memory.local_parameters import split_dims
 from meshwright.cost.microbatch import Microbatch
+from meshwright.cost.overlap import Lane, exposed_seconds, play_backward, play_forward
 from meshwright.cost.passes import StagePasses
-from meshwright.cost.redone import Mode, modes_of
-from meshwright.cost.state import split_dims
-from meshwright.cost.step_calls import stage_calls, step_calls
-from meshwright.cost.streams import Lane, exposed_seconds, play_backward, play_forward
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class StageCost:
     backward: float
     recompute: float
     weights: float
-    """Of backward, what gradients of weights take: a schedule may do it later."""
+    """The part of backward that makes gradients of weights: a schedule may run it later."""
     inner_forward: float
     inner_backward: float
     """Communication inside the blocks."""
@@ -69,12 +70,12 @@ class StageCosts:
         recipe: Recipe,
         microbatch: Microbatch,
         like: StageCosts | None = None,
-        modes: dict[str, Mode] | None = None,
+        modes: dict[str, ActivationMode] | None = None,
     ) -> None:
-        """like: of a plan that differs in its recompute only. modes: how blocks are recomputed, if not as the plan says."""
+        """like: costs of a plan that differs in its recompute only. modes: how blocks are recomputed, if not as the plan says."""
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
-        self.microbatch, self.divisions, self.compute = microbatch, microbatch.divisions, microbatch.compute
-        self.modes = modes_of(plan, recipe) if modes is None else modes
+        self.microbatch, self.local_blocks, self.compute = microbatch, microbatch.local_blocks, microbatch.compute
+        self.modes = recompute_modes(plan, recipe) if modes is None else modes
         self._calls: dict[int, tuple[Call, ...]] = {}
         self._stage_calls: dict[int, tuple[Call, ...]] = like._stage_calls if like else {}
         self._known: dict[tuple[object, ...], StageCost] = like._known if like else {}
@@ -89,9 +90,9 @@ class StageCosts:
         return self._known[key]
 
     def form(self, number: int, passes: StagePasses) -> tuple[object, ...]:
-        """All that a stage's cost follows from. What is in no block is on the first stage; the last sends nothing."""
+        """The key of a stage's cost. Ops in no block are on the first stage; the last stage sends nothing."""
         kinds = self.graph.kind_by_block
-        work = tuple((id(self.divisions[s.block]), s.number, self.modes.get(s.block)) for s in passes.forward)
+        work = tuple((id(self.local_blocks[s.block]), s.number, self.modes.get(s.block)) for s in passes.forward)
         blocks = tuple(kinds[name].name for name in self.plan.blocks_by_stage[number])
         return work, blocks, passes.sent_sizes, number == 0, number + 1 == len(self.plan.stages)
 
@@ -101,7 +102,7 @@ class StageCosts:
         return StageCost(
             forward=self.work(passes.forward).seconds(device),
             backward=self.work(passes.backward).seconds(device),
-            recompute=self.redone(passes).seconds(device),
+            recompute=self.recompute_work(passes).seconds(device),
             weights=self.weights(passes.backward),
             inner_forward=self.inner_forward(passes),
             inner_backward=self.inner_backward(passes),
@@ -113,24 +114,24 @@ class StageCosts:
         return sum((self._work(segment) for segment in segments), NO_WORK)
 
     def _work(self, segment: Segment) -> Work:
-        return self.compute.pass_work(self.divisions[segment.block], segment.block, segment.number)
+        return self.compute.pass_work(self.local_blocks[segment.block], segment.block, segment.number)
 
-    def redone(self, passes: StagePasses) -> Work:
-        """What backward does once more."""
+    def recompute_work(self, passes: StagePasses) -> Work:
+        """The forward work that backward of a stage runs again."""
         return self._recompute(passes.backward)
 
     def _recompute(self, backward: tuple[Segment, ...]) -> Work:
-        """The forward work that backward does once more."""
+        """The forward work that these backward passes run again."""
         found = NO_WORK
         for segment in self._first(backward):
             mode = self.modes.get(segment.block)
             if mode is not None:
-                found += self.compute.redone_work(self.divisions[segment.block], segment.block, mode)
+                found += self.compute.recompute_work(self.local_blocks[segment.block], segment.block, mode)
         return found
 
     @staticmethod
     def _first(segments: tuple[Segment, ...]) -> list[Segment]:
-        """The first pass of each block: what is counted once a block is counted there."""
+        """The first pass of each block, where costs that occur once a block are counted."""
         seen: dict[str, Segment] = {}
         for segment in segments:
             seen.setdefault(segment.block, segment)
@@ -139,15 +140,15 @@ class StageCosts:
     def weights(self, backward: tuple[Segment, ...]) -> float:
         """Seconds of the matmuls of backward whose result has no tokens: gradients of weights.
 
-        Those of stacked experts are not among them: the runtime puts off products with whole parameters alone.
+        Gradients of stacked experts do not count: the runtime postpones matmuls of whole parameters only.
         """
         found = 0.0
         for segment in backward:
-            division = self.divisions[segment.block]
-            for number in weight_products(division.kind, segment.number):
-                op = division.kind.ops[number]
-                if not (division.experts and op.region == "expert"):
-                    found += op.count * self.compute.op_seconds(division, number)
+            local_block = self.local_blocks[segment.block]
+            for number in weight_products(local_block.kind, segment.number):
+                op = local_block.kind.ops[number]
+                if not (local_block.experts and op.region == "expert"):
+                    found += op.count * self.compute.op_seconds(local_block, number)
         return found
 
     # ------------------------------------------------------------ communication
@@ -156,22 +157,22 @@ class StageCosts:
         return sum(self.inner_seconds(block, "forward", passes) for block in passes.numbers)
 
     def inner_backward(self, passes: StagePasses) -> float:
-        """With those of the forward that is redone."""
-        redone = sum(
+        """Collectives of backward, with the ones of the recomputed forward."""
+        recompute_work = sum(
             self.inner_seconds(block, "forward", passes, again=True)
             for block in passes.numbers
             if self.modes.get(block) == "full"
         )
-        return redone + sum(self.inner_seconds(block, "backward", passes) for block in passes.numbers)
+        return recompute_work + sum(self.inner_seconds(block, "backward", passes) for block in passes.numbers)
 
     def inner_seconds(self, block: str, phase: Phase, passes: StagePasses, *, again: bool = False) -> float:
-        """Collectives inside one block, as far as it is on the stage, one microbatch; again: when it is redone."""
-        division, numbers = self.divisions[block], passes.numbers.get(block, ())
+        """Collectives inside the part of a block that is on the stage, in one microbatch; again: in its second forward."""
+        local_block, numbers = self.local_blocks[block], passes.numbers.get(block, ())
         recomputed = self.modes.get(block) == "full"
-        key = (id(division), phase, numbers, recomputed, again)
+        key = (id(local_block), phase, numbers, recomputed, again)
         known = self.microbatch.inner_seconds
         if key not in known:
-            found = block_calls(division, self.plan, phase, numbers, recomputed=recomputed, again=again)
+            found = block_calls(local_block, self.plan, phase, numbers, recomputed=recomputed, again=again)
             known[key] = sum(self.call_seconds(call) for call in found)
         return known[key]
 
@@ -183,7 +184,7 @@ class StageCosts:
         plan = self.plan
         if plan.mesh.pp == 1 or number + 1 == len(plan.stages):
             return 0.0
-        size = sent_bytes(passes, plan, self.divisions, self.recipe)
+        size = sent_bytes(passes, plan, self.local_blocks, self.recipe)
         seconds = send_seconds(size, axis_group(plan.mesh, "pp"), self.cluster)
         if sends_shares(plan, self.recipe):
             seconds += collective_seconds("all_gather", size, axis_group(plan.mesh, "tp"), self.cluster)
@@ -216,7 +217,7 @@ class StageCosts:
         return shown
 
     def _calls_of(self, number: int) -> tuple[Call, ...]:
-        """Of a stage's state; what is recomputed does not change them."""
+        """Collectives of a stage's parameters and gradients; recompute does not change them."""
         if number not in self._stage_calls:
             self._stage_calls[number] = tuple(stage_calls(self.graph, self.plan, self.recipe, number, self._split_dims))
         return self._stage_calls[number]
@@ -226,7 +227,7 @@ class StageCosts:
         return split_dims(self.graph, self.plan)
 
     def data_calls(self, coordinate: int) -> tuple[Call, ...]:
-        """Those of the state, of a rank on this coordinate; made once."""
+        """Collectives outside the blocks, of a rank on this coordinate; made once."""
         if coordinate not in self._calls:
             self._calls[coordinate] = step_calls(self.graph, self.plan, self.recipe, coordinate)
         return self._calls[coordinate]
@@ -238,7 +239,7 @@ class StageCosts:
         return found
 
     def one_call(self, call: Call) -> float:
-        """A collective along dp, with what is packed and unpacked around it."""
+        """A collective along dp, with the packing and unpacking around it."""
         seconds = collective_seconds(call.kind, call.num_bytes, call.group, self.cluster)
         return seconds + self._packing_seconds(call)
 

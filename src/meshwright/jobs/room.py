@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def checkpoint_bytes(graph: Graph, plan: Plan, recipe: Recipe) -> int:
     """Parameters, and what the optimizer keeps for those that are trained; all ranks together."""
-    from meshwright.cost.state import items_of, total_elements
+    from meshwright.cost.memory.local_parameters import items_of, total_elements
 
     items, parameters = items_of(plan, recipe), graph.own_parameters
     trained = total_elements(parameters, trainable_only=True)

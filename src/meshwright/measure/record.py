@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch.profiler import record_function
 
 from meshwright.core.collective import total
-from meshwright.core.run.curve import thinned
+from meshwright.core.run.downsampling import downsampled
 from meshwright.measure import profile
 from meshwright.measure.allocations import over_time, pair, peak
 from meshwright.measure.categories import Categories
@@ -54,6 +54,6 @@ class StepRecorder:
             collectives=total(watch.found),
             timeline=timeline.intervals(),
             part_seconds=timeline.part_seconds(),
-            memory_over_time=thinned(points),
+            memory_over_time=downsampled(points),
             started_at=started_at,
         )

@@ -15,7 +15,7 @@ import msgspec
 
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.names import compact_names
-from meshwright.core.run.curve import thinned
+from meshwright.core.run.downsampling import downsampled
 from meshwright.core.run.forecast import Forecast
 from meshwright.core.run.trace import MemoryPoint, Trace
 from meshwright.report.bars import measured_rows, planned_rows, short
@@ -139,7 +139,7 @@ def _curves(run: Run) -> list[dict[str, Any]]:
 
 
 def _curve(curve: Sequence[MemoryPoint], end: float, most: int | None) -> dict[str, Any]:
-    thin = thinned(curve, most) if most else curve
+    thin = downsampled(curve, most) if most else curve
     return {
         "end": max(end, thin[-1].at_seconds),
         "at": [short(point.at_seconds) for point in thin],

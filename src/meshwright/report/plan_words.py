@@ -1,7 +1,7 @@
 """A plan in words: what lies where, in sentences a person can check against their cluster.
 
-Ranks lie on hosts in the order of the mesh, tp innermost, then cp, dp, pp (cost/links.py). A group of g ranks, every s-th
-rank, on hosts of D devices is
+Ranks lie on hosts in the order of the mesh, tp innermost, then cp, dp, pp (cost/communication/links.py). A group of g ranks,
+every s-th rank, on hosts of D devices is
 
     inside each host                      where s · g divides D, or the whole plan is on one host
     across hosts, each on another         where D divides s
@@ -19,7 +19,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.names import compact_names, expand_names, is_list_item
 from meshwright.core.pipeline.kinds import kind_of
 from meshwright.core.plan import Plan
-from meshwright.cost.links import Group, axis_group
+from meshwright.cost.communication.links import Group, axis_group
 from meshwright.rules.limits import not_yet
 
 SHARDED = {

@@ -16,7 +16,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.result import describe
 from meshwright.core.run.trace import Trace
 from meshwright.core.units import format_bytes, format_count, format_seconds
-from meshwright.cost.activations import Activations, activations_by_block, total_activations
+from meshwright.cost.memory.activations import Activations, activations_by_block, total_activations
 from meshwright.report.comparison import comparison_sections
 from meshwright.report.words import MEMORY_WORDS
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.graph import Kind, Op, Shape, Source
-from meshwright.rules.once import once_per_kind
+from meshwright.rules.kind_cache import cached_per_kind
 
 Label = Literal["whole", "split"]
 Way = Literal["column", "row", "table", "heads"]
@@ -85,7 +85,7 @@ def labels_of(kind: Kind, ways: dict[str, Way], outside: dict[Source, Label] | N
     )
 
 
-@once_per_kind
+@cached_per_kind
 def weight_copies(kind: Kind) -> dict[Source, str]:
     """Ops that only copy a parameter into another dtype → the parameter's name."""
     return {

@@ -23,7 +23,7 @@ from meshwright.core.flow import Flow, FlowTensor
 from meshwright.core.graph import Graph, Kind, Op, Shape
 from meshwright.core.names import compact_names, expand_names
 from meshwright.rules.context import FUSED_DIMS, num_heads
-from meshwright.rules.once import once_per_kind
+from meshwright.rules.kind_cache import cached_per_kind
 
 STREAM_DIMS = 3
 """Samples, tokens, width."""
@@ -128,7 +128,7 @@ def _runs(flow: Flow, attending: list[str]) -> list[list[str]]:
 # ---------------------------------------------------------------- kinds
 
 
-@once_per_kind
+@cached_per_kind
 def stream_of(kind: Kind) -> Shape | None:
     """The tensor [samples, tokens, width] a block is called with; None where there is none, or several of different tokens."""
     found = [
@@ -141,7 +141,7 @@ def stream_of(kind: Kind) -> Shape | None:
     return found[0] if len({shape[1] for shape in found}) == 1 else None
 
 
-@once_per_kind
+@cached_per_kind
 def handed_on(kind: Kind) -> tuple[FlowTensor, ...]:
     """Of what a block of a run makes, the tensor [samples, tokens, width]: the last that is made."""
     stream = stream_of(kind)
@@ -162,7 +162,7 @@ def _size(shape: Shape) -> float:
     return prod(dim.at(1) for dim in shape)
 
 
-@once_per_kind
+@cached_per_kind
 def _attentions(kind: Kind) -> tuple[Op, ...]:
     return tuple(op for op in kind.ops if op.phase == "forward" and num_heads(op)[0])
 

@@ -22,8 +22,8 @@ import numpy as np
 from meshwright.core.pipeline.kinds import ScheduleKind, kind_of, placement_of
 from meshwright.core.pipeline.placement import Placement, coordinate_of
 from meshwright.core.plan import Mesh
-from meshwright.cost.compute import update_seconds
-from meshwright.cost.links import Group, axis_group, collective_seconds, send_seconds
+from meshwright.cost.communication.links import Group, axis_group, collective_seconds, send_seconds
+from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.searching.even_loads import least_busiest, shared_out, waiting
 from meshwright.searching.problem import Problem
 from meshwright.searching.room import Room, recompute_seconds
@@ -337,7 +337,8 @@ class Bounds:
 
 
 def _expert_ranks(shape: Shape) -> Group:
-    """Those that hold the same experts: fewer than hold the same of the rest, and further apart (cost/step_calls.py)."""
+    """The ranks that hold the same experts: fewer than those that hold the same other parameters, and further apart
+    (cost/communication/step_calls.py)."""
     if shape.dp == shape.ep:
         return axis_group(shape.mesh, "cp")
     return Group(shape.dp // shape.ep * shape.cp, shape.tp * shape.ep)

@@ -8,7 +8,7 @@ from math import inf
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
-from meshwright.cost.streaming import StreamedCost
+from meshwright.cost.parameter_offload import StreamedCost
 from meshwright.rules.limits import not_yet
 from meshwright.rules.stages import cut_stages
 from meshwright.rules.tokens import token_names
@@ -104,7 +104,7 @@ class Drafts:
         if bounds is None or not plans:
             return None
         costs = [
-            StreamedCost(self.problem.graph_of(one), one, self.problem.recipe, self.tables.microbatch(one).divisions)
+            StreamedCost(self.problem.graph_of(one), one, self.problem.recipe, self.tables.microbatch(one).local_blocks)
             for one in (plans[0], plans[-1])
         ]
         return Streamed(bounds, point, *costs)

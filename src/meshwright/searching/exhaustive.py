@@ -41,8 +41,8 @@ from meshwright.core.names import compact_names
 from meshwright.core.pipeline.kinds import SEARCHED, ScheduleKind, kind_of
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, ZeroStage
 from meshwright.core.request import PlanRequest
+from meshwright.cost.compute.recomputed_ops import core_ops
 from meshwright.cost.degrees import check_degrees, check_divides
-from meshwright.cost.redone import core_ops
 from meshwright.rules.limits import check_runs, not_yet
 from meshwright.rules.plain_plan import plain_plan, recompute_rules
 from meshwright.searching.builder import Builder

@@ -27,14 +27,14 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Segment
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Mesh, Plan, Recompute
-from meshwright.cost.beside import usable_bytes
-from meshwright.cost.communication import sends_shares, sent_bytes
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.links import axis_group, collective_seconds, send_seconds
-from meshwright.cost.memory import MemoryCost
+from meshwright.cost.communication.links import axis_group, collective_seconds, send_seconds
+from meshwright.cost.communication.stage_transfers import sends_shares, sent_bytes
+from meshwright.cost.compute.recomputed_ops import recompute_modes
+from meshwright.cost.memory.allocator_slack import usable_bytes
+from meshwright.cost.memory.peak_memory import MemoryCost
+from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import microbatch_of
 from meshwright.cost.passes import handed_on_bytes, passes_by_stage
-from meshwright.cost.redone import modes_of
 from meshwright.cost.stages import StageCosts
 from meshwright.rules.schedules import make_order
 from meshwright.searching.builder import Builder, Point
@@ -111,13 +111,13 @@ class _UnitCosts:
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan, self.graph = problem, plan, problem.graph_of(plan)
         self.microbatch = microbatch_of(self.graph, plan, problem.cluster, problem.recipe)
-        self.divisions = self.microbatch.divisions
+        self.local_blocks = self.microbatch.local_blocks
         self.passes = passes_by_stage(self.graph, plan)
-        self.modes = modes_of(plan, problem.recipe)
+        self.modes = recompute_modes(plan, problem.recipe)
         self.costs = StageCosts(self.graph, plan, problem.cluster, problem.recipe, self.microbatch)
-        self.memory = MemoryCost(plan, problem.recipe, self.divisions, self.passes, self._holdings)
+        self.memory = MemoryCost(plan, problem.recipe, self.local_blocks, self.passes, self._rank_state)
         self.order = make_order("1f1b", len(self.passes), plan.num_microbatches)
-        self._known: dict[int, Holdings] = {}
+        self._known: dict[int, RankState] = {}
 
     def units(self, mesh: Mesh) -> tuple[Unit, ...]:
         alike: dict[object, Unit] = {}
@@ -133,16 +133,16 @@ class _UnitCosts:
     def _work(self, number: int) -> object:
         """What tells units apart: the passes they run, how they are recomputed, and whether they are at an end."""
         work = tuple(
-            (id(self.divisions[segment.block]), segment.number, self.modes.get(segment.block))
+            (id(self.local_blocks[segment.block]), segment.number, self.modes.get(segment.block))
             for segment in self.passes[number].forward
         )
         return (work, number == 0, number == len(self.passes) - 1)
 
     def _unit(self, number: int) -> Unit:
-        cost, holdings = self.costs.of(number, self.passes[number]), self._holdings(number)
+        cost, rank_state = self.costs.of(number, self.passes[number]), self._rank_state(number)
         blocks = set(expand_names(self.plan.stages[number].blocks))
-        state = holdings.base.parameters + holdings.base.optimizer_state + holdings.gradients(blocks)
-        state += holdings.gathered("") + round(sum(self._copies(one) for one in self.passes[number].forward))
+        state = rank_state.base.parameters + rank_state.base.optimizer_state + rank_state.gradients(blocks)
+        state += rank_state.gathered("") + round(sum(self._copies(one) for one in self.passes[number].forward))
         received = self._sent_bytes(number - 1) if number else 0.0
         kept = self.memory.own_kept(number)
         row = self.order[number][:1] + self.order[number][-1:]  # one microbatch by itself
@@ -151,7 +151,7 @@ class _UnitCosts:
         return Unit(
             seconds=cost.forward_seconds + cost.backward_seconds,
             send_seconds=0.0,
-            weight_bytes=holdings.whole_trainable * holdings.items.reduced if self.plan.zero < 2 else 0.0,
+            weight_bytes=rank_state.whole_trainable * rank_state.items.reduced if self.plan.zero < 2 else 0.0,
             state_bytes=state,
             kept_bytes=kept,
             working_bytes=max(0.0, peak - state - kept - received),
@@ -159,24 +159,24 @@ class _UnitCosts:
 
     def _copies(self, segment: Segment) -> float:
         """Weights in 16 bits that autocast keeps until forward ends."""
-        return self.memory.footprints.of(self.divisions[segment.block], segment.block, segment.number).cached
+        return self.memory.footprints.of(self.local_blocks[segment.block], segment.block, segment.number).cached
 
-    def _holdings(self, number: int) -> Holdings:
+    def _rank_state(self, number: int) -> RankState:
         if number not in self._known:
-            self._known[number] = Holdings(self.graph, self.plan, self.problem.recipe, number)
+            self._known[number] = RankState(self.graph, self.plan, self.problem.recipe, number)
         return self._known[number]
 
     def _sent_bytes(self, number: int) -> float:
         """As the next device holds it."""
         copies = 2 if self.problem.recipe.copies_received else 1
-        return copies * handed_on_bytes(self.passes[number], self.divisions, self.plan.microbatch)
+        return copies * handed_on_bytes(self.passes[number], self.local_blocks, self.plan.microbatch)
 
     def _send_seconds(self, number: int, mesh: Mesh) -> float:
         """Over the links between the groups of the mesh, which are fewer than the units."""
         plan, problem = self.plan, self.problem
         if mesh.pp == 1 or number + 1 == len(self.passes):
             return 0.0
-        size = sent_bytes(self.passes[number], plan, self.divisions, problem.recipe)
+        size = sent_bytes(self.passes[number], plan, self.local_blocks, problem.recipe)
         seconds = send_seconds(size, axis_group(mesh, "pp"), problem.cluster)
         if sends_shares(plan, problem.recipe):
             seconds += collective_seconds("all_gather", size, axis_group(mesh, "tp"), problem.cluster)

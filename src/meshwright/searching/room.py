@@ -31,8 +31,8 @@ from meshwright.core.pipeline.kinds import ScheduleKind, in_flight, kind_of, pla
 from meshwright.core.pipeline.placement import coordinate_of
 from meshwright.core.plan import ZeroStage
 from meshwright.core.recipe import Recipe
-from meshwright.cost.beside import usable_bytes
-from meshwright.cost.state import Items
+from meshwright.cost.memory.allocator_slack import usable_bytes
+from meshwright.cost.memory.local_parameters import Items
 from meshwright.searching.space import Point, Shape
 from meshwright.searching.units import Cut
 from meshwright.searching.work import Beside, UnitTable

@@ -1,6 +1,6 @@
 """Seconds and bytes behind the integer program of searching/shard_program.py, each asked of the cost room.
 
-kernel      an op whole, split, or split with a whole result (a sum over the parts): a Division in which all of the
+kernel      an op whole, split, or split with a whole result (a sum over the parts): a LocalBlock in which all of the
             kind's ops are so                                                                    -> op_seconds
 calls       a collective that one op asks for: the op alone in a kind, with and without it       -> summed_seconds …
 state       what a rank pays for each element of a parameter, spread over the microbatches of a step: its update, under
@@ -18,13 +18,14 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Kind, Op, Parameter, Phase
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.block_calls import block_calls
-from meshwright.cost.compute import KernelCosts, update_seconds
+from meshwright.cost.communication.block_calls import block_calls
+from meshwright.cost.communication.links import axis_group, collective_seconds
+from meshwright.cost.compute.fusion import is_fused
+from meshwright.cost.compute.kernel_costs import KernelCosts
+from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.cost.degrees import Degrees
-from meshwright.cost.division import Division
-from meshwright.cost.fusion import is_fused
-from meshwright.cost.links import axis_group, collective_seconds
-from meshwright.cost.state import items_of
+from meshwright.cost.local_block import LocalBlock
+from meshwright.cost.memory.local_parameters import items_of
 from meshwright.rules.labels import Label, Labels
 
 PHASES: tuple[Phase, Phase] = ("forward", "backward")
@@ -49,31 +50,33 @@ class ShardCosts:
         self.bytes_price, self.num_microbatches = bytes_price, num_microbatches
         self.kernels = kernels or KernelCosts(graph, cluster.device)
         self.degrees = Degrees(plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context)
-        self._divisions: dict[tuple[str, Label, bool], Division] = {}
+        self._local_blocks: dict[tuple[str, Label, bool], LocalBlock] = {}
 
     # ------------------------------------------------------------ kernels
 
     def op_seconds(self, kind: Kind, number: int, label: Label, *, split: bool) -> float:
         """Of all `count` of them; split: whether a rank does a part of the work."""
-        division = self.division(kind, label, split=split)
-        return kind.ops[number].count * self.kernels.op_seconds(division, number, self.plan.microbatch)
+        local_block = self.local_block(kind, label, split=split)
+        return kind.ops[number].count * self.kernels.op_seconds(local_block, number, self.plan.microbatch)
 
     def group_seconds(self, kind: Kind, group: int, *, split: bool) -> float:
         """Of a group of fused ops."""
-        division = self.division(kind, "split" if split else "whole", split=split)
-        fused = division.fused
-        return self.kernels.fused_seconds(division, fused.members[group], fused.bytes_at(group, self.plan.microbatch))
+        local_block = self.local_block(kind, "split" if split else "whole", split=split)
+        fused = local_block.fused
+        return self.kernels.fused_seconds(
+            local_block, fused.members[group], fused.bytes_at(group, self.plan.microbatch)
+        )
 
     def is_fused(self, block: str) -> bool:
         return is_fused(block, self.plan, self.recipe)
 
-    def division(self, kind: Kind, label: Label, *, split: bool) -> Division:
+    def local_block(self, kind: Kind, label: Label, *, split: bool) -> LocalBlock:
         """All ops of a kind alike."""
         key = (kind.name, label, split)
-        if key not in self._divisions:
+        if key not in self._local_blocks:
             num = len(kind.ops)
-            self._divisions[key] = Division(kind, Labels((label,) * num, (split,) * num, (), (), {}), self.degrees)
-        return self._divisions[key]
+            self._local_blocks[key] = LocalBlock(kind, Labels((label,) * num, (split,) * num, (), (), {}), self.degrees)
+        return self._local_blocks[key]
 
     def launch_seconds(self, phase: Phase, num_ops: int, *, fused: bool) -> float:
         """Of the host, for so many kernels."""
@@ -112,8 +115,8 @@ class ShardCosts:
         results = (*rest, label)
         outside = dict.fromkeys(alone[-1].inputs, label)
         labels = Labels(results, tuple(one == "split" for one in results), *reduced, outside)
-        division = Division(Kind(name="", ops=alone), labels, self.degrees)
-        calls = (call for phase in PHASES for call in block_calls(division, self.plan, phase))
+        local_block = LocalBlock(Kind(name="", ops=alone), labels, self.degrees)
+        calls = (call for phase in PHASES for call in block_calls(local_block, self.plan, phase))
         return sum(c.count * collective_seconds(c.kind, c.num_bytes, c.group, self.cluster) for c in calls)
 
     # ------------------------------------------------------------ state

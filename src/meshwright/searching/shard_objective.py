@@ -7,7 +7,7 @@ from collections import Counter
 from math import inf
 
 from meshwright.core.graph import Graph, Kind, Op, Phase
-from meshwright.cost.block_calls import is_whole_lookup
+from meshwright.cost.communication.block_calls import is_whole_lookup
 from meshwright.rules.labels import Way
 from meshwright.searching.program import CONSTANT, Terms, minus, plus
 from meshwright.searching.shard_costs import PHASES, ShardCosts
@@ -70,7 +70,7 @@ class Objective:
             alone, groups = list(one.op_range), set[int]()
             num_launched = sum(unit.kind.ops[op].count for op in alone)
             if fused:
-                known = self.costs.division(unit.kind, "whole", split=False).fused
+                known = self.costs.local_block(unit.kind, "whole", split=False).fused
                 groups = {known.group_of[op] for op in alone if op in known.group_of}
                 alone = [op for op in alone if op not in known.group_of]
                 num_launched = len(alone) + len(groups)
@@ -98,7 +98,7 @@ class Objective:
     def _group_seconds(self, number: int, kind: Kind, group: int) -> Terms:
         """Fused ops are split where all of the group are."""
         whole = self.costs.group_seconds(kind, group, split=False)
-        members = self.costs.division(kind, "whole", split=False).fused.members[group]
+        members = self.costs.local_block(kind, "whole", split=False).fused.members[group]
         work = [self.model.work[number, op] for op in members]
         if not all(work):
             return {CONSTANT: whole}

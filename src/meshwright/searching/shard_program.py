@@ -40,7 +40,7 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 
 from meshwright.core.graph import Graph, Op, Source
-from meshwright.cost.block_calls import is_whole_lookup
+from meshwright.cost.communication.block_calls import is_whole_lookup
 from meshwright.rules.labels import Way, activation_of, is_outer, reads_stream
 from meshwright.searching.program import CONSTANT, Program, Terms, minus, plus
 from meshwright.searching.shard_reads import Reads

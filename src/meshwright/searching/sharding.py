@@ -18,7 +18,7 @@ from meshwright.core.legal import LegalSharding
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Mesh, Plan, Stage, TensorSharding
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute import KernelCosts
+from meshwright.cost.compute.kernel_costs import KernelCosts
 from meshwright.rules.labels import Way
 from meshwright.rules.sharding import block_sharding
 from meshwright.searching.shard_costs import ShardCosts

@@ -9,7 +9,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.legal import Key
 from meshwright.core.names import compact_names
 from meshwright.core.plan import BlockSharding, Mesh, Plan, Stage
-from meshwright.cost.compute import KernelCosts
+from meshwright.cost.compute.kernel_costs import KernelCosts
 from meshwright.cost.degrees import check_degrees, check_divides
 from meshwright.rules.sharding import plain_sharding
 from meshwright.searching.problem import Problem

@@ -20,7 +20,7 @@ import msgspec
 
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
-from meshwright.cost.holdings import Holdings
+from meshwright.cost.memory.rank_state import RankState
 from meshwright.searching.choice import Costed, ordered
 from meshwright.searching.problem import Outcome, Problem
 
@@ -70,7 +70,7 @@ def _least_number(plan: Plan) -> int:
 def _leaving(problem: Problem, plan: Plan) -> tuple[int, ...]:
     """How much leaves the ranks of every coordinate."""
     graph = problem.graph_of(plan)
-    return tuple(Holdings(graph, plan, problem.recipe, place).num_shipped for place in range(plan.mesh.pp))
+    return tuple(RankState(graph, plan, problem.recipe, place).num_shipped for place in range(plan.mesh.pp))
 
 
 def _least_seconds(whole: Estimate) -> float:

@@ -3,11 +3,11 @@
 Streaming runs on one device, or on data-parallel ranks with ZeRO 3, in one stage whose repeated blocks are all recomputed in full
 (rules/limits.py). A point stands for few such plans, by what streaming itself leaves open:              -> streamed_plans
 
-    window   as few blocks as can be: more of them take memory, and no step is faster for it (cost/streaming.py)
+    window   as few blocks as can be: more of them take memory, and no step is faster for it (cost/parameter_offload.py)
     stash    the inputs of blocks wait on the device; where that does not fit, on the host, and their traffic may show
 
 Seconds, with F and B a step's forward and its backward with all that is done again, as little as they can be, and T(F, B) what
-cost/streaming.py adds to them:
+cost/parameter_offload.py adds to them:
 
     step ≥ F + B' + T(F, B'),   B' = max(B, the link's traffic under backward)                          -> Streamed.seconds
 
@@ -28,7 +28,7 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.cost.estimate import Estimator
 from meshwright.cost.microbatch import Microbatch
-from meshwright.cost.streaming import StreamedCost
+from meshwright.cost.parameter_offload import StreamedCost
 from meshwright.rules.limits import not_yet
 from meshwright.rules.plain_plan import recompute_rules
 from meshwright.searching.bounds import SLACK, Bounds, Needs
@@ -97,7 +97,7 @@ class Streamed:
     def once(self) -> float:
         """What is added to the work of a step at least, however many microbatches it is done in; the recompute is of these."""
         count = self.point.shape.num_microbatches
-        last = self.quickest.seconds_beside(self.bounds.problem.cluster, float("inf"), float("inf"))
+        last = self.quickest.seconds_given(self.bounds.problem.cluster, float("inf"), float("inf"))
         return SLACK * (count * self.again + last.update_seconds + self.bounds.after(self.point))
 
     @property
@@ -113,5 +113,5 @@ class Streamed:
         forward = count * self.bounds.forward_seconds
         backward = count * (self.bounds.backward_seconds + self.again)
         waiting = max(backward, self.quickest.backward_link_seconds(cluster))
-        more = self.quickest.seconds_beside(cluster, forward, waiting)
+        more = self.quickest.seconds_given(cluster, forward, waiting)
         return forward + waiting + more.transfer_seconds + more.update_seconds + self.bounds.after(self.point)

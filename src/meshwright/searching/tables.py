@@ -14,11 +14,11 @@ from meshwright.core.divisors import divisors
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Stage
-from meshwright.cost.compute import KernelCosts
+from meshwright.cost.compute.kernel_costs import KernelCosts
 from meshwright.cost.degrees import check_degrees
-from meshwright.cost.division import Division, divide
+from meshwright.cost.local_block import LocalBlock, make_local_blocks
+from meshwright.cost.memory.local_parameters import Items, items_of
 from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of, work_key
-from meshwright.cost.state import Items, items_of
 from meshwright.rules.tokens import token_names
 from meshwright.searching.bounds import Bounds
 from meshwright.searching.problem import Problem
@@ -39,7 +39,7 @@ class Tables:
         """Why degrees were left out."""
         self._shardings = Shardings(problem, self._kernels, self.refusals)
         self._divided: dict[tuple[object, ...], Divided] = {}
-        self._divisions: dict[tuple[object, ...], dict[str, Division]] = {}
+        self._local_blocks: dict[tuple[object, ...], dict[str, LocalBlock]] = {}
         self._tables: dict[Key, UnitTable | None] = {}
         self._bounds: dict[Key, Bounds] = {}
         self._microbatches: dict[tuple[object, ...], Microbatch] = {}
@@ -119,15 +119,15 @@ class Tables:
         key = work_key(plan)
         if key not in self._alike:
             problem = self.problem
-            known = (self._divide(plan, graph), self._kernels(graph))
+            known = (self._local_blocks_of(plan, graph), self._kernels(graph))
             self._alike[key] = microbatch_of(graph, plan, problem.cluster, problem.recipe, *known)
         return replace(self._alike[key], inner_seconds={})
 
-    def _divide(self, plan: Plan, graph: Graph) -> dict[str, Division]:
+    def _local_blocks_of(self, plan: Plan, graph: Graph) -> dict[str, LocalBlock]:
         key = (plan.mesh.tp, plan.mesh.cp, plan.sequence_parallel, plan.context, id(graph))
-        if key not in self._divisions:
-            self._divisions[key] = divide(graph, plan)
-        return self._divisions[key]
+        if key not in self._local_blocks:
+            self._local_blocks[key] = make_local_blocks(graph, plan)
+        return self._local_blocks[key]
 
     def _kernels(self, graph: Graph) -> KernelCosts:
         """An op that lies alike under several degrees is costed once."""

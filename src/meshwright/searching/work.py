@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
-from meshwright.cost.communication import sent_bytes
-from meshwright.cost.division import Division
-from meshwright.cost.holdings import Holdings
-from meshwright.cost.memory import MemoryCost
+from meshwright.cost.communication.stage_transfers import sent_bytes
+from meshwright.cost.compute.recomputed_ops import ActivationMode, selective_mode
+from meshwright.cost.local_block import LocalBlock
+from meshwright.cost.memory.local_parameters import cut_shape, split_dims
+from meshwright.cost.memory.peak_memory import MemoryCost
+from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses, passes_by_stage
-from meshwright.cost.redone import Mode, selective_mode
 from meshwright.cost.stages import StageCosts
-from meshwright.cost.state import cut_shape, split_dims
 from meshwright.searching.problem import Problem
 
 Row = NDArray[np.float64]
@@ -186,7 +186,7 @@ class UnitTable:
 class Divided:
     """The units under one division of the model, whatever the microbatch."""
 
-    divisions: dict[str, Division]
+    local_blocks: dict[str, LocalBlock]
     passes: tuple[StagePasses, ...]
     elements: tuple[list[float], list[float]]
     gathered: list[float]
@@ -213,7 +213,7 @@ def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microba
     kinds = np.array([unlike.index(first[form]) for form in forms], dtype=np.int64)
     splits = split_dims(graph, plan)
     sizes = (_elements(graph, plan, splits), _gathered(graph, plan, splits))
-    return Divided(microbatch.divisions, passes, *sizes, unlike, kinds, _like_between(graph, plan))
+    return Divided(microbatch.local_blocks, passes, *sizes, unlike, kinds, _like_between(graph, plan))
 
 
 def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> UnitTable:
@@ -222,7 +222,7 @@ def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, mic
         mode: _Columns(problem, graph, plan, divided, microbatch, _modes(problem, graph, mode)) for mode in MODES
     }
     columns = {mode: seen.by_mode() for mode, seen in by_mode.items()}
-    sent = [sent_bytes(divided.passes[number], plan, divided.divisions, problem.recipe) for number in divided.unlike]
+    sent = [sent_bytes(divided.passes[number], plan, divided.local_blocks, problem.recipe) for number in divided.unlike]
     dense, expert = divided.elements
     return UnitTable(
         is_cpu=problem.cluster.device.kind == "cpu",
@@ -237,7 +237,7 @@ def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, mic
     )
 
 
-def _modes(problem: Problem, graph: Graph, mode: str) -> dict[str, Mode]:
+def _modes(problem: Problem, graph: Graph, mode: str) -> dict[str, ActivationMode]:
     """All repeated blocks recomputed so."""
     if mode == "none":
         return {}
@@ -259,20 +259,20 @@ class _Columns:
         plan: Plan,
         divided: Divided,
         microbatch: Microbatch,
-        modes: dict[str, Mode],
+        modes: dict[str, ActivationMode],
     ) -> None:
         recipe, passes = problem.recipe, divided.passes
         self.divided = divided
         self.costs = StageCosts(graph, plan, problem.cluster, recipe, microbatch, modes=modes)
         self.memory = MemoryCost(
-            plan, recipe, divided.divisions, passes, _no_holdings, microbatch.footprints, modes=modes
+            plan, recipe, divided.local_blocks, passes, _no_rank_state, microbatch.footprints, modes=modes
         )
 
     def by_mode(self) -> dict[str, Row]:
         found = []
         for number in self.divided.unlike:
             one = self.divided.passes[number]
-            again = self.costs.redone(one)
+            again = self.costs.recompute_work(one)
             memory = self.memory.own_kept(number), self.memory.room_of(number)
             found.append((again.launch, again.kernel, self.costs.inner_backward(one), *memory))
         return self._of_all(found, ("recompute_launch", "recompute_kernel", "inner_backward", "kept", "peak"))
@@ -323,5 +323,5 @@ def _like_between(graph: Graph, plan: Plan) -> bool:
     return len(found) > 2 and found[0] | found[-1] <= set[str]().union(*found[1:-1])
 
 
-def _no_holdings(coordinate: int) -> Holdings:
+def _no_rank_state(coordinate: int) -> RankState:
     raise NotImplementedError("a table of units asks for what microbatches keep, not for the state of ranks")

@@ -1,0 +1,1 @@
+"""The collective calls of a step, with their bytes and their seconds."""

@@ -1,0 +1,76 @@
+"""The forward ops of a block that one stage runs, with the sizes of their tensors on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from math import prod
+
+from meshwright.core.graph import Kind, Op, Shape
+from meshwright.core.plan import Plan
+from meshwright.cost.compute.recomputed_ops import readers_of
+from meshwright.cost.local_block import LocalBlock
+from meshwright.rules.kind_cache import cached_per_kind
+
+WORK_ALONG = ("sum", "mean", "cumsum", "cumprod", "logcumsumexp")
+"""Ops that sum over tokens, or run along them."""
+
+
+class BlockOps:
+    """The forward ops of a block that a stage runs."""
+
+    def __init__(
+        self, local_block: LocalBlock, plan: Plan, passes: Collection[int] | None, last_needed: int | None
+    ) -> None:
+        self.local_block, self.plan = local_block, plan
+        self.last_needed = last_needed
+        every = local_block.kind.passes
+        self.numbers: Collection[int] = range(len(local_block.kind.ops))
+        if passes is not None:
+            self.numbers = frozenset(n for number in passes for n in every[number].op_range)
+
+    @property
+    def cp(self) -> int:
+        """Over how many ranks the block's tokens lie."""
+        return self.local_block.degrees.cp
+
+    def elements(self, shape: Shape) -> float:
+        """Elements of an activation on the rank."""
+        return self._elements(shape) * self.local_block.degrees.token_share
+
+    def sent_elements(self, shape: Shape) -> float:
+        """Elements of an activation that a rank sends along cp."""
+        return self._elements(shape) * self.local_block.degrees.sent_share
+
+    def _elements(self, shape: Shape) -> float:
+        return prod(dim.at(self.plan.microbatch) for dim in shape)
+
+    def __iter__(self) -> Iterator[tuple[int, Op]]:
+        """The ops of the stage that may call collectives of their own, with their numbers."""
+        return ((number, op) for number, op in calling_ops(self.local_block.kind) if number in self.numbers)
+
+    def readers(self, source: int) -> int:
+        """How often the result of an op is read."""
+        found = readers_of(self.local_block.kind).get(source, {})
+        return sum(times for number, times in found.items() if number in self.numbers)
+
+    def of(self, wanted: tuple[int, ...]) -> list[Op]:
+        return [self.local_block.kind.ops[number] for number in wanted if number in self.numbers]
+
+    def made(self, wanted: tuple[int, ...]) -> list[Op]:
+        """The ops whose result is made: a recompute stops where backward needs nothing more."""
+        return self.of(tuple(number for number in wanted if self.is_made(number)))
+
+    def is_made(self, number: int) -> bool:
+        return self.last_needed is None or number < self.last_needed
+
+
+@cached_per_kind
+def calling_ops(kind: Kind) -> tuple[tuple[int, Op], ...]:
+    """Forward ops that may call collectives of their own: the loss, lookups, attention, experts, sums over tokens."""
+    return tuple((number, op) for number, op in enumerate(kind.ops) if op.phase == "forward" and _may_call(op))
+
+
+def _may_call(op: Op) -> bool:
+    in_region = op.kind == "matmul" and op.region in ("attention", "expert")
+    of_loss = "softmax" in op.name or op.name.startswith("nll_loss")
+    return in_region or of_loss or op.kind == "attention" or op.name == "embedding" or op.name in WORK_ALONG

@@ -1,0 +1,246 @@
+"""Kernel fusion under torch.compile: ops that only move bytes are fused into groups, one kernel each.
+
+Equal ops on equal inputs are done once. A group is a set of fusible ops of one phase that feed each other with no matmul or
+attention between them: all ops of a group have equally many matmuls and attentions before them. A group reads each input from
+outside it once, and writes the results that something outside it needs: a matmul, another phase, the next block. Results that
+stay inside a group are never in memory.
+
+The tensors kept for backward are chosen anew:                                                     -> Fused.kept_ops
+    results of matmuls and attention, and fused results that are written anyway       are kept, as without compiling
+    a sum (the residual stream) with the result of one matmul of fewer bytes          is computed again from that result
+    what stays inside a group                                                         is computed again from what it read
+Plain code that casts a block's input keeps the copy and drops the input; compiled code does the reverse, and keeps the matmul's
+result that is added to it.                                                                        -> Fused.added_ops
+This is what the partitioner of torch.compile was seen to choose for transformer blocks and for the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from meshwright.core.cluster import FLOP_KINDS
+from meshwright.core.graph import Affine, Kind, Op, Source
+from meshwright.core.plan import Plan
+from meshwright.core.recipe import Recipe
+from meshwright.rules.kind_cache import cached_per_kind
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The groups of one kind of block."""
+
+    group_of: dict[int, int]
+    members: dict[int, tuple[int, ...]]
+    moved: dict[int, Affine]
+    """Bytes each group reads and writes."""
+    written: frozenset[int]
+    """Fused ops whose results are in memory all the same."""
+    kept_ops: frozenset[int]
+    """Ops of forward whose results are kept for backward."""
+    added_ops: frozenset[int]
+    """Of these, those that plain code does not keep."""
+    keeps_input: bool
+    """Whether the block's input is kept, which plain code drops."""
+
+    def bytes_at(self, group: int, samples: float) -> float:
+        return self.moved[group].at(samples)
+
+    def is_gone(self, number: int) -> bool:
+        """Whether a fused op's result is never in memory."""
+        return number in self.group_of and number not in self.written
+
+
+def is_fused(block: str, plan: Plan, recipe: Recipe) -> bool:
+    """Whether the ops of a block run fused: all of a compiled plan; the recipe may say otherwise of the loss."""
+    if block == "" and (recipe.fused_loss or recipe.plain_loss):
+        return recipe.fused_loss
+    return plan.compile or recipe.fused_ops
+
+
+@cached_per_kind
+def fused_groups(kind: Kind) -> Fused:
+    first_of = _first_of_equals(kind)
+    group_of = _groups(kind, first_of)
+    members: dict[int, list[int]] = {}
+    for number, group in group_of.items():
+        members.setdefault(group, []).append(number)
+    readers = _readers(kind, first_of)
+    written = frozenset(
+        number
+        for number in group_of
+        if first_of[number] == number and _needed_outside(kind, number, group_of, readers.get(number, []))
+    )
+    kept = _kept(kind, group_of, written, first_of)
+    keeps_input = _input_is_dropped(kind) and _reads_input_again(kind, group_of, written, first_of)
+    added = frozenset(number for number in kept if keeps_input and _is_dropped(kind.ops[number]))
+    return Fused(
+        group_of=group_of,
+        members={group: tuple(numbers) for group, numbers in members.items()},
+        moved={group: _moved(kind, numbers, group_of, (written, first_of)) for group, numbers in members.items()},
+        written=written,
+        kept_ops=kept,
+        added_ops=added,
+        keeps_input=keeps_input,
+    )
+
+
+def _fusible(op: Op) -> bool:
+    return op.kind not in FLOP_KINDS and op.name not in ("embedding", "embedding_dense_backward")
+
+
+def _first_of_equals(kind: Kind) -> dict[int, int]:
+    """Op → the first op that does the same with the same: copies of one tensor for several weights are made once."""
+    seen: dict[tuple[object, ...], int] = {}
+    first_of: dict[int, int] = {}
+    for number, op in enumerate(kind.ops):
+        inputs = tuple(first_of.get(source, source) if isinstance(source, int) else source for source in op.inputs)
+        key = (op.name, op.phase, op.dtype, inputs, op.result_shape)
+        first_of[number] = seen.setdefault(key, number) if _fusible(op) and "@input" not in inputs else number
+    return first_of
+
+
+def _groups(kind: Kind, first_of: dict[int, int]) -> dict[int, int]:
+    """Op → group, by joining neighbours along the edges, within a phase and between the same flop-bound ops."""
+    group_of: dict[int, int] = {}
+    depths: dict[int, int] = {}
+    for number, op in enumerate(kind.ops):
+        sources = [source for source in op.inputs if isinstance(source, int)]
+        before = max((depths[source] + (not _fusible(kind.ops[source])) for source in sources), default=0)
+        depths[number] = before
+        if not _fusible(op):
+            continue
+        joined = {
+            group_of[first_of[source]]
+            for source in sources
+            if first_of[source] in group_of and kind.ops[source].phase == op.phase and depths[source] == before
+        }
+        target = min(joined, default=number)
+        group_of[number] = group_of[first_of[number]] if first_of[number] != number else target
+        for other, group in group_of.items():
+            if group in joined:
+                group_of[other] = target
+    return group_of
+
+
+def _readers(kind: Kind, first_of: dict[int, int]) -> dict[int, list[int]]:
+    """Op → the ops that read its result, or that of its equals."""
+    found: dict[int, list[int]] = {}
+    for number, op in enumerate(kind.ops):
+        for source in op.inputs:
+            if isinstance(source, int):
+                found.setdefault(first_of[source], []).append(number)
+    return found
+
+
+def _needed_outside(kind: Kind, number: int, group_of: dict[int, int], readers: list[int]) -> bool:
+    """Whether something outside the group reads the result in the same phase, or nothing in the block reads it at all."""
+    phase = kind.ops[number].phase
+    now = [reader for reader in readers if kind.ops[reader].phase == phase]
+    return not now or any(group_of.get(reader) != group_of[number] for reader in now)
+
+
+def _moved(
+    kind: Kind, numbers: list[int], group_of: dict[int, int], known: tuple[frozenset[int], dict[int, int]]
+) -> Affine:
+    """Distinct outside inputs read once, needed results written."""
+    written, first_of = known
+    read: dict[Source, Affine] = {}
+    fixed = per_sample = 0.0
+    for number in numbers:
+        op = kind.ops[number]
+        for source, part in zip(op.inputs, _input_bytes(op), strict=False):
+            origin = first_of[source] if isinstance(source, int) else source
+            if not (isinstance(origin, int) and group_of.get(origin) == group_of[number]):
+                read[origin if origin != "@input" else f"@input{len(read)}"] = part
+        if number in written:
+            fixed += op.written_bytes.fixed
+            per_sample += op.written_bytes.per_sample
+    return Affine(
+        fixed + sum(part.fixed for part in read.values()), per_sample + sum(part.per_sample for part in read.values())
+    )
+
+
+def _input_bytes(op: Op) -> list[Affine]:
+    """What an op reads, divided over its inputs by their number of elements."""
+    sizes = [prod(dim.at(1) for dim in shape) for shape in op.input_shapes]
+    whole = sum(sizes) or 1.0
+    return [Affine(op.read_bytes.fixed * size / whole, op.read_bytes.per_sample * size / whole) for size in sizes]
+
+
+def _kept(kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]) -> frozenset[int]:
+    """What backward needs itself, or what it computes that from."""
+    kept: set[int] = set()
+    for number, op in enumerate(kind.ops):
+        if op.phase != "forward" or _is_dropped(op):
+            continue
+        if number not in group_of:
+            kept.add(number)
+        elif first_of[number] in written:
+            kept.add(_smaller_origin(kind, first_of[number], group_of))
+        else:
+            kept |= _flop_inputs(kind, number, group_of)
+    return frozenset(kept)
+
+
+def _computed_again(
+    kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]
+) -> list[int]:
+    """Ops of forward whose results backward needs, and which stay inside their groups."""
+    return [
+        number
+        for number, op in enumerate(kind.ops)
+        if op.phase == "forward" and not _is_dropped(op) and number in group_of and first_of[number] not in written
+    ]
+
+
+def _smaller_origin(kind: Kind, number: int, group_of: dict[int, int]) -> int:
+    """A sum with one matmul's result of fewer bytes is computed again from it."""
+    op = kind.ops[number]
+    made = [source for source in op.inputs if isinstance(source, int) and source not in group_of]
+    if op.kind == "elementwise" and len(op.inputs) == 2 and len(made) == 1:
+        other = kind.ops[made[0]]
+        if other.written_bytes.per_sample < op.saved_bytes.per_sample:
+            return made[0]
+    return number
+
+
+def _is_dropped(op: Op) -> bool:
+    return not (op.saved_bytes.per_sample or op.saved_bytes.fixed)
+
+
+def _input_is_dropped(kind: Kind) -> bool:
+    """Blocks of a kind follow each other: what one hands on is the next one's input."""
+    forward = [(number, op) for number, op in enumerate(kind.ops) if op.phase == "forward"]
+    read = {source for _, op in forward for source in op.inputs}
+    return all(_is_dropped(op) for number, op in forward if number not in read)
+
+
+def _reads_input_again(kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]) -> bool:
+    """Whether something that backward needs is computed again from the block's input."""
+    return any(
+        "@input" in kind.ops[source].inputs
+        for number in _computed_again(kind, group_of, written, first_of)
+        for source in _inside(kind, number, group_of)
+    )
+
+
+def _inside(kind: Kind, number: int, group_of: dict[int, int]) -> set[int]:
+    """The ops of its group that a fused result is computed from, itself included."""
+    waiting, seen = [number], {number}
+    while waiting:
+        for source in kind.ops[waiting.pop()].inputs:
+            if isinstance(source, int) and source not in seen and group_of.get(source) == group_of[number]:
+                seen.add(source)
+                waiting.append(source)
+    return seen
+
+
+def _flop_inputs(kind: Kind, number: int, group_of: dict[int, int]) -> set[int]:
+    """Results of matmuls and attention that a fused result is computed from, inside its group."""
+    return {
+        source
+        for op in _inside(kind, number, group_of)
+        for source in kind.ops[op].inputs
+        if isinstance(source, int) and source not in group_of
+    }

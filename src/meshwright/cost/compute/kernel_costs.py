@@ -1,0 +1,126 @@
+"""Seconds of one kernel as one rank runs it; equal ops are costed once.
+
+probed device   interpolated between measured sizes (measured_kernels.py)
+named device    from its peaks and the constants of its family (analytical_kernels.py)
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from meshwright.core.cluster import FLOP_KINDS, Device
+from meshwright.core.graph import Graph, Kind, Op, Precision
+from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
+from meshwright.cost.compute.measured_kernels import measured_kernels, no_rate
+from meshwright.cost.interpolation import interpolated_seconds
+from meshwright.cost.local_block import LocalBlock
+from meshwright.rules.kind_cache import cached_per_kind
+
+
+class KernelCosts:
+    """Kernel times of one graph on one device, without launches."""
+
+    def __init__(self, graph: Graph, device: Device) -> None:
+        self.device = device
+        self._known: dict[tuple[object, ...], tuple[Op, float]] = {}
+        """Each entry holds its op, so that the `id` in its key stays that op's."""
+        self.kernels = Kernels(device, device.constants) if device.constants else None
+        needed = {(op.dtype, op.kind) for kind in graph.kinds for op in kind.ops}
+        if self.kernels is None:
+            self._measured = {dtype: measured_kernels(device, dtype) for dtype, _ in needed}
+        for dtype, kind in sorted(needed):
+            if self.kernels is None and kind not in self._measured[dtype]:
+                raise no_rate(device, dtype, kind)
+            if self.kernels is not None and dtype not in device.peaks and dtype != "fp64":
+                raise no_rate(device, dtype, kind)
+
+    def op_seconds(self, local_block: LocalBlock, number: int, samples: float) -> float:
+        """Equal ops under equal sharding take equal time: the many equal ops of a layer of experts are costed once."""
+        first = first_alike(local_block.kind)[number]
+        key = (id(first), samples, local_block.cost_keys[number])
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = (first, self._op_seconds(local_block, number, samples))
+        return known[1]
+
+    def _op_seconds(self, local_block: LocalBlock, number: int, samples: float) -> float:
+        op = local_block.kind.ops[number]
+        share = local_block.work_share(number)
+        num_bytes = share * (op.read_bytes.at(samples) + op.written_bytes.at(samples))
+        if self.kernels is None:
+            work = share * op.flops.at(samples) if op.kind in FLOP_KINDS else num_bytes
+            return interpolated_seconds(work, self._measured[op.dtype][op.kind], has_least=self.device.kind == "cpu")
+        if op.kind == "attention":
+            return self._attention_seconds(op, share, samples)
+        if op.kind in FLOP_KINDS and op.result_shape:
+            return self.kernels.matmul_seconds(matmul_size(local_block, number, samples), op.dtype)
+        return self.kernels.bytes_seconds(op, num_bytes)
+
+    def _attention_seconds(self, op: Op, share: float, samples: float) -> float:
+        assert self.kernels is not None
+        shape = op.input_shapes[0] if op.input_shapes else ()
+        tokens, width = (shape[-2].at(samples), shape[-1].fixed) if len(shape) >= 3 else (1e4, 128.0)
+        flops = share * op.flops.at(samples) * (0.5 if op.causal else 1.0)
+        return self.kernels.attention_seconds(op, flops, tokens, width)
+
+    def copy_seconds(self, num_bytes: float, dtype: Precision) -> float:
+        """num_bytes: read and written by plain copies."""
+        if self.kernels is None:
+            return interpolated_seconds(
+                num_bytes, measured_kernels(self.device, dtype)["copy"], has_least=self.device.kind == "cpu"
+            )
+        return num_bytes / (self.kernels.bytes_per_second * self.kernels.constants.copy_share)
+
+    def fused_seconds(self, local_block: LocalBlock, members: tuple[int, ...], num_bytes: float) -> float:
+        """One kernel for a group of ops that only move bytes."""
+        ops = local_block.kind.ops
+        share = max(local_block.work_share(number) for number in members)
+        if self.kernels is None:
+            measurements = self._measured[ops[members[0]].dtype]["elementwise"]
+            return interpolated_seconds(share * num_bytes, measurements, has_least=self.device.kind == "cpu")
+        known = self.kernels.constants
+        return share * num_bytes / (self.kernels.bytes_per_second * known.fused_share) + known.kernel_floor_seconds
+
+
+@cached_per_kind
+def first_alike(kind: Kind) -> tuple[Op, ...]:
+    """For every op, the first op of the block that does the same work on tensors of the same shapes."""
+    first: dict[tuple[object, ...], Op] = {}
+    return tuple(first.setdefault(_work_of(op), op) for op in kind.ops)
+
+
+def _work_of(op: Op) -> tuple[object, ...]:
+    shapes = (op.input_shapes[:1], op.result_shape)
+    sizes = (op.flops, op.read_bytes, op.written_bytes)
+    return (op.name, op.kind, op.phase, op.dtype, op.causal, *shapes, *sizes)
+
+
+def matmul_size(local_block: LocalBlock, number: int, samples: float) -> MatmulSize:
+    """The sizes of a matmul (or a convolution as one) as one rank runs it."""
+    op = local_block.kind.ops[number]
+    degrees, tp = local_block.degrees, local_block.tp_degree(number)
+    if op.kind == "convolution":
+        spread = [dim.at(samples) for dim in op.result_shape]
+        batch, rows, columns = 1.0, spread[0] * prod(spread[2:]), spread[1] if len(spread) > 1 else 1.0
+    else:
+        *outer, rows, columns = (1.0, 1.0, *(dim.at(samples) for dim in op.result_shape))
+        batch = prod(outer)
+    size = batch * rows * columns  # 0 for an expert that no token reaches
+    depth = max(1.0, op.flops.at(samples) / (2 * size)) if size else 1.0
+    has_tokens = any(dim.per_sample for dim in op.result_shape)
+    if has_tokens:
+        rows *= degrees.token_share
+    else:
+        depth *= degrees.token_share
+    if local_block.along_tokens(number):
+        rows /= tp
+    elif not has_tokens:
+        rows, columns = (rows / tp, columns) if rows >= columns else (rows, columns / tp)
+    elif batch > 1:
+        batch /= tp
+    elif local_block.labels.results[number] == "split":
+        columns /= tp
+    else:
+        depth /= tp
+    widths = (columns, depth) if has_tokens else (rows, columns)
+    return MatmulSize(batch, rows, columns, depth, tuple(round(width) for width in widths))
