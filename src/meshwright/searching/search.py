@@ -7,6 +7,7 @@ so the same input gives the same plan.
 from __future__ import annotations
 
 import time
+from importlib import import_module
 
 import msgspec
 
@@ -23,22 +24,20 @@ from meshwright.core.result import RunnerUp, SearchResult, describe
 from meshwright.core.units import format_bytes
 from meshwright.cost.origin import error_band
 from meshwright.searching.choice import Costed, chosen, each_once, ordered, varied
-from meshwright.searching.exhaustive import exhaustive
 from meshwright.searching.joint import joint
-from meshwright.searching.placement import placement
-from meshwright.searching.policy import policy
 from meshwright.searching.problem import Method, Outcome, Problem
-from meshwright.searching.profile import profile
 from meshwright.searching.reasons import reason_lost
 from meshwright.searching.ways_out import infeasible
 
-METHODS: dict[str, Method] = {
-    "joint": joint,
-    "exhaustive": exhaustive,
-    "placement": placement,
-    "profile": profile,
-    "policy": policy,
+COMPARISON_METHODS = {
+    "exhaustive": "meshwright.searching.methods.exhaustive",
+    "placement": "meshwright.searching.methods.placement",
+    "profile": "meshwright.searching.methods.profile",
+    "policy": "meshwright.searching.methods.policy",
 }
+"""Methods that the joint search is compared with: name → module, where the method's function has the same name. A module is loaded
+when its method is asked for."""
+METHODS = ("joint", *COMPARISON_METHODS)
 ROUNDING = 1e-12
 """A bound is added up in another order than the step it bounds."""
 
@@ -62,9 +61,8 @@ def search(
     legal: what the runtime answered about shardings.
     prefer_fastest: take the fastest even where its gain over a simpler plan is within the estimate's own error.
     """
+    run = method_named(method)
     started = time.perf_counter()
-    if method not in METHODS:
-        raise InputError(f"no search is called '{method}': {nearest(method, METHODS)}")
     problem = Problem(
         graph,
         cluster,
@@ -76,8 +74,17 @@ def search(
         legal,
         prefer_fastest,
     )
-    result = _result(_outcome(METHODS[method], problem), problem, method)
+    result = _result(_outcome(run, problem), problem, method)
     return msgspec.structs.replace(result, search_seconds=time.perf_counter() - started)
+
+
+def method_named(name: str) -> Method:
+    if name == "joint":
+        return joint
+    if name not in COMPARISON_METHODS:
+        raise InputError(f"no search is called '{name}': {nearest(name, METHODS)}")
+    method: Method = getattr(import_module(COMPARISON_METHODS[name]), name)
+    return method
 
 
 def _outcome(method: Method, problem: Problem) -> Outcome:

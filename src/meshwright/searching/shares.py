@@ -14,20 +14,18 @@ faster than the best plan is not looked at under other shares                   
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import msgspec
 
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.cost.holdings import Holdings
-from meshwright.searching.choice import Costed, ordered
-from meshwright.searching.problem import Outcome, Problem
+from meshwright.searching.choice import Costed
+from meshwright.searching.problem import Problem
 
 STEPS = 50
 COARSE_STEPS = 5
 FEW_SHARES = 8
-MOST_PLANS = 3
 
 Fit = Callable[[Plan], Costed | None]
 """A plan with the recompute it needs and its estimate; None where nothing makes it fit."""
@@ -97,21 +95,15 @@ def _refined(problem: Problem, plan: Plan, fit: Fit, whole: Costed) -> Costed | 
     best = _fastest(problem, [whole, *_fitting(plan, fit, coarse_shares(plan)[1:])])
     if best is None:
         return None
-    less = _least(best, problem, round((best[0].offload.share - 1 / COARSE_STEPS) * STEPS))
+    less = with_least_share(best, problem, round((best[0].offload.share - 1 / COARSE_STEPS) * STEPS))
     return best if less is None else min(best, less, key=lambda pair: pair[1].step_seconds)
 
 
-def with_least_shares(outcome: Outcome, problem: Problem) -> Outcome:
-    """For methods that do not choose the share: the fastest plans once more with as much state on the device as fits."""
-    if problem.request.offload_share is not None:
-        return outcome
-    away = ordered([pair for pair in outcome.costed if pair[0].offload.what == "optimizer" and pair[1].fits])
-    found = [better for pair in away[:MOST_PLANS] if (better := _least(pair, problem)) is not None]
-    return replace(outcome, costed=(*found, *outcome.costed)) if found else outcome
+def with_least_share(pair: Costed, problem: Problem, misses: int = -1) -> Costed | None:
+    """The same plan with as much of the optimizer's state on the device as fits; None where no more fits.
 
-
-def _least(pair: Costed, problem: Problem, misses: int = -1) -> Costed | None:
-    """By bisection, above so many steps: a larger share on the device never takes less of it."""
+    By bisection: a larger share on the device never takes less memory there. misses: a number of steps that is known not to fit.
+    """
     best, fits = None, round(pair[0].offload.share * STEPS)
     misses = max(misses, _least_number(pair[0]) - 1)
     while fits - misses > 1:

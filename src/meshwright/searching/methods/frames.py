@@ -24,11 +24,11 @@ from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import MULTI_STAGE_SCHEDULES, Mesh, Plan, Recompute, ZeroStage
 from meshwright.rules.plain_plan import recompute_rules
-from meshwright.searching.builder import Builder, Point
-from meshwright.searching.exhaustive import has_attention, meshes, no_plan
-from meshwright.searching.loads import Loads, loads_of
+from meshwright.searching.methods.builder import Builder, Point
+from meshwright.searching.methods.exhaustive import has_attention, meshes, no_plan
+from meshwright.searching.methods.loads import Loads, loads_of
+from meshwright.searching.methods.offload_shares import with_least_shares
 from meshwright.searching.problem import Outcome, Problem
-from meshwright.searching.shares import with_least_shares
 from meshwright.searching.space import context_ways
 
 LARGEST_MICROBATCH = 32

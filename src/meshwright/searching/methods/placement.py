@@ -1,6 +1,6 @@
 """The contiguous-subgraph placement integer program: each unit of the model on one device, the largest load made smallest.
 
-    units b = 0 … n-1 in a chain (searching/loads.py), devices s = 0 … p-1, each a group of dp · cp · tp ranks
+    units b = 0 … n-1 in a chain (searching/methods/loads.py), devices s = 0 … p-1, each a group of dp · cp · tp ranks
 
     y[b,s] ∈ {0,1}     unit b lies on one of the devices 0 … s, so that
                        x[b,s] = y[b,s] - y[b,s-1]: it lies on s         e[b,s] = y[b,s] - y[b+1,s]: it is the last up to s
@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from meshwright.searching.builder import Builder, Point
-from meshwright.searching.frames import frames, layouts, shortlist
-from meshwright.searching.loads import Loads, in_flight, reduce_seconds
+from meshwright.searching.methods.builder import Builder, Point
+from meshwright.searching.methods.frames import frames, layouts, shortlist
+from meshwright.searching.methods.loads import Loads, in_flight, reduce_seconds
 from meshwright.searching.problem import Outcome, Problem
 
 NODE_LIMIT = 500

@@ -1,6 +1,6 @@
 """The layer-profile dynamic programme: stages of consecutive units, each on several replicas, the slowest made fastest.
 
-From a profile of the n units (searching/loads.py) for w workers of cp · tp devices, m' microbatches a step in all:
+From a profile of the n units (searching/methods/loads.py) for w workers of cp · tp devices, m' microbatches a step in all:
 
     stage(i, j, r)   = m'/r · Σ_{i≤b<j} seconds_b + all-reduce(Σ_{i≤b<j} weight bytes, r replicas)     -> Profile.stage
     link(i, r)       = m'/r · 2 · send_{i-1}          activations in and gradients back                -> Profile.link
@@ -32,9 +32,9 @@ import msgspec
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Mesh
-from meshwright.searching.builder import Builder, Point
-from meshwright.searching.frames import Frame, frames, layouts, shortlist
-from meshwright.searching.loads import Loads, Unit, loads_of, reduce_seconds
+from meshwright.searching.methods.builder import Builder, Point
+from meshwright.searching.methods.frames import Frame, frames, layouts, shortlist
+from meshwright.searching.methods.loads import Loads, Unit, loads_of, reduce_seconds
 from meshwright.searching.problem import Outcome, Problem
 
 

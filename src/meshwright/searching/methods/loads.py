@@ -37,7 +37,7 @@ from meshwright.cost.passes import handed_on_bytes, passes_by_stage
 from meshwright.cost.redone import modes_of
 from meshwright.cost.stages import StageCosts
 from meshwright.rules.schedules import make_order
-from meshwright.searching.builder import Builder, Point
+from meshwright.searching.methods.builder import Builder, Point
 from meshwright.searching.problem import Problem
 
 

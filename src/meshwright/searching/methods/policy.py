@@ -1,6 +1,6 @@
 """A placement learned by trial: a softmax policy samples plans, and what did well becomes likelier.
 
-    a sample      a setting: first a mesh (searching/frames.py), then one of its microbatches, then one of its rungs of saving,
+    a sample      a setting: first a mesh (methods/frames.py), then one of its microbatches, then one of its rungs of saving,
                   each drawn from a softmax over a table of logits that all settings share
                   then the end of each stage but the last, one after another: with the end e of the stage before, one of
                   the units that leave at least one for every stage behind, drawn from a softmax over its own table
@@ -28,11 +28,11 @@ from statistics import fmean, pstdev
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, Recompute
-from meshwright.searching.builder import Builder, Point
-from meshwright.searching.exhaustive import no_plan
-from meshwright.searching.frames import frames
+from meshwright.searching.methods.builder import Builder, Point
+from meshwright.searching.methods.exhaustive import no_plan
+from meshwright.searching.methods.frames import frames
+from meshwright.searching.methods.offload_shares import with_least_shares
 from meshwright.searching.problem import Outcome, Problem
-from meshwright.searching.shares import with_least_shares
 
 NUM_SAMPLES = 320
 BATCH = 16
