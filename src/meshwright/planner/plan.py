@@ -117,7 +117,7 @@ class PlanQuestion:
         return graph_run_by(plan, self.graph, self.other_casting)
 
     def answer(self) -> SearchResult:
-        from meshwright.searching.asking import search_legal
+        from meshwright.searching.legality import search_legal
         from meshwright.searching.search import search
 
         def find(legal: tuple[LegalSharding, ...]) -> SearchResult:

@@ -24,10 +24,10 @@ from meshwright.core.result import RunnerUp, SearchResult, describe
 from meshwright.core.units import format_bytes
 from meshwright.cost.origin import error_band
 from meshwright.searching.choice import Costed, chosen, each_once, ordered, varied
-from meshwright.searching.joint import joint
+from meshwright.searching.infeasible.suggestions import infeasible
+from meshwright.searching.joint.joint import joint
 from meshwright.searching.problem import Method, Outcome, Problem
 from meshwright.searching.reasons import reason_lost
-from meshwright.searching.ways_out import infeasible
 
 COMPARISON_METHODS = {
     "exhaustive": "meshwright.searching.methods.exhaustive",

@@ -44,10 +44,10 @@ from meshwright.cost.degrees import check_degrees, check_divides
 from meshwright.cost.redone import core_ops
 from meshwright.rules.limits import check_runs, not_yet
 from meshwright.rules.plain_plan import plain_plan, recompute_rules
+from meshwright.searching.memory_saving.optimizer_offload import FEW_SHARES, coarse_shares, shares_of
 from meshwright.searching.methods.builder import Builder
 from meshwright.searching.methods.builder import Point as Point
 from meshwright.searching.problem import OffloadKind, Outcome, Problem
-from meshwright.searching.shares import FEW_SHARES, coarse_shares, shares_of
 from meshwright.searching.space import context_ways
 
 MOST_PLANS = 20_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.searching.choice import ordered
+from meshwright.searching.memory_saving.optimizer_offload import with_least_share
 from meshwright.searching.problem import Outcome, Problem
-from meshwright.searching.shares import with_least_share
 
 MOST_PLANS = 3
 """Plans, the fastest first, that are tried with less offload."""

@@ -31,7 +31,7 @@ from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.streaming import StreamedCost
 from meshwright.rules.limits import not_yet
 from meshwright.rules.plain_plan import recompute_rules
-from meshwright.searching.bounds import SLACK, Bounds, Needs
+from meshwright.searching.bounds.step_seconds import SLACK, Bounds, Needs
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point
 

@@ -1,5 +1,5 @@
 """The objective of the integer program that shards weights: seconds of one microbatch through all blocks, less what split
-weights save beside their ops. The formula is in searching/shard_program.py, where its symbols come from."""
+weights save beside their ops. The formula is in sharding/program.py, where its symbols come from."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from math import inf
 from meshwright.core.graph import Graph, Kind, Op, Phase
 from meshwright.cost.block_calls import is_whole_lookup
 from meshwright.rules.labels import Way
-from meshwright.searching.program import CONSTANT, Terms, minus, plus
-from meshwright.searching.shard_costs import PHASES, ShardCosts
-from meshwright.searching.shard_program import ShardProgram
-from meshwright.searching.shard_units import Unit
+from meshwright.searching.sharding.costs import PHASES, ShardCosts
+from meshwright.searching.sharding.integer_program import CONSTANT, Terms, minus, plus
+from meshwright.searching.sharding.program import ShardProgram
+from meshwright.searching.sharding.units import Unit
 
 PLAIN_SHARE = 1e-9
 """Of all seconds, what splitting one weight must gain: among equals the plainer sharding is taken."""

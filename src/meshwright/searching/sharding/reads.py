@@ -16,7 +16,7 @@ from math import prod
 
 from meshwright.core.graph import Kind, Op, Shape, Source
 from meshwright.rules.sharding import is_depthwise
-from meshwright.searching.shard_units import Unit
+from meshwright.searching.sharding.units import Unit
 
 PLAIN_COPIES = ("clone", "_to_copy", "copy", "copy_", "contiguous", "detach", "alias")
 NO_GRADIENT = (

@@ -1,6 +1,6 @@
 """Which weights lie over tp, and how: an integer program over the ops of a graph.
 
-Blocks of a repeated kind are decided together (m_k of them), all others each alone (searching/shard_units.py). For weights w, ways
+Blocks of a repeated kind are decided together (m_k of them), all others each alone (sharding/units.py). For weights w, ways
 a ∈ {column, row, table, heads}, ops n, tensors t that weights read:
 
     x[w, a] ∈ {0, 1}   weight w is split in way a; all 0: it is whole
@@ -15,7 +15,7 @@ a ∈ {column, row, table, heads}, ops n, tensors t that weights read:
     F ≥ Σ of the forward kernels, F ≥ their launches (both together where the host runs each op itself); B likewise
     a kernel takes   whole_n + (split_n - whole_n) s[n] + (summed_n - whole_n) (u[n] - s[n])       -> _pay_kernels
 
-All seconds are the cost room's own (searching/shard_costs.py), so that what is minimised is what is costed. Only x is decided: s,
+All seconds are the cost room's own (sharding/costs.py), so that what is minimised is what is costed. Only x is decided: s,
 p, u and g follow from it as rules/labels.py says they do, which these constraints repeat:
 
     Σ_a x[w, a] ≤ 1                                                                                -> _one_way
@@ -42,9 +42,9 @@ from graphlib import TopologicalSorter
 from meshwright.core.graph import Graph, Op, Source
 from meshwright.cost.block_calls import is_whole_lookup
 from meshwright.rules.labels import Way, activation_of, is_outer, reads_stream
-from meshwright.searching.program import CONSTANT, Program, Terms, minus, plus
-from meshwright.searching.shard_reads import Reads
-from meshwright.searching.shard_units import Passes, Place, Unit
+from meshwright.searching.sharding.integer_program import CONSTANT, Program, Terms, minus, plus
+from meshwright.searching.sharding.reads import Reads
+from meshwright.searching.sharding.units import Passes, Place, Unit
 
 ONE: Terms = {CONSTANT: 1.0}
 

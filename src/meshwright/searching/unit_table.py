@@ -109,7 +109,7 @@ class UnitTable:
 
     @cached_property
     def known_cuts(self) -> dict[tuple[object, ...], tuple[int, ...]]:
-        """Those that were found to be quickest, by turns (searching/played_cuts.py)."""
+        """Those that were found to be quickest, by turns (searching/cuts/played_cuts.py)."""
         return {}
 
     @cached_property

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import prod
 
 from meshwright.core.divisors import divisors
-from meshwright.searching.best_first import BestFirst
+from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import MOST_VIRTUAL, SMALL_DP, is_deep, worlds
 

@@ -32,10 +32,10 @@ from meshwright.core.plan import ScheduleKind, ZeroStage, placement_of
 from meshwright.core.recipe import Recipe
 from meshwright.cost.beside import usable_bytes
 from meshwright.cost.state import Items
-from meshwright.searching.in_flight import in_flight
+from meshwright.searching.bounds.in_flight import in_flight
 from meshwright.searching.space import Point, Shape
+from meshwright.searching.unit_table import Beside, UnitTable
 from meshwright.searching.units import Cut
-from meshwright.searching.work import Beside, UnitTable
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from meshwright.cost.streaming import StreamedCost
 from meshwright.rules.limits import not_yet
 from meshwright.rules.stages import cut_stages
 from meshwright.rules.tokens import token_names
-from meshwright.searching.bounds import Bounds, Needs
+from meshwright.searching.bounds.memory import Room, has_gradients, least_bytes, may_fit, recompute_seconds, room_of
+from meshwright.searching.bounds.step_seconds import Bounds, Needs
+from meshwright.searching.joint.unit_tables import Tables
+from meshwright.searching.memory_saving.parameter_streaming import Streamed, streamed_plans
 from meshwright.searching.problem import Problem
-from meshwright.searching.room import Room, has_gradients, least_bytes, may_fit, recompute_seconds, room_of
 from meshwright.searching.space import Point, schedules
-from meshwright.searching.streamed import Streamed, streamed_plans
-from meshwright.searching.tables import Tables
 from meshwright.searching.units import FEW_UNITS, Cut, even_cut, sizes_of
 
 ROUNDING = 1e-6

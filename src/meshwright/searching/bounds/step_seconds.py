@@ -30,12 +30,12 @@ from meshwright.core.pipeline.placement import Placement, coordinate_of
 from meshwright.core.plan import SPLIT_SCHEDULES, Mesh, ScheduleKind, placement_of
 from meshwright.cost.compute import update_seconds
 from meshwright.cost.links import Group, axis_group, collective_seconds, send_seconds
-from meshwright.searching.even_loads import least_busiest, shared_out, waiting
+from meshwright.searching.bounds.load_balance import least_busiest, shared_out, waiting
+from meshwright.searching.bounds.memory import Room, recompute_seconds
 from meshwright.searching.problem import Problem
-from meshwright.searching.room import Room, recompute_seconds
 from meshwright.searching.space import Point, Shape
+from meshwright.searching.unit_table import Row, UnitTable
 from meshwright.searching.units import Cut
-from meshwright.searching.work import Row, UnitTable
 
 SLACK = 1 - 1e-9
 """A bound that rounding lifts above the truth would cut off the best plan."""

@@ -8,8 +8,8 @@ from meshwright.core.divisors import divisors
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.cost.origin import error_band
-from meshwright.searching.best_first import BestFirst
-from meshwright.searching.drafts import Drafts
+from meshwright.searching.joint.best_first import BestFirst
+from meshwright.searching.joint.candidates import Drafts
 from meshwright.searching.problem import Problem, narrowed
 from meshwright.searching.space import worlds
 

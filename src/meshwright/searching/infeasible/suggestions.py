@@ -6,7 +6,7 @@ Each change is costed as a plan, never guessed:
     microbatch   the largest divisor of the microbatch that fits                                           -> _microbatches
     sequence     parallel, where tp can, by what the runtime answered                                      -> _sequence_parallel
     ZeRO         the lowest higher stage that fits, or one sharding group in place of several              -> _shardings
-    offload      optimizer state, then parameters too, where the hosts have the memory                     -> ways_away.py
+    offload      optimizer state, then parameters too, where the hosts have the memory                     -> offload_suggestions.py
     budget       all the device has, where less was given                                                  -> _budgets
     hosts        the fewest more, dp raised, with the plan's ZeRO stage, stage 1 or stage 3                 -> _hosts
 
@@ -30,9 +30,9 @@ from meshwright.core.names import compact_names
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, RecomputeMode
 from meshwright.core.units import ceil_div, format_bytes
 from meshwright.rules.limits import not_yet
-from meshwright.searching.changes import Change, costed, first_that_fits
+from meshwright.searching.infeasible.changes import Change, costed, first_that_fits
+from meshwright.searching.infeasible.offload_suggestions import offloads
 from meshwright.searching.problem import Problem
-from meshwright.searching.ways_away import offloads
 
 MOST_TIMES_MORE = 64
 """How many times more devices are tried."""

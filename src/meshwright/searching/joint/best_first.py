@@ -1,4 +1,4 @@
-"""Best first over a problem's space: the node with the least bound is opened next. The levels are told in searching/joint.py."""
+"""Best first over a problem's space: the node with the least bound is opened next. The levels are told in joint.py."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from math import inf
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, ScheduleKind
-from meshwright.searching.bounds import SLACK, Needs
-from meshwright.searching.cuts import FEW_CUTS, best_cut, every_cut, num_cuts
-from meshwright.searching.drafts import Drafts
-from meshwright.searching.fitting import fitted
+from meshwright.searching.bounds.memory import cut_fits
+from meshwright.searching.bounds.step_seconds import SLACK, Needs
+from meshwright.searching.cuts.best_cut import FEW_CUTS, best_cut, every_cut, num_cuts
+from meshwright.searching.joint.candidates import Drafts
+from meshwright.searching.memory_saving.optimizer_offload import with_best_share
+from meshwright.searching.memory_saving.parameter_streaming import fitted_streamed
+from meshwright.searching.memory_saving.recompute import fitted
 from meshwright.searching.problem import Problem
-from meshwright.searching.room import cut_fits
-from meshwright.searching.shares import with_best_share
 from meshwright.searching.space import (
     Point,
     Shape,
@@ -32,9 +33,8 @@ from meshwright.searching.space import (
     ways,
     worlds,
 )
-from meshwright.searching.streamed import fitted_streamed
+from meshwright.searching.unit_table import UnitTable
 from meshwright.searching.units import Cut
-from meshwright.searching.work import UnitTable
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""

@@ -15,9 +15,9 @@ import msgspec
 from meshwright.core.divisors import divisors
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Mesh, Plan
-from meshwright.searching.best_first import BestFirst
-from meshwright.searching.dives import FEW_OPENED
-from meshwright.searching.drafts import Drafts
+from meshwright.searching.joint.best_first import BestFirst
+from meshwright.searching.joint.candidates import Drafts
+from meshwright.searching.joint.short_searches import FEW_OPENED
 from meshwright.searching.problem import Problem, narrowed
 from meshwright.searching.space import Point, Shape, families, meshes, states, tensor_degrees, turns, worlds
 

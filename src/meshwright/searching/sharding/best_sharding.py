@@ -2,8 +2,8 @@
 
     best_sharding(graph, cluster, tp=8, microbatch=1)  →  what a plan's `sharding` is
 
-The program is stated in searching/shard_program.py; its costs are the cost room's own. The same arguments give the same sharding,
-so that a caller may keep it by (tp, cp, sequence_parallel, microbatch).
+sharding/program.py states the program; its costs come from the cost room. The same arguments give the same sharding, so a caller
+may keep the answer by (tp, cp, sequence_parallel, microbatch).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.compute import KernelCosts
 from meshwright.rules.labels import Way
 from meshwright.rules.sharding import block_sharding
-from meshwright.searching.shard_costs import ShardCosts
-from meshwright.searching.shard_objective import Objective
-from meshwright.searching.shard_program import ShardProgram
-from meshwright.searching.shard_units import Unit, units_of
+from meshwright.searching.sharding.costs import ShardCosts
+from meshwright.searching.sharding.objective import Objective
+from meshwright.searching.sharding.program import ShardProgram
+from meshwright.searching.sharding.units import Unit, units_of
 
 
 @dataclass(frozen=True)

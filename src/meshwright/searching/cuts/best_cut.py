@@ -2,11 +2,11 @@
 
 One stage a coordinate: dynamic programming over (stage, units before its end), which finds the least possible largest
                         weight of a stage                                                             -> _least_largest
-    weight of stage i   what it adds to the played schedule beyond one microbatch through the model (searching/bounds.py):
+    weight of stage i   what it adds to the played schedule beyond one microbatch through the model (bounds/step_seconds.py):
                         gpipe (m-1) (f+b);  1f1b (m-1) b + max(0, m-p+i) f;  zb m (f+b) - (p-i) f
                         b: with as much recompute as the stage needs to fit at least; no cut where none suffices -> _Loads
 Several stages a coordinate: some that are even in one way or another, and their neighbours, played; even coordinates where
-                             some must recompute                                                      -> searching/played_cuts.py
+                             some must recompute                                                      -> played_cuts.py
 Few cuts in all: every one                                                                            -> every_cut
 """
 
@@ -19,12 +19,12 @@ from math import comb, inf
 
 import numpy as np
 
-from meshwright.searching.in_flight import in_flight
-from meshwright.searching.played_cuts import levelled_cut, played_cut
-from meshwright.searching.room import Room, cut_fits, recompute_seconds
+from meshwright.searching.bounds.in_flight import in_flight
+from meshwright.searching.bounds.memory import Room, cut_fits, recompute_seconds
+from meshwright.searching.cuts.played_cuts import levelled_cut, played_cut
 from meshwright.searching.space import Point
+from meshwright.searching.unit_table import Places, Row, UnitTable
 from meshwright.searching.units import Cut
-from meshwright.searching.work import Places, Row, UnitTable
 
 AGAIN = ("selective", "full")
 FEW_CUTS = 24

@@ -14,7 +14,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Mesh, Offload, Plan
 from meshwright.rules.plain_plan import recompute_rules
 from meshwright.rules.stages import even_stages
-from meshwright.searching.changes import Change, costed, first_that_fits, on_larger_hosts
+from meshwright.searching.infeasible.changes import Change, costed, first_that_fits, on_larger_hosts
 from meshwright.searching.problem import Problem
 
 STASHES = ("device", "host")

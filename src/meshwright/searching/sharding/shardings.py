@@ -13,7 +13,7 @@ from meshwright.cost.compute import KernelCosts
 from meshwright.cost.degrees import check_degrees, check_divides
 from meshwright.rules.sharding import plain_sharding
 from meshwright.searching.problem import Problem
-from meshwright.searching.sharding import best_sharding
+from meshwright.searching.sharding.best_sharding import best_sharding
 from meshwright.searching.space import Shape
 from meshwright.searching.units import units_of
 

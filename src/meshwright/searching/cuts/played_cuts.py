@@ -19,8 +19,8 @@ from meshwright.core.plan import placement_of
 from meshwright.cost.play import play_schedule
 from meshwright.cost.timing import StageSeconds
 from meshwright.searching.space import Point
+from meshwright.searching.unit_table import UnitTable
 from meshwright.searching.units import Cut
-from meshwright.searching.work import UnitTable
 
 FULL_PIPELINES = 4
 """So many times the number of coordinates, microbatches show what a cut is worth."""

@@ -17,13 +17,13 @@ from meshwright.cost.estimate import check_costable
 from meshwright.rules.limits import check_runs
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.rules.schedules import make_order
-from meshwright.searching.best_first import BestFirst
-from meshwright.searching.cuts import best_cut
-from meshwright.searching.drafts import Drafts
+from meshwright.searching.cuts.best_cut import best_cut
+from meshwright.searching.infeasible.suggestions import ways_out
+from meshwright.searching.joint.best_first import BestFirst
+from meshwright.searching.joint.candidates import Drafts
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point, Shape, families, meshes, states, turns, worlds
 from meshwright.searching.units import even_cut
-from meshwright.searching.ways_out import ways_out
 
 MOST_NEAREST = 8
 """Cuts that are costed to find the nearest miss, for every kind of offload."""

@@ -20,12 +20,12 @@ from meshwright.cost.division import Division, divide
 from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of, work_key
 from meshwright.cost.state import Items, items_of
 from meshwright.rules.tokens import token_names
-from meshwright.searching.bounds import Bounds
+from meshwright.searching.bounds.step_seconds import Bounds
 from meshwright.searching.problem import Problem
-from meshwright.searching.shardings import Shardings
+from meshwright.searching.sharding.shardings import Shardings
 from meshwright.searching.space import Shape, Way, may_compile
+from meshwright.searching.unit_table import Divided, UnitTable, divide_units, make_table
 from meshwright.searching.units import units_of
-from meshwright.searching.work import Divided, UnitTable, divide_units, make_table
 
 Key = tuple[int, int, int, bool, int, bool, bool, ContextWay]
 

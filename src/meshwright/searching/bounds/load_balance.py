@@ -1,4 +1,4 @@
-"""How evenly work can be shared out over coordinates at best, wherever stages end: parts of the bounds (searching/bounds.py)."""
+"""How evenly work can be shared out over coordinates at best, wherever stages end: parts of the bounds (step_seconds.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from meshwright.core.pipeline.placement import Placement
 from meshwright.core.plan import ScheduleKind
-from meshwright.searching.work import Row
+from meshwright.searching.unit_table import Row
 
 ROUNDING = 1e-6
 

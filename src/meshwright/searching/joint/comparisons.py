@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from meshwright.core.divisors import divisors
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
-from meshwright.searching.best_first import BestFirst
-from meshwright.searching.dives import FEW_OPENED
+from meshwright.searching.joint.best_first import BestFirst
+from meshwright.searching.joint.short_searches import FEW_OPENED
 from meshwright.searching.problem import Problem, narrowed
 from meshwright.searching.space import may_compile
 

@@ -1,4 +1,4 @@
-"""Seconds and bytes behind the integer program of searching/shard_program.py, each asked of the cost room.
+"""Seconds and bytes behind the integer program of sharding/program.py, each asked of the cost room.
 
 kernel      an op whole, split, or split with a whole result (a sum over the parts): a Division in which all of the
             kind's ops are so                                                                    -> op_seconds

@@ -21,11 +21,11 @@ from meshwright.core.plan import Plan, Recompute, placement_of
 from meshwright.cost.estimate import Estimator
 from meshwright.cost.microbatch import Microbatch
 from meshwright.rules.plain_plan import recompute_rules
-from meshwright.searching.in_flight import in_flight
+from meshwright.searching.bounds.in_flight import in_flight
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point
+from meshwright.searching.unit_table import UnitTable
 from meshwright.searching.units import Cut
-from meshwright.searching.work import UnitTable
 
 MOST_TRIES = 6
 """Estimates of memory for one cut."""
