@@ -1,6 +1,6 @@
-"""A search that asks the runtime about the sharding it chose, and searches again where that is not what runs.
+"""A search that asks the runtime whether the sharding it chose can run, and searches again where it cannot.
 
-What the runtime says is a value that the search takes (`core/legal.py`); only degrees that win are asked about.
+The answer of the runtime is a value that the next search takes (core/legal.py). Only the degrees of the best plan are asked about.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from meshwright.core.plan import BlockSharding, Plan
 from meshwright.core.result import SearchResult
 
 MOST_ANSWERS = 8
-"""How often a search is told that a sharding it proposed is not what runs, before it is taken at its word."""
+"""How many answers a search gets. After these its last plan is taken as it is."""
 
 Settle = Callable[[Plan], Plan]
-"""A plan → the same with shardings that run; refuses one that cannot."""
+"""A plan → the same plan with shardings that run; raises for a plan that cannot run."""
 
 
 def search_legal(find: Callable[[tuple[LegalSharding, ...]], SearchResult], settle: Settle) -> SearchResult:
@@ -35,7 +35,7 @@ def search_legal(find: Callable[[tuple[LegalSharding, ...]], SearchResult], sett
 
 
 def answer_about(plan: Plan, settle: Settle) -> LegalSharding | None:
-    """None where there is nothing to ask."""
+    """What the runtime says about the sharding of a plan; None where the plan has neither tp nor cp."""
     if plan.mesh.tp == 1 and plan.mesh.cp == 1:
         return None
     asked = LegalSharding(
@@ -48,7 +48,7 @@ def answer_about(plan: Plan, settle: Settle) -> LegalSharding | None:
 
 
 def split_tensors(sharding: tuple[BlockSharding, ...]) -> set[tuple[str, str, tuple[str, ...], int]]:
-    """Which tensor of which blocks is cut how; tensors that stay whole are left out."""
+    """Which tensors of which blocks are split, and how. Tensors that stay whole are left out."""
     return {
         (",".join(rule.for_blocks) or str(rule.for_kind), tensor.tensor, tensor.dims, tensor.runs)
         for rule in sharding

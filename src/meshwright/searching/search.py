@@ -1,7 +1,7 @@
 """Choose a plan by one of several methods, and say why each runner-up lost.
 
-Every method returns plans with their estimates; which of them is taken is decided here (searching/choice.py). The order is fixed,
-so the same input gives the same plan.
+Every method returns plans with their estimates. This file decides which of them is taken (choice.py). The order is fixed, so the
+same input gives the same plan.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def method_named(name: str) -> Method:
 
 
 def _outcome(method: Method, problem: Problem) -> Outcome:
-    """Of one device that has its host to itself, plans are found by themselves: what bounds the others does not bound them."""
+    """What the method finds. Plans for one device alone are a search of their own where such a device is another than one of many:
+    bounds of the others do not hold for them."""
     one = problem.of_one_device
     if one is None:
         return method(problem)
@@ -137,7 +138,7 @@ def _runner_up(other: Costed, best: Costed, band: float) -> RunnerUp:
 
 
 def _claim(outcome: Outcome, fastest_seconds: float, chosen_seconds: float) -> Claim:
-    """The gap is that of the plan that was chosen; a search is complete where nothing beats the fastest it has found."""
+    """The gap is that of the chosen plan. A search is complete where no plan can be faster than the fastest it has found."""
     bound = outcome.bound_seconds
     if bound is None:
         return Claim(left_out=outcome.left_out)

@@ -1,10 +1,10 @@
-"""The work of one microbatch by unit: seconds, bytes kept and state, as the cost room counts them.
+"""The table of units: for each unit the seconds, activation bytes and state of one microbatch, as the cost room counts them.
 
-One table for every way to divide a microbatch (tp, cp, ep, sequence parallel, its samples, compile, casting). Sums over a row of
-units give what a stage of them takes, so that bounds and cuts need no estimate of their own:
+There is one table for every way to divide a microbatch (tp, cp, ep, sequence parallel, its samples, compile, casting). The sum over
+a row of units is what a stage of these units takes, so bounds and cuts need no estimate of their own:
 
     seconds of a stage, forward or backward   launches + kernels on a CPU, the larger of both on a GPU, + inner collectives
-    kept                                      bytes between forward and backward of a microbatch, by recompute mode
+    kept                                      bytes held between forward and backward of a microbatch, by recompute mode
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ MODES = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Beside:
-    """Bytes that units need while they run, above what they keep."""
+    """Bytes that each unit needs while it runs, in addition to what is kept for backward."""
 
     by_unit: Row
     between: float
-    """The least of the units that can end another stage than the last."""
+    """The least value of a unit that can be the last of a stage, where this is not the last stage."""
 
     @cached_property
     def least(self) -> float:
         return float(self.by_unit.min())
 
     def on_all(self, p: int) -> float:
-        """On p coordinates together, for the last units of their stages: one has the last of all."""
+        """Bytes on p coordinates together. Each runs the last unit of a stage, and one of them the last unit of the model."""
         last = float(self.by_unit[-1])
         return last if p == 1 or len(self.by_unit) == 1 else (p - 1) * self.between + last
 
 
 @dataclass(frozen=True)
 class UnitTable:
-    """Prefix sums over units: entry i is what the first i units have together."""
+    """Prefix sums over units: entry i is the sum over the first i units."""
 
     is_cpu: bool
     forward_launch: Row
@@ -73,20 +73,20 @@ class UnitTable:
     inner_backward: dict[str, Row]
     kept: dict[str, Row]
     peaks: dict[str, Row]
-    """Of each unit, not summed up: bytes above what is kept while it runs."""
+    """One value per unit, no prefix sums: bytes while the unit runs, in addition to what is kept."""
     sent: Row
     """Bytes that a unit hands to the next, the fewest first."""
     elements: Row
-    """Of parameters as tp cuts them, each tensor at its first name; experts' apart."""
+    """Elements of parameters as tp splits them. A tied tensor counts at its first name; experts are counted apart."""
     expert_elements: Row
     gathered_elements: Row
-    """Of each unit, not summed up: parameters of the block that has fewest, which are whole while it runs."""
+    """One value per unit, no prefix sums: parameters of its smallest block, which are gathered while the block runs."""
     like_between: bool
     """Whether the repeated blocks of the first and the last unit are like those of units between them."""
 
     @cached_property
     def seconds_per_saved_byte(self) -> float:
-        """The cheapest recompute of any unit."""
+        """Seconds of recompute per byte saved, for the unit and mode where this is least."""
         begins, ends = self.alone
         plain, kept = self.backward(begins, ends), self.kept_by(begins, ends, "none")
         found = [inf]
@@ -103,34 +103,34 @@ class UnitTable:
 
     @cached_property
     def unit_sums(self) -> list[float]:
-        """Forward and backward of the first units, were each a stage."""
+        """Prefix sums of forward and backward seconds, as if each unit was a stage of its own."""
         alone = self.forward(*self.alone) + self.backward(*self.alone)
         return [0.0, *(float(seconds) for seconds in np.cumsum(alone))]
 
     @cached_property
     def known_cuts(self) -> dict[tuple[object, ...], tuple[int, ...]]:
-        """Those that were found to be quickest, by turns (searching/cuts/played_cuts.py)."""
+        """The fastest cuts found so far, by schedule (cuts/played_cuts.py)."""
         return {}
 
     @cached_property
     def least_peak(self) -> Row:
-        """Of each unit, under the mode that needs least for a moment."""
+        """Peak bytes of each unit under the recompute mode with the lowest peak."""
         return np.asarray(np.min([self.peaks[mode] for mode in MODES], axis=0))
 
     @cached_property
     def least_running(self) -> Row:
-        """Of each unit: bytes above what it keeps when it is redone, under the mode that needs least in all. What is not
-        kept is made again before its backward: little is saved of the unit that runs."""
+        """Bytes of each unit in addition to what it keeps under full recompute, for the mode that needs least in all. What is not
+        kept is computed again before backward, so recompute saves little on the unit that runs."""
         kept = self.unit_kept
         return np.asarray(np.min([self.peaks[mode] + np.diff(self.kept[mode]) - kept for mode in MODES], axis=0))
 
     @cached_property
     def unit_kept(self) -> Row:
-        """Of each unit, when it is redone."""
+        """Bytes each unit keeps under full recompute."""
         return np.diff(self.kept["full"])
 
     def beside(self, peak: Literal["least_peak", "least_running"], own_bytes: float, gradient_bytes: float) -> Beside:
-        """own_bytes, gradient_bytes: of an element of the unit that runs, gathered and of its gradient.."""
+        """own_bytes: of a gathered element of the unit that runs. gradient_bytes: of an element of its gradient."""
         key = (peak, own_bytes, gradient_bytes)
         if key not in self._besides:
             own = self.gathered_elements * own_bytes
@@ -146,17 +146,17 @@ class UnitTable:
 
     @cached_property
     def unit_elements(self) -> tuple[Row, Row]:
-        """Of each unit: experts' apart."""
+        """Elements of each unit, and of its experts."""
         return np.diff(self.elements), np.diff(self.expert_elements)
 
     @cached_property
     def totals(self) -> tuple[float, float]:
-        """Elements of all units: experts' apart."""
+        """Elements of all units, and of all experts."""
         return float(self.elements[-1]), float(self.expert_elements[-1])
 
     @cached_property
     def all_kept(self) -> dict[str, float]:
-        """Of all units, by mode."""
+        """Bytes all units keep, by recompute mode."""
         return {mode: float(row[-1]) for mode, row in self.kept.items()}
 
     @property
@@ -168,7 +168,7 @@ class UnitTable:
         return own + self.inner_forward[end] - self.inner_forward[begin]
 
     def backward(self, begin: Places | int, end: Places | int, mode: str = "none") -> Row:
-        """With what it does again under the mode, in all of the units."""
+        """Seconds of backward, with the recompute of all these units under the mode."""
         own = self._seconds(self.backward_launch, self.backward_kernel, begin, end)
         again = self._seconds(self.recompute_launch[mode], self.recompute_kernel[mode], begin, end)
         inner = self.inner_backward[mode]
@@ -191,9 +191,9 @@ class Divided:
     elements: tuple[list[float], list[float]]
     gathered: list[float]
     unlike: tuple[int, ...]
-    """The first of every kind of unit: those with the same work are looked at once."""
+    """The first unit of every kind. Units with the same work are costed once."""
     kinds: Places
-    """Of every unit, which of them it is like."""
+    """For every unit, the position in `unlike` of the unit it equals."""
     like_between: bool
 
 
@@ -238,7 +238,7 @@ def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, mic
 
 
 def _modes(problem: Problem, graph: Graph, mode: str) -> dict[str, Mode]:
-    """All repeated blocks recomputed so."""
+    """Every repeated block → this mode."""
     if mode == "none":
         return {}
     again = selective_mode(problem.recipe) if mode == "selective" else "full"
@@ -250,7 +250,7 @@ def _sums(values: Row | list[float]) -> Row:
 
 
 class _Columns:
-    """What every unit has, under one mode of recompute."""
+    """The columns of the table under one recompute mode."""
 
     def __init__(
         self,
@@ -288,13 +288,13 @@ class _Columns:
         return self._of_all(found, names)
 
     def _of_all(self, found: Sequence[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, Row]:
-        """Of all units, from those that are unlike."""
+        """Values of all units, from the values of one unit of every kind."""
         values = np.array(found, dtype=np.float64)[self.divided.kinds]
         return {name: values[:, place] for place, name in enumerate(names)}
 
 
 def _elements(graph: Graph, plan: Plan, splits: Splits) -> tuple[list[float], list[float]]:
-    """Of the trained parameters of every unit, each tensor at its first name: those of experts apart."""
+    """Elements of the trained parameters of every unit, and of its experts. A tied tensor counts at its first name."""
     dense, expert = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
     seen: set[str] = set()
     for number, blocks in enumerate(plan.blocks_by_stage):
@@ -308,7 +308,7 @@ def _elements(graph: Graph, plan: Plan, splits: Splits) -> tuple[list[float], li
 
 
 def _gathered(graph: Graph, plan: Plan, splits: Splits) -> list[float]:
-    """Of every unit: the fewest elements of any of its blocks, experts left out."""
+    """For every unit, the elements of its smallest block, without experts."""
 
     def size(block: str) -> float:
         dense = (one for one in graph.parameters_of([block]) if not one.expert)

@@ -1,4 +1,4 @@
-"""Changes of a plan that does not fit, each costed as a plan."""
+"""A change of a plan that does not fit. Each change is a plan, and is costed as one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Change:
     problem: Problem
     estimate: Estimate
     changes: tuple[str, ...]
-    """Names of the request's fields it touches."""
+    """Fields of the request that the change touches."""
 
     @property
     def fits(self) -> bool:
@@ -36,7 +36,7 @@ class Change:
 
 
 def costed(words: str, problem: Problem, plan: Plan, touched: tuple[str, ...], **changes: object) -> Change | None:
-    """The changed plan with its estimate; None where it is no plan, or the cluster lacks a figure for it."""
+    """The changed plan with its estimate; None where it is no legal plan, or where the cluster lacks a figure it needs."""
     try:
         changed = msgspec.structs.replace(plan, **changes)
         return Change(words, changed, problem, problem.cost(changed), touched)
@@ -45,7 +45,7 @@ def costed(words: str, problem: Problem, plan: Plan, touched: tuple[str, ...], *
 
 
 def first_that_fits(changes: Iterable[Change | None]) -> Iterator[Change]:
-    """The first that fits, or all that do not."""
+    """The first change that fits; where none does, all of them."""
     missed = []
     for change in changes:
         if change is not None and change.fits:
@@ -56,7 +56,7 @@ def first_that_fits(changes: Iterable[Change | None]) -> Iterator[Change]:
 
 
 def on_larger_hosts(change: Change) -> Change:
-    """With the memory it needs on a host, where the devices have room but their host has not."""
+    """The change on hosts with the memory it needs, where it fits the devices but not their hosts."""
     cluster, needed = change.problem.cluster, change.estimate.host_bytes
     room = cluster.host_memory_bytes
     if room is None or needed <= room or not change.estimate.fits:

@@ -1,8 +1,8 @@
-"""Ways out of a plan that does not fit, by what leaves the device: the optimizer's state, or parameters too.
+"""Suggestions for a plan that does not fit: offload the optimizer's state, or parameters too.
 
-Streamed parameters need one stage on one device, or data-parallel ranks with ZeRO 3, and full recompute (rules/limits.py): a plan
-is made into one, its ranks all data parallel. Where it is the hosts that have too little memory, the way out says how much it
-takes.
+Offloaded parameters need one stage on one device, or data-parallel ranks with ZeRO 3, and full recompute (rules/limits.py). Other
+plans are changed into such a plan, with all ranks data parallel. Where the hosts have too little memory, the suggestion says how
+much they need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STASHES = ("device", "host")
 
 
 def offloads(problem: Problem, plan: Plan) -> Iterator[Change]:
-    """Optimizer state, then parameters too; less what the plan does already."""
+    """Offload of the optimizer's state, then of parameters too, without what the plan offloads already."""
     if plan.offload.what == "none":
         change = costed("offload optimizer", problem, plan, ("offload",), offload=Offload(what="optimizer"))
         yield from first_that_fits([on_larger_hosts(change) if change is not None else None])
@@ -30,7 +30,7 @@ def offloads(problem: Problem, plan: Plan) -> Iterator[Change]:
 
 
 def _first(changes: list[Change]) -> Iterator[Change]:
-    """The first that fits as the hosts are; else on hosts that are large enough."""
+    """The first change that fits on these hosts; where none does, on hosts with enough memory."""
     if any(change.fits for change in changes):
         yield from first_that_fits(changes)
     else:
@@ -38,7 +38,7 @@ def _first(changes: list[Change]) -> Iterator[Change]:
 
 
 def _streamed(problem: Problem, plan: Plan) -> list[Change]:
-    """With the inputs of blocks on the device, and on the host."""
+    """Parameters offloaded, with the inputs of blocks on the device and with these on the host."""
     try:
         changes = _streaming_fields(problem, plan)
     except MeshwrightError:
@@ -55,7 +55,7 @@ def _streamed(problem: Problem, plan: Plan) -> list[Change]:
 
 
 def _streaming_fields(problem: Problem, plan: Plan) -> dict[str, Any]:
-    """Of the plan, what streaming wants otherwise."""
+    """The fields of the plan that must change for parameters to be streamed."""
     found: dict[str, Any] = {}
     rules = recompute_rules("full", problem.graph.repeated_blocks)
     if plan.recompute != rules:

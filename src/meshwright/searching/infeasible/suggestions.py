@@ -1,17 +1,17 @@
-"""Nothing fits: the cheapest changes of the nearest miss that would.
+"""Suggestions where nothing fits: the cheapest changes that make the nearest miss fit.
 
-Each change is costed as a plan, never guessed:
+The nearest miss is the plan with the least peak memory. Each change of it is costed as a plan, never guessed:
 
     recompute    the fewest blocks, from the first or from the last, whose recompute makes it fit          -> _recomputes
     microbatch   the largest divisor of the microbatch that fits                                           -> _microbatches
-    sequence     parallel, where tp can, by what the runtime answered                                      -> _sequence_parallel
+    sequence     sequence parallel, with tp, where the runtime does not refuse it                          -> _sequence_parallel
     ZeRO         the lowest higher stage that fits, or one sharding group in place of several              -> _shardings
     offload      optimizer state, then parameters too, where the hosts have the memory                     -> offload_suggestions.py
     budget       all the device has, where less was given                                                  -> _budgets
     hosts        the fewest more, dp raised, with the plan's ZeRO stage, stage 1 or stage 3                 -> _hosts
 
 Where no single change fits, two or more that need no more devices are made together, then with offload     -> _together
-They are ordered by what they cost: devices × seconds per step. What cannot run yet comes after what can.
+Suggestions are ordered by cost: devices × seconds per step. Those that cannot run yet come last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODES: tuple[RecomputeMode, ...] = ("selective", "full")
 
 
 def infeasible(problem: Problem, plan: Plan, estimate: Estimate, num_candidates: int) -> Infeasible:
-    """The nearest miss with its ways out."""
+    """The nearest miss with its suggestions."""
     return Infeasible(
         plan=plan,
         estimate=estimate,
@@ -61,7 +61,7 @@ def binding_constraint(estimate: Estimate) -> str:
 
 
 def ways_out(problem: Problem, plan: Plan, estimate: Estimate) -> tuple[WayOut, ...]:
-    """Changes of a plan that does not fit, the cheapest first; where none is enough, the one that comes nearest."""
+    """Changes that make a plan fit, the cheapest first. Where none does, the one that comes nearest, if it saves anything."""
     makers = (_recomputes, _microbatches, _shardings, _sequence_parallel, offloads, _budgets, _hosts)
     tried = [change for make in makers for change in make(problem, plan)]
     fitting = [change for change in tried if change.fits]
@@ -108,7 +108,7 @@ def _recomputes(problem: Problem, plan: Plan) -> Iterator[Change]:
 def _fewest(
     problem: Problem, plan: Plan, mode: RecomputeMode, num_blocks: int, pick: Callable[[int], Sequence[str]]
 ) -> Change | None:
-    """By halving: more recompute never needs more memory."""
+    """The fewest blocks whose recompute makes the plan fit, by bisection: more recompute never needs more memory."""
 
     def recomputed(count: int) -> Change | None:
         rules, added = _with_recompute(plan, mode, pick(count))
@@ -127,7 +127,7 @@ def _fewest(
 
 
 def _with_recompute(plan: Plan, mode: RecomputeMode, names: Sequence[str]) -> tuple[tuple[Recompute, ...], list[str]]:
-    """The plan's rules with these blocks under a mode too; a block that redoes all of itself keeps doing so."""
+    """The plan's rules with these blocks under a mode too, and the blocks that are new. Fully recomputed blocks stay so."""
     full, chosen = plan.recomputed("full"), set(names)
     selective = plan.recomputed("selective")
     added = [name for name in names if name not in full and not (mode == "selective" and name in selective)]
@@ -179,7 +179,7 @@ def _budgets(problem: Problem, plan: Plan) -> Iterator[Change]:
 
 
 def _hosts(problem: Problem, plan: Plan) -> Iterator[Change]:
-    """dp raised by the least factor that fits. Ranks that were given in number stay as they are."""
+    """dp raised by the least factor that fits; nothing where the request fixes the number of ranks."""
     if problem.world is not None:
         return
     share = plan.global_batch // plan.mesh.dp
@@ -220,7 +220,7 @@ def _sequence_parallel(problem: Problem, plan: Plan) -> Iterator[Change]:
 
 
 def _together(problem: Problem, plan: Plan) -> Iterator[Change]:
-    """Every two or more savings; where that is not enough, all of them with offload."""
+    """All combinations of two or more savings; where none fits, all savings with offload too."""
     savings = _savings(problem, plan)
     groups = [group for size in range(2, len(savings) + 1) for group in combinations(savings, size)]
     tried = [_all_of(problem, plan, savings, group) for group in groups]
@@ -234,7 +234,8 @@ def _together(problem: Problem, plan: Plan) -> Iterator[Change]:
 
 
 def _savings(problem: Problem, plan: Plan) -> dict[str, dict[str, Any]]:
-    """What saves most memory of each kind on the same devices: words → fields of the plan. Less what is there already."""
+    """The change of each kind that saves most memory on the same devices: words → fields of the plan. What the plan has already is
+    left out."""
     blocks = [name for name in plan.blocks if name in set(problem.graph.repeated_blocks)]
     rules, added = _with_recompute(plan, "full", blocks)
     found: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,7 @@
-"""What the search looks up again and again about points: the plans they stand for, their room, what they need, which run."""
+"""Candidates of the joint search: for each point its plan, its memory, its bounds, and whether the runtime can run it.
+
+The search asks for these many times, so each is computed once and kept.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from meshwright.searching.space import Point, schedules
 from meshwright.searching.units import FEW_UNITS, Cut, even_cut, sizes_of
 
 ROUNDING = 1e-6
-"""Of bytes, as shares of them, that may decide no plan's fate before it is costed."""
+"""A share of the bytes. A plan that is over the budget by no more is costed, since rounding alone must not rule it out."""
 
 
 class Drafts:
@@ -30,25 +33,25 @@ class Drafts:
         self.tables = Tables(problem)
         self.units = self.tables.units
         self.leaves_unlikely = len(self.units) > FEW_UNITS
-        """Whether points of which hardly a stage fits are left out; where units are few, all that may fit are costed."""
+        """Whether points that are unlikely to fit are left out. Where units are few, all points that may fit are costed."""
         self.refusals = self.tables.refusals
-        """Why candidates were left out."""
+        """Why candidates were refused."""
         self.points: set[Point] = set()
-        """Candidates that were looked at, by all parts of the search."""
+        """Candidates that any part of the search has looked at."""
         self.fitted: dict[tuple[object, ...], tuple[Plan, Estimate] | None] = {}
         """Plans that were costed, by their identity; None where nothing made one fit."""
         self.family_bounds: dict[tuple[object, ...], float] = {}
         self.shape_bounds: dict[tuple[object, ...], float] = {}
         self._rooms: dict[tuple[object, ...], Room] = {}
         self.doubtful_seconds = inf
-        """The least bound of points that were left out because hardly a stage of them fits, though one might."""
+        """The least bound of the points that were left out as unlikely to fit: one of them might fit."""
         self._needs: dict[Point, Needs | None] = {}
         self._once: dict[Point, float] = {}
         self._streamed: dict[Point, Streamed | None] = {}
         self._runs: dict[tuple[object, ...], bool] = {}
 
     def plan(self, point: Point, cut: Cut) -> Plan | None:
-        """The point with this cut, nothing recomputed; None where the value refuses itself."""
+        """The plan of a point with this cut, without recompute; None where such a plan is not legal."""
         shape, request, graph = point.shape, self.problem.request, self.problem.graph
         try:
             return Plan(
@@ -78,7 +81,7 @@ class Drafts:
             return None
 
     def runs(self, point: Point) -> bool:
-        """Whether the runtime can run what the point combines; the blocks and numbers do not matter for that."""
+        """Whether the runtime can run the mechanisms that the point combines. This does not depend on blocks or sizes."""
         shape = point.shape
         if point.offload == "parameters":
             return self.streamed(point) is not None
@@ -93,7 +96,7 @@ class Drafts:
         return self._runs[key]
 
     def streamed(self, point: Point) -> Streamed | None:
-        """Of a point that offloads parameters; None where no such plan runs."""
+        """Bounds on a point that offloads parameters; None where the runtime can run no such plan."""
         if point not in self._streamed:
             self._streamed[point] = self._find_streamed(point)
         return self._streamed[point]
@@ -110,11 +113,11 @@ class Drafts:
         return Streamed(bounds, point, *costs)
 
     def room(self, point: Point) -> Room:
-        """Of the point under its own turns."""
+        """Memory of a point under its own schedule."""
         return self._room(point, has_gradients(point.shape, point.zero, point.schedule))
 
     def _loosest_room(self, point: Point) -> Room:
-        """Whatever the turns."""
+        """Memory of a point under the schedule that needs least."""
         shape, kinds = point.shape, schedules(self.problem, point.shape.pp)
         return self._room(point, all(has_gradients(shape, point.zero, kind) for kind in kinds))
 
@@ -127,7 +130,7 @@ class Drafts:
         return self._rooms[key]
 
     def needs(self, point: Point) -> Needs | None:
-        """Whatever the turns; None where the degrees are refused, or nothing makes it fit."""
+        """What a point needs at least, whatever its schedule; None where the degrees are refused, or where it cannot fit."""
         if point not in self._needs and point.offload == "parameters":
             streamed = self.streamed(point)
             self._needs[point] = streamed.needs if streamed is not None and self._has_room(streamed) else None
@@ -155,7 +158,7 @@ class Drafts:
         return streamed.least_bytes <= room and self.problem.hosts_hold(streamed.least_host_bytes)
 
     def least_bytes(self, point: Point) -> float | None:
-        """What a device needs at least; None where the degrees are refused, or the runtime cannot run it."""
+        """Bytes a device needs at least; None where the degrees are refused, or the runtime cannot run the point."""
         bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
         if bounds is None or not self.runs(point):
             return None
@@ -163,7 +166,7 @@ class Drafts:
         return least_bytes(bounds.table, point, self.room(point)) if streamed is None else streamed.least_bytes
 
     def bound(self, point: Point) -> float | None:
-        """Seconds of a step at least, infinite where it cannot fit; None as above."""
+        """Lower bound on the seconds of a step, infinite where the point cannot fit; None as for `least_bytes`."""
         bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
         if bounds is None or not self.runs(point):
             return None
@@ -173,7 +176,7 @@ class Drafts:
         return inf if needs is None else bounds.with_turns(point.shape, needs, point.schedule, point.virtual)
 
     def expected(self, point: Point) -> float:
-        """About what it takes, infinite where it cannot run or fit: to look at good ones first, not to leave others out."""
+        """About how many seconds a step takes, infinite where the point cannot run or fit. It orders points and rules none out."""
         bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
         if bounds is None or not self.runs(point):
             return inf
@@ -195,7 +198,7 @@ class Drafts:
         return found
 
     def once(self, point: Point) -> float:
-        """Seconds that its state adds at least once a step, whatever it recomputes."""
+        """Seconds that the state of a point adds to a step at least, whatever is recomputed."""
         if point not in self._once and point.offload == "parameters":
             streamed = self.streamed(point)
             self._once[point] = inf if streamed is None else streamed.once

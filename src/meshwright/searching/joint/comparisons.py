@@ -1,4 +1,5 @@
-"""Plans to compare the fastest with, where the bounds left out all others: each the best of those that do one thing otherwise."""
+"""Plans to compare the fastest with, where the bounds left out all others. Each is the best plan that differs from the fastest in
+one choice."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from meshwright.searching.problem import Problem, narrowed
 from meshwright.searching.space import may_compile
 
 FEWEST = 5
-"""Plans beside the fastest that a search shows at least, where there are as many."""
+"""How many other plans a search shows at least, where there are as many."""
 
 
 def comparisons(found: BestFirst, costed: list[tuple[Plan, Estimate]]) -> list[tuple[Plan, Estimate]]:
-    """As many as are lacking."""
+    """As many plans as are missing to `FEWEST`."""
     assert found.fastest is not None
     known = {plan for plan, _ in costed}
     more: list[tuple[Plan, Estimate]] = []
@@ -35,8 +36,8 @@ def comparisons(found: BestFirst, costed: list[tuple[Plan, Estimate]]) -> list[t
 
 
 def _otherwise(plan: Plan, problem: Problem) -> Iterator[dict[str, object]]:
-    """One thing at a time, what changes a plan most first: nothing that a search would not propose by itself. What the model or the
-    cluster does not allow finds nothing."""
+    """Parts of a request that each fix one choice otherwise, those that change a plan most first. The search proposes each of these
+    choices by itself. A choice that the model or the cluster does not allow finds no plan."""
     mesh = plan.mesh
     for axis in ("tp", "pp", "cp"):
         degree = getattr(mesh, axis)

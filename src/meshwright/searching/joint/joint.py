@@ -1,32 +1,39 @@
-"""The joint search: best first over meshes, schedules, state, cuts and recompute, with bounds that end it.
+"""The joint search: best-first branch and bound over meshes, schedules, state, cuts and recompute.
 
-A node stands for all plans below it and has a bound on their seconds (bounds/step_seconds.py). The node with the least bound is
-opened next:
+A *node* stands for all plans below it. Each node has a lower bound on the seconds of a step of any of them
+(bounds/step_seconds.py). The search opens the node with the least bound next (best_first.py). The levels, and the bound of each:
 
-    world        how many devices                                     bound: the least work of any tp and cp, evenly shared out
-     tensor      tp                                                   bound: the least work under it, evenly shared out
-      submesh    cp, and how tp and cp are run                        bound: likewise, whatever pp and dp are
-      family     mesh, sequence parallel, compile                     bound: the least work of any of its microbatches
-       shape     and the microbatch                                   bound: the quickest turns under the best state that fits
-        turns    schedule and stages a coordinate                     bound: with the schedule's bubble
-          point  ZeRO and its groups, offload                         bound: with dp's communication and the update
-            cut  where stages end: few are all tried, of many the best by dynamic programming (cuts/best_cut.py)
-                 those that cannot fit however much is recomputed are left out (bounds/memory.py)
-                 costed with the least recompute that fits (memory_saving/recompute.py)
+    world        how many devices                                     the least work of any tp and cp, evenly shared out
+     tensor      tp                                                   the least work under it, evenly shared out
+      submesh    cp, and how tp and cp are run                        likewise, whatever pp and dp are
+      family     mesh, sequence parallel, compile                     the least work of any of its microbatches
+       shape     and the microbatch                                   the quickest schedule under the best state that fits
+        turns    schedule and stages a coordinate                     with the schedule's bubble
+          point  ZeRO and its groups, offload                         with the communication of dp and the update
+            cut  where stages end. Few cuts are all tried; of many, dynamic programming takes the best (cuts/best_cut.py)
+                 A cut that cannot fit, however much is recomputed, is left out (bounds/memory.py)
+                 The others are costed with the least recompute that fits (memory_saving/recompute.py)
 
-On a device that is known by constants the least work is that of the smallest degrees and of the whole batch at once (see
-unit_tables.py), and a cp that splits tokens further is looked at when the coarser one is open; what was measured may be anything,
-and is all looked at.
+Constants describe a device that nobody measured. On such a device the smallest degrees and the whole batch at once have the least
+work (unit_tables.py), and the search looks at a cp that splits tokens further when it opens the coarser one. Measured figures may
+be anything, so on a measured device the search looks at all degrees.
 
-Short dives find good plans to begin with (short_searches.py): 1f1b without cp for each tp inside a host, those without stages,
-then everything on the best mesh so far. Where nothing fits, the nearest misses are costed, and what would make the nearest of them
-fit (nearest_misses.py); the search goes on from what fits of these. Where one plan leaves out all others, a few of these are
-costed all the same, to tell why they lost (comparisons.py).
-The search ends when no open node can be faster than the best plan that fits: that plan is the fastest there is (of all cuts, where
-all were tried). After `MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too, and the least bound that is open says how far from the
-best the answer may be; then meshes near the best ones are looked at in the order of what is expected of them
-(near_meshes.py). Nodes are counted, not seconds, and ties are broken by the order of opening: the same input gives the
-same plan.
+The search goes in these steps:
+
+    1. Short searches of parts of the space find good plans to begin with: 1f1b without cp for each tp inside a host, plans without
+       stages, then everything on the best mesh so far                                          -> short_searches.py
+    2. The search ends when no open node can be faster than the best plan that fits. That plan is the fastest of all (of all cuts,
+       where all were tried)                                                                    -> best_first.py
+    3. Where nothing fits, the search costs the nearest misses and the changes that would make the nearest of them fit, and goes on
+       from those that fit                                                                      -> nearest_misses.py
+    4. After `MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too. The least open bound says how far from the best the answer may
+       be. Then it looks at meshes near the best ones, those with the best expected time first   -> near_meshes.py
+    5. It looks for simpler plans that are as fast within the error of an estimate              -> short_searches.py
+    6. Where one plan leaves out all others, it costs a few of these all the same, to say why they lost
+                                                                                                -> comparisons.py
+    7. It names the plans that it did not search                                                -> exclusions.py
+
+The search counts nodes, not seconds, and the order of opening breaks ties: the same input gives the same plan.
 """
 
 from __future__ import annotations

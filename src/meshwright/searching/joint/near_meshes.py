@@ -1,8 +1,11 @@
-"""Good plans by mesh: from plain ones to those on meshes next to theirs, where a prime factor of one degree has gone to another.
+"""A local search over meshes, after best first was cut short.
 
-Bounds prove; they say little about which mesh is good, since they leave out most of what a pipeline waits. Here the points of a
-mesh are looked at in the order of what they are expected to take (Bounds.expected), and the first few are costed. Good meshes lie
-near good ones: the best mesh whose neighbours were not looked at is next, so that several ways down are followed."""
+Two meshes are neighbours where a prime factor of one degree has moved to another degree. Good meshes have good neighbours. So the
+search starts from plain meshes, takes the best mesh whose neighbours it does not know yet, and looks at them.
+
+Bounds prove that plans are slow, but they leave out most of the time a pipeline waits, so they say little about which mesh is good.
+Here the points of a mesh are ordered by the seconds they are expected to take (Bounds.expected), and the first few are costed.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +25,32 @@ from meshwright.searching.problem import Problem, narrowed
 from meshwright.searching.space import Point, Shape, families, meshes, states, tensor_degrees, turns, worlds
 
 MOST_MESHES = 24
-"""Meshes that are looked at."""
+"""How many neighbours are looked at in all."""
 MOST_ON_MESH, MOST_TRIED = 2, 5
-"""Points that are costed on one of them, each of another shape or schedule; and tried, where some do not fit."""
+"""Plans that are costed on one mesh, each of another shape or schedule; and points that are tried, since some do not fit."""
 MOST_ON_BEST = 12
-"""Cuts that are costed on the best of them in the end."""
+"""Cuts that are costed on the best mesh in the end."""
 NEAR = 1.1
-"""Points that are expected to be slower than the best plan by more are not costed, and meshes on which all are lead nowhere."""
+"""Points that are expected to take longer than the best plan times this are not costed. Neighbours of a mesh where all plans take
+longer are not looked at."""
 AXES = ("pp", "dp", "cp", "tp")
 
 Costed = list[tuple[Plan, Estimate]]
 
 
 class NearMeshes:
-    """costed: plans that were found before."""
+    """costed: plans that were costed before."""
 
     def __init__(self, problem: Problem, drafts: Drafts, costed: Costed) -> None:
         self.problem, self.drafts, self.costed = problem, drafts, costed
         self.seconds: dict[Mesh, float] = {}
-        """Of the meshes that were looked at: the least that was found or, where nothing was costed, expected."""
+        """Mesh → seconds of its best plan or, where none was costed, the seconds that its best point is expected to take."""
         for plan, estimate in costed:
             if estimate.fits:
                 self.seconds[plan.mesh] = min(estimate.step_seconds, self.seconds.get(plan.mesh, inf))
 
     def go_on(self) -> Costed:
-        """All that were costed, before and here."""
+        """All plans that were costed, before and here."""
         for mesh in _plain_meshes(self.problem):
             self.seconds[mesh] = min(self._look_at(mesh), self.seconds.get(mesh, inf))
         done: set[Mesh] = set()
@@ -64,7 +68,7 @@ class NearMeshes:
         return self.costed
 
     def _look_through(self, mesh: Mesh) -> None:
-        """By bounds, as far as a few cuts go."""
+        """Best first on one mesh, for a few cuts."""
         narrow = self._narrowed(mesh)
         assert narrow is not None
         found = BestFirst(narrow, self.drafts, known=self.costed, most_costed=MOST_ON_BEST, most_opened=FEW_OPENED)
@@ -72,7 +76,7 @@ class NearMeshes:
         self.costed = found.costed
 
     def _narrowed(self, mesh: Mesh) -> Problem | None:
-        """None where the request says otherwise."""
+        """The problem on this mesh; None where the request does not allow it."""
         narrow = narrowed(self.problem, {axis: getattr(mesh, axis) for axis in (*AXES, "ep")})
         asked = narrow is not None and self.problem.world in (None, mesh.world)
         return narrow if narrow is not None and asked and mesh in meshes(narrow, mesh.world) else None
@@ -98,7 +102,7 @@ class NearMeshes:
                 yield from self._of_shape(problem, shape)
 
     def _of_shape(self, problem: Problem, shape: Shape) -> Iterator[tuple[float, Point]]:
-        """Each of its turns under the states that are expected to be best, with parameters gathered once a step and often."""
+        """For each schedule the point that is expected to be fastest with ZeRO 0 to 2, and the one with ZeRO 3."""
         every = list(states(problem, shape))
         for schedule, virtual in turns(problem, shape):
             for some in ([one for one in every if one[0] < 3], [one for one in every if one[0] == 3]):
@@ -111,7 +115,7 @@ class NearMeshes:
 
 
 def _plain_meshes(problem: Problem) -> Iterator[Mesh]:
-    """On all devices and on those of one host without cp, tp inside a host, by numbers of stages of about every size."""
+    """Meshes on all devices and on one host, without cp and with tp inside a host, for small and large numbers of stages."""
     request = problem.request
     within = divisors(problem.cluster.devices_per_host)
     every_world = worlds(problem)
@@ -125,7 +129,7 @@ def _plain_meshes(problem: Problem) -> Iterator[Mesh]:
 
 
 def _by_turns(expected: list[tuple[float, Point]]) -> list[tuple[float, Point]]:
-    """The quickest of both kinds of state first: what often gathered parameters take is known least."""
+    """Points below ZeRO 3 and points with ZeRO 3 in turns, the fastest first: the time of ZeRO 3 is known least."""
     kinds = ([one for one in expected if one[1].zero < 3], [one for one in expected if one[1].zero == 3])
     first, second = sorted((kind for kind in kinds), key=lambda kind: kind[0][0] if kind else inf)
     return [one for pair in zip_longest(first, second) for one in pair if one is not None]

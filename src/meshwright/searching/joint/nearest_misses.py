@@ -1,4 +1,7 @@
-"""The plans that are over the budget by least, where none fits, and what makes them fit; and why there is none at all."""
+"""Where no plan fits: the plans that are over the budget by least, and the changes that make the nearest of them fit.
+
+Where there is no plan at all, the error says why.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ from meshwright.searching.space import Point, Shape, families, meshes, states, t
 from meshwright.searching.units import even_cut
 
 MOST_NEAREST = 8
-"""Cuts that are costed to find the nearest miss, for every kind of offload."""
+"""Points that are costed to find the nearest miss, for every kind of offload."""
 
 
 def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
-    """By the bound on memory first, then costed."""
+    """The plans of the points with the least bound on memory, costed."""
     problem, drafts = found.problem, found.drafts
     points: list[tuple[float, int, Point]] = []
     for world in worlds(problem):
@@ -48,7 +51,7 @@ def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
 
 
 def _cost(found: BestFirst, point: Point) -> None:
-    """Cut evenly; where that does not fit, as is best by the room that stages have."""
+    """Costs the point with an even cut. Where this does not fit, costs it also with the best cut for the memory of its stages."""
     found.cost(point, even_cut(len(found.drafts.units), point.num_stages))
     table = found.drafts.tables.table(point.shape, sharded=point.casts_ahead)
     if table is None or found.fastest is not None or point.num_stages == 1:
@@ -60,21 +63,21 @@ def _cost(found: BestFirst, point: Point) -> None:
 
 
 def changes_that_fit(problem: Problem, costed: list[tuple[Plan, Estimate]]) -> list[tuple[Plan, Estimate]]:
-    """Of the nearest miss, the changes that make it fit on the same hosts, and that the request allows."""
+    """The changes that the request allows and that make the nearest miss fit on the same hosts."""
     plan, estimate = min(costed, key=lambda pair: pair[1].peak_bytes)
     return [(way.plan, way.estimate) for way in ways_out(problem, plan, estimate) if _is_open(problem, way)]
 
 
 def _is_open(problem: Problem, way: WayOut) -> bool:
-    """Whether a search that was asked for no more could have found it."""
+    """Whether the search could have found this plan without another request, cluster or budget."""
     same = way.plan.cluster == problem.cluster_hash and way.estimate.budget_bytes == problem.budget
     allowed = not way.leave_out and not way.not_yet and problem.world in (None, way.plan.world)
     return same and allowed and way.estimate.fits and problem.hosts_hold(way.estimate.host_bytes)
 
 
 def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) -> list[tuple[float, int, Point]]:
-    """The smallest microbatch of a family, and the largest, which leaves no gradients of others, under every state and the first
-    turns, each with the bytes it needs at least."""
+    """(Least bytes, number, point) for every state under the first schedule. shapes: the smallest microbatch of a family, and the
+    largest, which keeps no gradients of earlier microbatches."""
     found: list[tuple[float, int, Point]] = []
     for shape in shapes:
         for schedule, virtual in islice(turns(problem, shape), 1):
@@ -86,7 +89,7 @@ def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) ->
 
 
 def _nothing(problem: Problem, drafts: Drafts) -> PlanError:
-    """No candidate agrees with the request: say why, as a plain plan would."""
+    """The error where no candidate agrees with the request. It gives the reason that a plain plan is refused for."""
     degrees = {axis: getattr(problem.request, axis) for axis in ("pp", "dp", "cp", "tp")}
     needed = prod(degree or 1 for degree in degrees.values())
     asked = " · ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree is not None)

@@ -1,6 +1,6 @@
-"""Tables of work by unit, one for every way to divide a microbatch; the shardings behind them, and the bounds in front.
+"""The tables of units of one problem, one for every way to divide a microbatch, with their shardings and bounds.
 
-What a table needs is found once: microbatches by their work, kernels by their op, shardings by their degrees.
+What several tables share is computed once: microbatches by their work, kernels by their op, shardings by their degrees.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tables:
         self.units = units_of(problem.graph)
         self._unit_stages = tuple(Stage(coordinate=number, blocks=unit) for number, unit in enumerate(self.units))
         self.refusals: list[str] = []
-        """Why degrees were left out."""
+        """Why degrees were refused."""
         self._shardings = Shardings(problem, self._kernels, self.refusals)
         self._divided: dict[tuple[object, ...], Divided] = {}
         self._divisions: dict[tuple[object, ...], dict[str, Division]] = {}
@@ -44,14 +44,14 @@ class Tables:
         self._bounds: dict[Key, Bounds] = {}
         self._microbatches: dict[tuple[object, ...], Microbatch] = {}
         self._alike: dict[tuple[object, ...], Microbatch] = {}
-        """By work alone."""
+        """Microbatches by their work alone."""
         self._kernels_of: dict[int, KernelCosts] = {}
         self._refused: dict[tuple[object, ...], str | None] = {}
         """Why degrees do not divide the model, where they do not."""
         self._least: dict[tuple[int, int], float] = {}
 
     def table(self, shape: Shape, *, sharded: bool) -> UnitTable | None:
-        """None where these degrees do not divide the model."""
+        """The table of a shape; None where its degrees do not divide the model. sharded: as `Point.casts_ahead`."""
         key = self._key(shape, sharded)
         if key not in self._tables:
             self._tables[key] = self._make_table(shape, sharded)
@@ -67,7 +67,7 @@ class Tables:
         return self._bounds[key]
 
     def _key(self, shape: Shape, sharded: bool) -> Key:
-        """Casting differs with sharding in 16 bits only."""
+        """`sharded` matters only where plans that reach 16 bits in the other way run another graph."""
         differs = sharded and self.problem.other_casting is not None
         return (
             shape.tp,
@@ -94,7 +94,7 @@ class Tables:
         return make_table(self.problem, graph, plan, self._divided[key], self.microbatch(plan))
 
     def _has_degrees(self, plan: Plan) -> bool:
-        """Whether its degrees divide the model, its experts too; whatever the microbatch."""
+        """Whether the plan's degrees divide the model and its experts, for any microbatch."""
         mesh = plan.mesh
         key = (mesh.tp, mesh.cp, mesh.ep, plan.sequence_parallel, plan.context)
         if key not in self._refused:
@@ -109,7 +109,7 @@ class Tables:
         return refused is None
 
     def microbatch(self, plan: Plan) -> Microbatch:
-        """Of plans that are made here: their sharding follows from their degrees."""
+        """The microbatch of a plan of this search, where the sharding follows from the degrees."""
         key = microbatch_key(plan)
         if key not in self._microbatches:
             self._microbatches[key] = self._microbatch(plan, self.problem.graph_of(plan))
@@ -130,13 +130,13 @@ class Tables:
         return self._divisions[key]
 
     def _kernels(self, graph: Graph) -> KernelCosts:
-        """An op that lies alike under several degrees is costed once."""
+        """Costs of ops. An op that is sharded in the same way under several degrees is costed once."""
         if id(graph) not in self._kernels_of:
             self._kernels_of[id(graph)] = KernelCosts(graph, self.problem.cluster.device)
         return self._kernels_of[id(graph)]
 
     def least_device_seconds(self, tp: int, cp: int) -> float:
-        """Device-seconds of a step at least, in any way to run it over tp and cp; infinite where these do not divide the model."""
+        """The least device-seconds of a step under tp and cp, however these run; infinite where they do not divide the model."""
         key = (tp, cp)
         if key not in self._least:
             found = min(self.device_seconds(tp, cp, way) for way in self._ways(tp, cp))
@@ -145,7 +145,7 @@ class Tables:
         return self._least[key]
 
     def _ways(self, tp: int, cp: int) -> list[Way]:
-        """All of them, whatever is asked for in a part of the search; with tp and cp, the compiler has none."""
+        """All ways to run tp and cp, even where a part of the search fixes some. With both tp and cp, nothing is compiled."""
         compiled = (False, True) if may_compile(self.problem, tp, cp) else (False,)
         contexts: tuple[ContextWay, ...] = ("heads", "ring") if cp > 1 else ("heads",)
         switches = product((False, True) if tp > 1 else (False,), compiled, contexts)
@@ -157,8 +157,8 @@ class Tables:
         return [f"tp {tp}, of which no split of a tensor is worth its communication" for tp in self._shardings.unsplit]
 
     def device_seconds(self, tp: int, cp: int, way: Way) -> float:
-        """In this way; infinite where it does not divide the model. Experts that lie over ranks may run better than all together:
-        only one device bounds them, by constants."""
+        """The least device-seconds under tp, cp and this way to run them; infinite where they do not divide the model. Experts may
+        run faster spread over ranks than all on one, so there is a bound only for one device that is described by constants."""
         if self.problem.has_experts and (tp * cp > 1 or not self.larger_is_quicker):
             return 0.0
         batch = self.problem.global_batch
@@ -173,12 +173,12 @@ class Tables:
 
     @property
     def larger_is_quicker(self) -> bool:
-        """Whether a sample takes the less the larger its microbatch: so it is by constants, which say how well a device is filled.
-        What was measured at some sizes may be anything at others."""
+        """Whether a sample takes less time in a larger microbatch. Constants of a device say that this is so; measurements at some
+        sizes say nothing about others."""
         return self.problem.cluster.device.constants is not None
 
     def _unit_plan(self, shape: Shape, sharding: tuple[BlockSharding, ...], sharded: bool) -> Plan:
-        """One stage a unit: no plan to run, but what the cost room takes to cost units one by one."""
+        """A plan with one stage per unit. It is not meant to run: with it the cost room costs units one by one."""
         return Plan(
             mesh=Mesh(pp=len(self.units), dp=shape.ep, cp=shape.cp, tp=shape.tp, ep=shape.ep),
             stages=self._unit_stages,
@@ -195,11 +195,11 @@ class Tables:
         )
 
     def sharding(self, shape: Shape) -> tuple[BlockSharding, ...] | None:
-        """None where the degrees are refused."""
+        """The sharding of a shape; None where its degrees are refused."""
         return self._shardings.of(shape)
 
     @cached_property
     def items(self) -> Items:
-        """Bytes of an element follow from the precision alone."""
+        """Bytes of one element of parameters, gradients and state. They follow from the precision alone."""
         first = Shape(1, 1, 1, 1, 1, sequence_parallel=False, microbatch=1, num_microbatches=1, compile=False)
         return items_of(self._unit_plan(first, (), sharded=False), self.problem.recipe)

@@ -1,14 +1,15 @@
-"""Which share of the optimizer's state leaves the device.
+"""Which share of the optimizer's state is offloaded.
 
-What stays is updated where it is, at once; what leaves makes room for activations, that need no recompute then. So the share is
-chosen with the recompute, for every draft, before drafts are compared. Shares are multiples of 1 / STEPS, and whole parameters stay
-or leave (rules/offloaded.py). A share of 0 is a way of its own to train where parameters are in 16 bits: their masters stay too.
+State on the device is updated there, without a transfer. Offloaded state makes room for activations, which then need no recompute.
+So the search chooses the share together with the recompute, for every candidate, before it compares candidates. Shares are
+multiples of 1 / STEPS, and the state of one parameter is offloaded as a whole or not at all (rules/offloaded.py). Where parameters
+are in 16 bits, a share of 0 also differs from no offload: the master weights stay on the device too.
 
-    few that differ   each is fitted with the least recompute, and the fastest taken: exact        -> shares_of
-    many              the same on a coarse grid; then, with the recompute of the fastest, as little leaves as fits
-                                                                                                   -> _refined
-A smaller share takes no less of the device, and needs no less recompute: a draft whose step, less its transfers and update, is not
-faster than the best plan is not looked at under other shares                                      -> _least_seconds
+    few shares that differ   each gets the least recompute that fits, and the fastest is taken: exact   -> shares_of
+    many                     the same on a coarse grid; then, with the recompute of the fastest, as little is offloaded as fits
+                                                                                                        -> _refined
+A smaller share needs no less device memory and no less recompute. So other shares are not tried for a candidate whose step, without
+its transfers and update, is not faster than the best plan                                              -> _least_seconds
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ COARSE_STEPS = 5
 FEW_SHARES = 8
 
 Fit = Callable[[Plan], Costed | None]
-"""A plan with the recompute it needs and its estimate; None where nothing makes it fit."""
+"""A plan → the same with the recompute it needs, and its estimate; None where no recompute makes it fit."""
 
 
 def with_best_share(problem: Problem, plan: Plan, fit: Fit, limit_seconds: float) -> Costed | None:
-    """The fastest that fits device and host; where no share does, all of it. limit_seconds: slower ones are of no interest."""
+    """The plan with the fastest share that fits the device and the host; where none fits, all state is offloaded. limit_seconds:
+    slower plans are of no interest."""
     whole = fit(plan)
     if problem.request.offload_share is not None or whole is None or not whole[1].fits:
         return whole
@@ -45,7 +47,7 @@ def with_best_share(problem: Problem, plan: Plan, fit: Fit, limit_seconds: float
 
 
 def shares_of(problem: Problem, plan: Plan) -> list[float]:
-    """Those that differ in what leaves, the largest first; where the model has many parameters, all."""
+    """The shares that offload different bytes, the largest first. Where the model has many parameters, all shares."""
     every = [number / STEPS for number in range(STEPS, _least_number(plan) - 1, -1)]
     if sum(parameter.trainable for parameter in problem.graph.parameters) >= STEPS:
         return every
@@ -56,17 +58,17 @@ def shares_of(problem: Problem, plan: Plan) -> list[float]:
 
 
 def coarse_shares(plan: Plan) -> list[float]:
-    """The largest first."""
+    """The shares of the coarse grid, the largest first."""
     return [number / COARSE_STEPS for number in range(COARSE_STEPS, _least_number(plan) - 1, -1)]
 
 
 def _least_number(plan: Plan) -> int:
-    """Of steps."""
+    """The least share, as a number of steps."""
     return 0 if plan.stores_16_bits else 1
 
 
 def _leaving(problem: Problem, plan: Plan) -> tuple[int, ...]:
-    """How much leaves the ranks of every coordinate."""
+    """How much state is offloaded from the ranks of every coordinate."""
     graph = problem.graph_of(plan)
     return tuple(Holdings(graph, plan, problem.recipe, place).num_shipped for place in range(plan.mesh.pp))
 
@@ -77,7 +79,7 @@ def _least_seconds(whole: Estimate) -> float:
 
 
 def _fitting(plan: Plan, fit: Fit, shares: list[float]) -> Iterator[Costed]:
-    """Down to the first that does not fit: those below it do neither."""
+    """The plan under each share, up to the first that does not fit: smaller shares do not fit either."""
     for share in shares:
         found = fit(_with_share(plan, share))
         if found is None or not found[1].fits:
@@ -86,7 +88,7 @@ def _fitting(plan: Plan, fit: Fit, shares: list[float]) -> Iterator[Costed]:
 
 
 def _fastest(problem: Problem, found: list[Costed]) -> Costed | None:
-    """Of those that the hosts hold; the largest share of equals."""
+    """The fastest plan that the hosts have memory for; among equals, the one with the largest share."""
     held = [pair for pair in found if problem.hosts_hold(pair[1].host_bytes)]
     return min(held, key=lambda pair: pair[1].step_seconds, default=None)
 

@@ -1,18 +1,18 @@
-"""Points whose plans stream their parameters: the plans of one, and what none of them can beat.
+"""Points that offload parameters, whose plans stream them from the host: these plans, and lower bounds on them.
 
 Streaming runs on one device, or on data-parallel ranks with ZeRO 3, in one stage whose repeated blocks are all recomputed in full
-(rules/limits.py). A point stands for few such plans, by what streaming itself leaves open:              -> streamed_plans
+(rules/limits.py). A point stands for few such plans, which differ in what streaming leaves open:        -> streamed_plans
 
-    window   as few blocks as can be: more of them take memory, and no step is faster for it (cost/streaming.py)
-    stash    the inputs of blocks wait on the device; where that does not fit, on the host, and their traffic may show
+    window   as few blocks as possible: more of them need memory, and no step is faster (cost/streaming.py)
+    stash    the inputs of blocks wait on the device; where they do not fit there, on the host, which may cost time
 
-Seconds, with F and B a step's forward and its backward with all that is done again, as little as they can be, and T(F, B) what
+Lower bound on seconds. F is the least forward of a step, B its least backward with the recompute, and T(F, B) what
 cost/streaming.py adds to them:
 
     step ≥ F + B' + T(F, B'),   B' = max(B, the link's traffic under backward)                          -> Streamed.seconds
 
-A longer forward hides no more of the link than it takes itself. So does a longer backward, but for one that the link makes wait: it
-hides more of the host's update for nothing. B' has done so already.
+A longer forward hides no more of the link's time than it takes itself. The same holds for a longer backward, unless backward waits
+for the link: then more of the host's update is hidden for nothing. B' takes this into account.
 Bytes are those of the cost room, with the inputs on the host.                                          -> Streamed.least_bytes
 """
 
@@ -37,7 +37,7 @@ from meshwright.searching.space import Point
 
 
 def streamed_plans(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """The quickest first, each with less on the device than the one before; none where the runtime cannot run them."""
+    """The fastest plan first, each with fewer bytes on the device than the one before; none where the runtime cannot run them."""
     blocks = problem.graph.repeated_blocks
     if not blocks:
         return
@@ -52,7 +52,7 @@ def streamed_plans(problem: Problem, plan: Plan) -> Iterator[Plan]:
 def fitted_streamed(
     problem: Problem, plan: Plan, microbatch: Microbatch, *, must_fit: bool = False
 ) -> tuple[Plan, Estimate] | None:
-    """The quickest that fits the device and the host; where none does, the one that comes nearest, or None if it must fit."""
+    """The fastest plan that fits the device and the host. Where none fits: None if it must fit, else the one that is nearest."""
     nearest: tuple[Plan, Estimate] | None = None
     for one in streamed_plans(problem, plan):
         estimator = Estimator(problem.graph_of(one), one, problem.cluster, problem.recipe, microbatch=microbatch)
@@ -66,7 +66,7 @@ def fitted_streamed(
 
 @dataclass(frozen=True)
 class Streamed:
-    """Bounds on the plans of one point."""
+    """Lower bounds on the plans of one point."""
 
     bounds: Bounds
     point: Point
@@ -75,12 +75,12 @@ class Streamed:
 
     @property
     def least_bytes(self) -> float:
-        """At the fullest moment of a device."""
+        """Peak bytes of a device."""
         return self.smallest.worst().memory.total
 
     @property
     def least_host_bytes(self) -> int:
-        """Of one host."""
+        """Bytes of one host."""
         ranks = min(self.point.shape.world, self.bounds.problem.cluster.devices_per_host)
         return ranks * self.quickest.host_bytes()
 
@@ -95,7 +95,7 @@ class Streamed:
 
     @property
     def once(self) -> float:
-        """What is added to the work of a step at least, however many microbatches it is done in; the recompute is of these."""
+        """The least seconds that are added to the work of a step, whatever the number of microbatches. Recompute is a part."""
         count = self.point.shape.num_microbatches
         last = self.quickest.seconds_beside(self.bounds.problem.cluster, float("inf"), float("inf"))
         return SLACK * (count * self.again + last.update_seconds + self.bounds.after(self.point))
@@ -108,7 +108,7 @@ class Streamed:
 
     @property
     def seconds(self) -> float:
-        """Of a step, from its work and the link's."""
+        """Seconds of a step, from its compute and the link's traffic."""
         count, cluster = self.point.shape.num_microbatches, self.bounds.problem.cluster
         forward = count * self.bounds.forward_seconds
         backward = count * (self.bounds.backward_seconds + self.again)

@@ -1,10 +1,10 @@
-"""The least recompute that makes a cut plan fit, coordinate by coordinate.
+"""The least recompute (activation checkpointing) that makes a plan with a given cut fit, for each pp coordinate.
 
-Recompute of one coordinate lengthens its own stages only, so each takes as little as it needs. Of a coordinate's repeated blocks
-the first n_full are redone whole and the next n_selective selectively; among the pairs that save enough by the table of units,
-the quickest is taken                                                                           -> _quickest
-Then an estimate of memory says how far off that was: what is over is added to what must be saved, and what a coordinate does
-not need is taken back                                                                          -> fitted
+Recompute on one coordinate makes only its own stages longer, so each coordinate recomputes as little as it must. The first n_full
+of its repeated blocks are recomputed in full, the next n_selective selectively. The table of units says what each pair
+(n_full, n_selective) saves; the fastest pair that saves enough is taken                        -> _Coordinates.quickest
+Then an estimate of memory checks the choice. Bytes over the budget are added to what must be saved, and this is repeated up to
+MOST_TRIES times. In the end blocks that need no recompute are taken back                       -> fitted
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_TRIES = 6
 
 @dataclass(frozen=True)
 class Again:
-    """How many repeated blocks of a coordinate are redone, whole and selectively."""
+    """How many repeated blocks of a coordinate are recomputed in full, and selectively."""
 
     full: int = 0
     selective: int = 0
@@ -49,7 +49,8 @@ def fitted(
     *,
     must_fit: bool = False,
 ) -> tuple[Plan, Estimate] | None:
-    """The plan with its recompute, and its estimate; where nothing makes it fit, with all recomputed, or None if it must."""
+    """The plan with its recompute, and its estimate. Where no recompute makes it fit: None if it must fit, else the plan with full
+    recompute."""
     if problem.request.recompute is not None:
         rules = recompute_rules(problem.request.recompute, problem.graph.repeated_blocks)
         return _as_asked(problem, msgspec.structs.replace(plan, recompute=rules), microbatch, must_fit)
@@ -136,14 +137,14 @@ class _Coordinates:
         return tuple(found)
 
     def least_bytes(self) -> list[int]:
-        """With everything recomputed."""
+        """Bytes each coordinate needs with full recompute."""
         return self.estimator([Again(full=len(names)) for names in self.blocks]).needed_bytes()
 
     def is_all(self, place: int, again: Again) -> bool:
         return again.full == len(self.blocks[place])
 
     def quickest(self, place: int, wanted: float) -> Again:
-        """The pair that saves so many bytes in the least time; everything where no pair does."""
+        """The fastest pair that saves the wanted bytes; full recompute of all blocks where no pair saves enough."""
         count = len(self.blocks[place])
         if wanted <= 0 or not count:
             return Again()
@@ -161,7 +162,7 @@ class _Coordinates:
         return best
 
     def _saved(self, place: int, mode: str) -> float:
-        """Bytes that recompute of all its blocks saves at the fullest moment; compiled blocks are redone in full or not at all."""
+        """Bytes saved at the peak if all blocks are recomputed. Compiled blocks are recomputed in full or not at all."""
         if mode == "selective" and self.plan.compile:
             return 0.0
         rows = self.rows[place]
@@ -173,7 +174,7 @@ class _Coordinates:
         return float(sum(self.table.backward(b, e, mode) - self.table.backward(b, e) for b, e in rows))
 
     def with_less(self, chosen: list[Again], best: Estimator) -> Estimator:
-        """One block less on every coordinate that still fits without it, while there is one."""
+        """Takes back the recompute of one block on every coordinate that then still fits, up to MOST_TRIES times."""
         for _ in range(MOST_TRIES):
             fewer = [_fewer(again) for again in chosen]
             needed = self.estimator(fewer).needed_bytes()

@@ -1,6 +1,6 @@
-"""The contiguous-subgraph placement integer program: each unit of the model on one device, the largest load made smallest.
+"""An integer program that places contiguous units of the model on devices so that the largest load is smallest.
 
-    units b = 0 … n-1 in a chain (searching/methods/loads.py), devices s = 0 … p-1, each a group of dp · cp · tp ranks
+    units b = 0 … n-1 in a chain (methods/loads.py), devices s = 0 … p-1, each a group of dp · cp · tp ranks
 
     y[b,s] ∈ {0,1}     unit b lies on one of the devices 0 … s, so that
                        x[b,s] = y[b,s] - y[b,s-1]: it lies on s         e[b,s] = y[b,s] - y[b+1,s]: it is the last up to s
@@ -13,11 +13,11 @@
     Σ_b (compute_b + reduce_b / m) x[b,s] + 2 Σ_b send_b (e[b,s-1] + e[b,s]) ≤ T                          -> _Rows.loads
     Σ_b (state_b + f kept_b) x[b,s] + f Σ_b sent_b e[b,s-1] ≤ room      f = min(p-s, m) in flight (1F1B)  -> _Rows.memory
 
-2: the activations go and their gradient comes back. reduce_b: replicas adding up unit b's gradients, once for m microbatches.
-The program is that of operator placement for throughput (Tarnawski et al. 2020, 2006.16423) with a device for every stage; it
-knows no bubble: of its answers the expected step is (m + p - 1) T.
+The factor 2: activations are sent, and their gradients come back. reduce_b: the all-reduce of unit b's gradients over its
+replicas, once for m microbatches. This is the program for operator placement by throughput (Tarnawski et al. 2020, 2006.16423) with
+one device for every stage. It does not model the bubble; the expected step of its answer is (m + p - 1) T.
 
-HiGHS stops after `NODE_LIMIT` nodes, not seconds, and the best so far is taken.
+HiGHS stops after `NODE_LIMIT` nodes, never after seconds, and the best solution so far is taken.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from meshwright.searching.problem import Outcome, Problem
 
 NODE_LIMIT = 500
 RELATIVE_GAP = 1e-3
-"""A load this close to the smallest is as good: far below what an estimate is off."""
+"""A load this close to the smallest is good enough: the error of an estimate is far larger."""
 
 
 def placement(problem: Problem) -> Outcome:
     builder = Builder(problem)
 
     def cut(loads: Loads, point: Point, num_microbatches: int) -> tuple[float, tuple[int, ...]] | None:
-        """The program's answer, and the step it expects."""
+        """The step that the program expects, and its placement; None where none has room."""
         busy = busy_seconds(loads, point, problem, num_microbatches)
         answer = place(loads, busy, point.mesh.pp, num_microbatches)
         if answer is None:
@@ -52,7 +52,7 @@ def placement(problem: Problem) -> Outcome:
 
 
 def busy_seconds(loads: Loads, point: Point, problem: Problem, num_microbatches: int) -> list[float]:
-    """Of each unit with one microbatch: compute, and its share of the step's reduction."""
+    """Seconds of each unit for one microbatch: compute, and its share of the step's gradient reduction."""
     return [
         unit.seconds + reduce_seconds(unit.weight_bytes, point.mesh, problem.cluster) / num_microbatches
         for unit in loads.units
@@ -88,7 +88,7 @@ def device_loads(loads: Loads, busy: Sequence[float], counts: Sequence[int]) -> 
 
 
 def _solve(rows: _Rows) -> list[int] | None:
-    """How many units lie on each device and those before it; the last is left out, it has all."""
+    """How many units lie on each device and those before it, without the last device."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # here: planning by other methods starts without it
     from scipy.sparse import csr_array
 
@@ -108,8 +108,8 @@ def _solve(rows: _Rows) -> list[int] | None:
 
 
 class _Rows:
-    """The program's rows, low ≤ A v ≤ high. Seconds are counted in the average load of a device, bytes in its room: no device
-    is busy for less than the average, so T ≥ 1."""
+    """The program's rows, low ≤ A v ≤ high. The unit of seconds is the average load of a device, so T ≥ 1; the unit of bytes is the
+    memory that a device has for units."""
 
     def __init__(self, loads: Loads, busy: Sequence[float], num_devices: int, num_microbatches: int) -> None:
         self.units, self.busy, self.room = loads.units, busy, max(loads.room_bytes, 1.0)
@@ -165,14 +165,14 @@ class _Rows:
     def _on_device(
         self, s: int, weights: Sequence[float], low: float, high: float
     ) -> tuple[dict[int, float], float, float]:
-        """low ≤ Σ_b weight_b x[b,s] ≤ high, as a row over y; on the last device y[b,s] is the number 1."""
+        """low ≤ Σ_b weight_b x[b,s] ≤ high, as a row over y. On the last device y[b,s] is the constant 1."""
         row = {self.place(unit, s - 1): -weight for unit, weight in enumerate(weights)} if s > 0 else {}
         if s < self.num_cuts:
             return row | {self.place(unit, s): weight for unit, weight in enumerate(weights)}, low, high
         return row, low - sum(weights), high - sum(weights)
 
     def _add_crossing(self, row: dict[int, float], cut: int, weights: Sequence[float]) -> None:
-        """Σ_b weight_b e[b,cut]; nothing crosses at the ends of the chain."""
+        """Adds Σ_b weight_b e[b,cut] to a row. Nothing crosses at the ends of the chain."""
         if not 0 <= cut < self.num_cuts:
             return
         for unit in range(self.num_units - 1):

@@ -1,19 +1,19 @@
-"""A placement learned by trial: a softmax policy samples plans, and what did well becomes likelier.
+"""A placement learned by trial: a softmax policy samples plans, and learns to sample better plans more often.
 
     a sample      a setting: first a mesh (methods/frames.py), then one of its microbatches, then one of its rungs of saving,
                   each drawn from a softmax over a table of logits that all settings share
                   then the end of each stage but the last, one after another: with the end e of the stage before, one of
                   the units that leave at least one for every stage behind, drawn from a softmax over its own table
-    reward        R = -log(seconds of a step), and PENALTY · log(needed / budget) less where it does not fit
+    reward        R = -log(seconds of a step), minus PENALTY · log(needed / budget) where the plan does not fit
     step          θ ← θ + RATE · mean over a batch of (R - b) / σ · ∇ log π_θ(sample),  ∇ log softmax = one-hot - probabilities
-    baseline      b and σ are the mean and the standard deviation of the batch's rewards; alike rewards teach nothing
+    baseline      b and σ are the mean and the standard deviation of the batch's rewards; where σ is 0, nothing is learned
 
-This is REINFORCE as used for device placement (Mirhoseini et al. 2017, 1706.04972), with tables in place of a network, since a
-chain of units has no more to say. Settings with as many stages share the tables of ends. Those begin with stages as even as they
-go: the logit of an end falls with its distance from there, so that early samples are sane; settings begin alike.
+This is REINFORCE as used for device placement (Mirhoseini et al. 2017, 1706.04972), with tables in place of a network: a chain of
+units needs no network. Settings with the same number of stages share the tables of ends. At first all settings are equally likely,
+and even stages are likeliest: the logit of an end falls with its distance from the even cut, so early samples are sensible.
 
-The budget is NUM_SAMPLES samples; a plan drawn again is not costed again. Draws come from a seeded generator whose numbers are the
-same on every machine, so that the same problem gives the same plans. `Learner` sees points, cuts and rewards, no models.
+NUM_SAMPLES samples are drawn; a plan that is drawn again is not costed again. The generator is seeded and gives the same numbers on
+every machine, so the same problem gives the same plans. `Learner` sees settings, cuts and rewards, never a model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Counts = tuple[int, ...]
 
 
 Choice = tuple[int, ...]
-"""A setting by the numbers of its parts: mesh, microbatch, rung."""
+"""A setting, by the numbers of its parts: mesh, microbatch, rung."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Learner:
     """The policy's tables, and how they are learned."""
 
     stages_of: Mapping[Choice, int]
-    """Of every setting there is, how many stages it has."""
+    """Every setting → its number of stages."""
     num_units: int
     seed: int = 0
     part_logits: list[dict[int, float]] = field(init=False)
-    """For every part of a setting, by what it may be."""
+    """For every part of a setting: its possible value → logit."""
     end_logits: dict[int, list[dict[int, float]]] = field(init=False)
-    """For every number of stages, of each stage but the last, by where it may end."""
+    """Number of stages → for each stage but the last: its possible end → logit."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -77,7 +77,7 @@ class Learner:
         self.end_logits = {count: self._even_ends(count) for count in sorted(set(self.stages_of.values()))}
 
     def learn(self, reward: Callable[[Sample], float], num_samples: int) -> None:
-        """Draw, look at the rewards, and make what was better than the baseline likelier."""
+        """Draws batches of samples, and makes those with a reward above the baseline likelier."""
         for start in range(0, num_samples, BATCH):
             batch = [self.draw() for _ in range(min(BATCH, num_samples - start))]
             rewards = [reward(sample) for sample in batch]
@@ -97,7 +97,7 @@ class Learner:
         return Sample(setting, tuple(behind - before for before, behind in pairwise((*ends, self.num_units))))
 
     def _follow(self, sample: Sample, step: float) -> None:
-        """Along the gradient of the sample's log-probability."""
+        """One step along the gradient of the sample's log-probability."""
         for place, table in enumerate(self.part_logits):
             _raise(table, self._parts(sample.setting[:place]), sample.setting[place], step)
         tables, end = self.end_logits[self.stages_of[sample.setting]], 0
@@ -107,7 +107,7 @@ class Learner:
             _raise(table, choices, end, step)
 
     def _parts(self, before: Choice) -> list[int]:
-        """What the next part of a setting may be."""
+        """The possible values of the next part of a setting."""
         place = len(before)
         return sorted({setting[place] for setting in self.stages_of if setting[:place] == before})
 

@@ -1,23 +1,24 @@
-"""The layer-profile dynamic programme: stages of consecutive units, each on several replicas, the slowest made fastest.
+"""Dynamic programming over a layer profile: stages of consecutive units, each on several replicas, with the slowest as fast as
+possible.
 
-From a profile of the n units (searching/methods/loads.py) for w workers of cp · tp devices, m' microbatches a step in all:
+From a profile of the n units (methods/loads.py), for w workers of cp · tp devices and m' microbatches a step in all:
 
     stage(i, j, r)   = m'/r · Σ_{i≤b<j} seconds_b + all-reduce(Σ_{i≤b<j} weight bytes, r replicas)     -> Profile.stage
     link(i, r)       = m'/r · 2 · send_{i-1}          activations in and gradients back                -> Profile.link
     A(j, w)          = min over i < j, r ≤ w of  max( A(i, w - r), link(i, r), stage(i, j, r) )         -> free_replication
     A(0, 0)          = 0
 
-The recursion is PipeDream's (Harlap et al. 2018, 1806.03377), in seconds of a synchronous step: replicas add gradients up once
-a step rather than for every microbatch. Links are those that r neighbouring groups have: inside a host as long as r · cp · tp
-devices are on one, between hosts beyond; so hosts need no level of their own.
+The recursion is PipeDream's (Harlap et al. 2018, 1806.03377), in seconds of a synchronous step: replicas all-reduce gradients once
+a step, not for every microbatch. r neighbouring groups communicate inside a host as long as r · cp · tp devices are on one host,
+and between hosts otherwise, so hosts need no level of their own.
 
-**A Plan has one dp for all stages**, so of these solutions only those with r = dp everywhere are plans. For each divisor dp of
-the workers the best cut into p = w / dp stages follows from the same recursion with r fixed:                 -> uniform_replication
+**A Plan has one dp for all stages**, so only solutions with r = dp everywhere are plans. For each divisor dp of the workers, the
+same recursion with fixed r gives the best cut into p = w / dp stages:                                        -> uniform_replication
 
     U(j, s) = min over i < j of  max( U(i, s - 1), link(i, dp), stage(i, j, dp) )
 
-`replication_loss` tells how much slower the slowest stage is for that. Neither knows memory or bubble: rungs of saving are
-climbed until the cut has room, and the expected step is (1 + (p-1) dp / m') of the slowest stage.
+`replication_loss` says how much slower the slowest stage is because of that. Neither recursion knows memory or the bubble: more and
+more memory is saved until the cut fits, and the expected step is (1 + (p-1) dp / m') times the slowest stage.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from meshwright.searching.problem import Outcome, Problem
 
 @dataclass(frozen=True)
 class Profile:
-    """Units on workers, for one step."""
+    """Seconds of stages and links in one step, for any stage and any number of replicas."""
 
     units: tuple[Unit, ...]
     total_microbatches: int
-    """Of all replicas of a stage together."""
+    """Microbatches of a step, of all replicas together."""
     reduce: Callable[[float, int], float]
     """Bytes and replicas → seconds."""
 
     def stage(self, first: int, end: int, replicas: int) -> float:
-        """Units first … end-1 on so many replicas."""
+        """Seconds of a stage with units first … end-1 on so many replicas."""
         seconds = self._seconds[end] - self._seconds[first]
         weights = self._weights[end] - self._weights[first]
         return self.total_microbatches / replicas * seconds + self.reduce(weights, replicas)
 
     def link(self, first: int, replicas: int) -> float:
-        """Into the stage that begins with a unit."""
+        """Seconds of the link into the stage that begins with this unit."""
         return self.total_microbatches / replicas * 2 * self.units[first - 1].send_seconds if first else 0.0
 
     @cached_property
@@ -71,7 +72,7 @@ def profile(problem: Problem) -> Outcome:
     builder = Builder(problem)
 
     def cut(loads: Loads, point: Point, num_microbatches: int) -> tuple[float, tuple[int, ...]] | None:
-        """The best cut with this replication, and the step it expects."""
+        """The step that the best cut is expected to take, and this cut; None where it does not fit."""
         dp, pp = point.mesh.dp, point.mesh.pp
         slowest, counts = uniform_replication(
             profile_of(loads, point.mesh, problem.cluster, num_microbatches * dp), dp, pp
@@ -91,7 +92,7 @@ def profile_of(loads: Loads, mesh: Mesh, cluster: Cluster, total_microbatches: i
 
 
 def uniform_replication(profile: Profile, replicas: int, num_stages: int) -> tuple[float, tuple[int, ...]]:
-    """Seconds of the slowest stage, and the units of each; every stage on the same number of replicas."""
+    """Seconds of the slowest stage, and the units of each stage, with the same number of replicas for every stage."""
     count = len(profile.units)
     best = [[inf] * (count + 1) for _ in range(num_stages + 1)]
     came = [[0] * (count + 1) for _ in range(num_stages + 1)]
@@ -117,7 +118,7 @@ def _counts(came: list[list[int]], num_stages: int, count: int) -> tuple[int, ..
 
 
 def free_replication(profile: Profile, num_workers: int) -> tuple[float, tuple[tuple[int, int], ...]]:
-    """Seconds of the slowest stage where each has a replication of its own, and units and replicas of every stage.
+    """Seconds of the slowest stage where each has its own number of replicas; and the units and replicas of every stage.
 
     All workers are used or some are left idle, whichever is faster.
     """

@@ -1,4 +1,4 @@
-"""The sharding of every kind of block that an integer program finds best, for given degrees.
+"""The best sharding of every kind of block under given degrees, found by an integer program.
 
     best_sharding(graph, cluster, tp=8, microbatch=1)  →  what a plan's `sharding` is
 
@@ -29,7 +29,7 @@ from meshwright.searching.sharding.units import Unit, units_of
 
 @dataclass(frozen=True)
 class FoundSharding:
-    """What the program found: the rules, and the seconds of one microbatch through all blocks that it was minimising."""
+    """What the program found: the sharding, and the seconds that it minimised, of one microbatch through all blocks."""
 
     sharding: tuple[BlockSharding, ...]
     seconds: float
@@ -77,7 +77,7 @@ def find_sharding(
     num_microbatches: int = 1,
     kernels: KernelCosts | None = None,
 ) -> FoundSharding | None:
-    """The same with its seconds; None where the program has no solution."""
+    """The best sharding with its seconds; None where the program has no solution."""
     answer = next((one for one in legal if one.key[:3] == (tp, cp, sequence_parallel)), None)
     if tp == 1 or (answer is not None and answer.refusal):
         return None
@@ -95,7 +95,7 @@ def find_sharding(
 
 
 def _bare_plan(graph: Graph, mesh: Mesh, sequence_parallel: bool, microbatch: int) -> Plan:
-    """What the cost room asks of a plan about the ops of blocks; what is sharded is still open."""
+    """A plan without a sharding, with all that the cost room needs to cost the ops of blocks."""
     names = tuple(block.name for block in graph.blocks if block.name)
     return Plan(
         mesh=mesh, stages=(Stage(coordinate=0, blocks=names),), sequence_parallel=sequence_parallel, microbatch=microbatch,
@@ -117,7 +117,7 @@ def _answered(block: str, answer: LegalSharding) -> tuple[TensorSharding, ...]:
 
 
 def _in_runs(tensor: TensorSharding, known: TensorSharding | None) -> TensorSharding:
-    """As the runtime cuts it."""
+    """The tensor, split in as many runs as the runtime answered."""
     if known is None or known.dims != tensor.dims:
         return tensor
     return msgspec.structs.replace(tensor, runs=known.runs)

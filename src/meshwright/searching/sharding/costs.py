@@ -44,7 +44,7 @@ class ShardCosts:
         bytes_price: float = 0.0,
         num_microbatches: int = 1,
     ) -> None:
-        """plan: its degrees and microbatch count, its sharding does not. bytes_price: seconds a byte held by a rank is worth."""
+        """plan: only its degrees and its microbatch are used. bytes_price: how many seconds a byte held by a rank is worth."""
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
         self.bytes_price, self.num_microbatches = bytes_price, num_microbatches
         self.kernels = kernels or KernelCosts(graph, cluster.device)
@@ -54,12 +54,12 @@ class ShardCosts:
     # ------------------------------------------------------------ kernels
 
     def op_seconds(self, kind: Kind, number: int, label: Label, *, split: bool) -> float:
-        """Of all `count` of them; split: whether a rank does a part of the work."""
+        """Seconds of all `count` kernels of an op. split: whether a rank does only a part of the work."""
         division = self.division(kind, label, split=split)
         return kind.ops[number].count * self.kernels.op_seconds(division, number, self.plan.microbatch)
 
     def group_seconds(self, kind: Kind, group: int, *, split: bool) -> float:
-        """Of a group of fused ops."""
+        """Seconds of a group of fused ops."""
         division = self.division(kind, "split" if split else "whole", split=split)
         fused = division.fused
         return self.kernels.fused_seconds(division, fused.members[group], fused.bytes_at(group, self.plan.microbatch))
@@ -68,7 +68,7 @@ class ShardCosts:
         return is_fused(block, self.plan, self.recipe)
 
     def division(self, kind: Kind, label: Label, *, split: bool) -> Division:
-        """All ops of a kind alike."""
+        """A division under which all ops of the kind have this label."""
         key = (kind.name, label, split)
         if key not in self._divisions:
             num = len(kind.ops)
@@ -76,7 +76,7 @@ class ShardCosts:
         return self._divisions[key]
 
     def launch_seconds(self, phase: Phase, num_ops: int, *, fused: bool) -> float:
-        """Of the host, for so many kernels."""
+        """Seconds the host takes to launch so many kernels."""
         device = self.cluster.device
         if fused:
             return num_ops * (device.constants.compiled_launch_seconds if device.constants else device.launch_seconds)
@@ -86,15 +86,15 @@ class ShardCosts:
     # ------------------------------------------------------------ collectives
 
     def summed_seconds(self, op: Op) -> float:
-        """Of adding up a result of which each rank has a summand, and of its mirror in backward."""
+        """Seconds to add up a result that is a partial sum on each rank, and of the matching collective in backward."""
         return self._seconds((op,), "whole", reduced=((0,), ())) - self._seconds((op,), "whole")
 
     def read_seconds(self, op: Op) -> float:
-        """Of adding up the gradient of what weights split by outputs read, and of its mirror in forward."""
+        """Seconds to add up the gradient of a tensor that column-split weights read, and of the matching collective in forward."""
         return self._seconds((op,), "split", reduced=((), (0,))) - self._seconds((op,), "split")
 
     def own_seconds(self, op: Op, label: Label, *, is_second_product: bool = False) -> float:
-        """Of the collectives that an op which reads and makes such tensors asks for itself: of the loss, a lookup, cp.
+        """Seconds of the collectives that an op needs itself where its tensors have this label: a loss, a lookup, or cp.
 
         is_second_product: whether it is an attention's product with the values, before which one with the keys has been.
         """
@@ -104,7 +104,7 @@ class ShardCosts:
     def _seconds(
         self, ops: tuple[Op, ...], label: Label, reduced: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     ) -> float:
-        """Of all collectives of some ops alone, of which the last lies as said and reads what lies so."""
+        """Seconds of all collectives of these ops alone, where the last op and what it reads have this label."""
         if not ops:
             return 0.0
         alone = tuple(msgspec.structs.replace(op, inputs=_outer_inputs(op)) for op in ops)
@@ -134,7 +134,7 @@ class ShardCosts:
         return found
 
     def kept_gain(self, op: Op) -> float:
-        """What the bytes are worth that an op's split result takes less until backward."""
+        """The worth, in seconds, of the bytes that a split result saves until backward."""
         if self.plan.sequence_parallel or op.phase != "forward":
             return 0.0
         cp = self.plan.mesh.cp if op.written_bytes.per_sample > 0 else 1
@@ -146,18 +146,18 @@ class ShardCosts:
 
     @cached_property
     def _update(self) -> float:
-        """Of one element, in an update of all."""
+        """Seconds to update one element, as part of an update of all."""
         item = 8 if self.plan.precision == "fp64" else 4
         seconds = update_seconds(self._num_elements, self.cluster.device, self.recipe.optimizer_slots, item)
         return seconds / self._num_elements
 
     @cached_property
     def _sum_over_tp(self) -> float:
-        """Of one byte, in a sum of all."""
+        """Seconds to add up one byte over tp, as part of a sum of all."""
         num_bytes = self._num_elements * items_of(self.plan, self.recipe).reduced
         return collective_seconds("all_reduce", num_bytes, axis_group(self.plan.mesh, "tp"), self.cluster) / num_bytes
 
 
 def _outer_inputs(op: Op) -> tuple[str, ...]:
-    """Other ops named as if they were in another block."""
+    """The inputs of an op, with other ops of its block named as if they were in another block."""
     return tuple(source if isinstance(source, str) else f"@#{source}" for source in op.inputs)

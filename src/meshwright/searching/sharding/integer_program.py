@@ -1,9 +1,9 @@
-"""An integer program put together row by row and solved by HiGHS.
+"""An integer program that is built row by row and solved by HiGHS.
 
     minimise  c x   subject to   low ≤ A x ≤ high,   0 ≤ x ≤ most,   some x whole numbers
 
-A sum of variables with factors is a *terms*: {variable: factor}, a constant under CONSTANT. Limits count nodes of the tree,
-never seconds, and nothing is random: the same program gives the same answer on every machine.
+*Terms* are a sum of variables with factors: {variable: factor}, with a constant under CONSTANT. The limit counts nodes of the tree,
+never seconds, and nothing is random: the same program has the same answer on every machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NODE_LIMIT = 2000
 
 
 def plus(*parts: Terms, factor: float = 1.0) -> Terms:
-    """Their sum, times a factor."""
+    """The sum of the parts, times a factor."""
     found: Terms = {}
     for part in parts:
         for variable, value in part.items():
@@ -37,7 +37,7 @@ class Program:
     is_whole: list[bool] = field(default_factory=list)
     rows: list[tuple[Terms, float, float]] = field(default_factory=list)
     constant: float = 0.0
-    """Of the costs."""
+    """The part of the costs that no variable changes."""
 
     def variable(self, *, whole: bool = False, most: float = 1.0) -> Terms:
         self.costs.append(0.0)
@@ -67,7 +67,7 @@ class Program:
             self.between(difference, 0.0, inf)
 
     def either(self, parts: Iterable[Terms]) -> Terms:
-        """1 where one of them is 1, 0 where all are 0: y ≥ each, y ≤ their sum."""
+        """A variable y that is 1 where any part is 1, and 0 where all are 0: y ≥ each part, y ≤ their sum."""
         distinct = list({tuple(sorted(part.items())): part for part in parts if part}.values())
         if len(distinct) < 2:
             return distinct[0] if distinct else {}
@@ -78,8 +78,8 @@ class Program:
         return found
 
     def solve(self, unit: float = 1.0) -> tuple[list[float], float] | None:
-        """The variables' best values and what they cost, the best that was found within the limit of nodes; None where nothing
-        is feasible. Costs are given to the solver in this unit: its own tolerances are absolute, 1e-6."""
+        """The best values of the variables that were found within the limit of nodes, and their costs; None where nothing is
+        feasible. The solver gets costs in this unit, since its tolerances are absolute: 1e-6."""
         import numpy
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
@@ -104,6 +104,6 @@ class Program:
 
 
 def load_solver() -> None:
-    """Import it now: that takes a third of a second, which somebody may have to spare."""
+    """Imports the solver, which takes a third of a second, while the caller has to wait anyway."""
     import scipy.optimize
     import scipy.sparse  # noqa: F401

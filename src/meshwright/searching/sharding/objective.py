@@ -1,5 +1,5 @@
-"""The objective of the integer program that shards weights: seconds of one microbatch through all blocks, less what split
-weights save beside their ops. The formula is in sharding/program.py, where its symbols come from."""
+"""The objective of the integer program that shards weights: the seconds of one microbatch through all blocks, minus what split
+weights save outside their ops. sharding/program.py states the formula and its symbols."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from meshwright.searching.sharding.program import ShardProgram
 from meshwright.searching.sharding.units import Unit
 
 PLAIN_SHARE = 1e-9
-"""Of all seconds, what splitting one weight must gain: among equals the plainer sharding is taken."""
+"""The share of all seconds that splitting a weight must gain, so that of equal shardings the plainest is taken."""
 FINE = 1e-4
-"""Of all seconds, the unit they are given to the solver in."""
+"""The share of all seconds that is the solver's unit of time."""
 
 
 class Objective:
-    """Paid for in a program whose constraints are there."""
+    """Adds the objective to a program that has its constraints."""
 
     def __init__(self, model: ShardProgram, graph: Graph, costs: ShardCosts) -> None:
         self.model, self.costs, self.program = model, costs, model.program
@@ -61,7 +61,7 @@ class Objective:
     # ------------------------------------------------------------ compute
 
     def _add_passes(self, number: int, unit: Unit) -> None:
-        """Every op as often as the timeline runs its pass."""
+        """Adds the seconds of every op, times the number of times that the timeline runs its pass."""
         fused = self.costs.is_fused(unit.blocks[0])
         for place, one in enumerate(unit.kind.passes):
             times = sum(self.times[block, place] for block in unit.blocks)
@@ -96,7 +96,7 @@ class Objective:
         return found
 
     def _group_seconds(self, number: int, kind: Kind, group: int) -> Terms:
-        """Fused ops are split where all of the group are."""
+        """A group of fused ops is split where all its ops are."""
         whole = self.costs.group_seconds(kind, group, split=False)
         members = self.costs.division(kind, "whole", split=False).fused.members[group]
         work = [self.model.work[number, op] for op in members]
@@ -108,7 +108,7 @@ class Objective:
         return plus({CONSTANT: whole}, plus(split, factor=self.costs.group_seconds(kind, group, split=True) - whole))
 
     def _pay_phase(self, phase: Phase) -> None:
-        """A host that runs ops itself does one after the other; one that runs ahead is hidden or hides the device."""
+        """A CPU runs launches and kernels one after the other. The host of a GPU runs ahead, so the longer of both counts."""
         kernels, launches = self.kernels[phase], self.launches[phase]
         if self.costs.cluster.device.kind == "cpu":
             self.program.pay(plus(kernels, {CONSTANT: launches}), 1.0)
@@ -121,7 +121,7 @@ class Objective:
     # ------------------------------------------------------------ communication
 
     def _pay_calls(self, number: int, unit: Unit) -> None:
-        """Sums that ops leave, and the collectives of the loss, of lookups and of attention along cp."""
+        """Pays for partial sums, and for the collectives of the loss, of lookups and of attention along cp."""
         num_products = 0
         for place, op in enumerate(unit.kind.ops):
             if op.phase != "forward":
@@ -148,7 +148,7 @@ class Objective:
     # ------------------------------------------------------------ state
 
     def _pay_state(self, number: int, unit: Unit) -> None:
-        """Of weights, of their biases, and of what goes with split channels."""
+        """Pays for the state of weights, of their biases, and of parameters that are split with their channels."""
         lookups = {op.inputs[0] for op in unit.kind.ops if op.phase == "forward" and is_whole_lookup(op)}
         cut = self._cut_parameters(number, unit)
         for name, parameter in unit.parameters.items():
@@ -161,7 +161,7 @@ class Objective:
             self.program.pay(self.model.labels[number, place], -len(unit.blocks) * self.costs.kept_gain(op))
 
     def _cut_parameters(self, number: int, unit: Unit) -> dict[str, Terms]:
-        """Parameter → where it is split: a weight in any way, a bias with its weight by outputs, others with channels."""
+        """Parameter → 1 where it is split: a weight in any way, a bias with a column-split weight, others with their channels."""
         found: dict[str, Terms] = {}
         for place, op in enumerate(unit.kind.ops):
             if op.phase != "forward" or place in unit.copies:

@@ -1,11 +1,11 @@
-"""Which weights lie over tp, and how: an integer program over the ops of a graph.
+"""Which weights are split over tp, and how: an integer program over the ops of a graph.
 
-Blocks of a repeated kind are decided together (m_k of them), all others each alone (sharding/units.py). For weights w, ways
-a ∈ {column, row, table, heads}, ops n, tensors t that weights read:
+The m_k repeated blocks of a kind k share every decision; every other block is decided alone (sharding/units.py). For weights w,
+ways a ∈ {column, row, table, heads}, ops n, tensors t that weights read:
 
-    x[w, a] ∈ {0, 1}   weight w is split in way a; all 0: it is whole
+    x[w, a] ∈ {0, 1}   weight w is split in way a; where all are 0, it is whole
     s[n]    ∈ {0, 1}   the result of op n is split (1) or whole (0)
-    p[n]    ∈ {0, 1}   the result of op n is a partial sum, which is added up at once: it is whole then
+    p[n]    ∈ {0, 1}   the result of op n is a partial sum, which is added up at once, so that it is whole
     u[n]    ∈ {0, 1}   a rank does 1/tp of op n
     g[t]    ∈ {0, 1}   the gradient of t is a partial sum, added up once for all that read t
     F, B ≥ 0           seconds of forward and backward on the device
@@ -13,10 +13,10 @@ a ∈ {column, row, table, heads}, ops n, tensors t that weights read:
     minimise   F + B + Σ_k m_k Σ_(n in k) ( call_n s[n] + sum_n p[n] ) + Σ_t m_k read_t g[t] - Σ_w m_k gain_w Σ_a x[w, a]
 
     F ≥ Σ of the forward kernels, F ≥ their launches (both together where the host runs each op itself); B likewise
-    a kernel takes   whole_n + (split_n - whole_n) s[n] + (summed_n - whole_n) (u[n] - s[n])       -> _pay_kernels
+    a kernel takes   whole_n + (split_n - whole_n) s[n] + (summed_n - whole_n) (u[n] - s[n])       -> Objective._op_seconds
 
-All seconds are the cost room's own (sharding/costs.py), so that what is minimised is what is costed. Only x is decided: s,
-p, u and g follow from it as rules/labels.py says they do, which these constraints repeat:
+All seconds come from the cost room (sharding/costs.py), so the program minimises what the search costs. Only x is decided. s, p, u
+and g follow from x by rules/labels.py; these constraints repeat its rules:
 
     Σ_a x[w, a] ≤ 1                                                                                -> _one_way
     result of a weight: s = x[column] + x[heads], p = x[row] + x[table], u = Σ_a x                 -> _apply_weight
@@ -24,12 +24,12 @@ p, u and g follow from it as rules/labels.py says they do, which these constrain
     other ops of forward: s = u = the label of what they read, one of it being split               -> _follow
     backward: s = 1 by row, 0 by column, else one of what it reads being split                     -> _go_back
 
-and what makes them legal, as the runtime runs them without a collective that is not in the objective:
+These constraints make a sharding legal, so that the runtime makes no collective that the objective does not count:
 
     a weight reads whole tensors, by row split ones                                                -> _apply_weight
     a partial sum has one reader in its block, where the runtime adds it up, or leaves the block   -> _sum_once
     an op that cannot work on parts reads whole tensors; those a gradient flows into lie alike     -> _follow
-    what leaves a block for others than those it is decided with is whole                          -> _hand_on_whole
+    what a block hands on to blocks that are decided apart from it is whole                        -> _hand_on_whole
     tied weights are cut along the same dim                                                        -> _tie
     under sequence parallel attention is split: on whole heads it would exchange tokens            -> _split_attention
 """
@@ -93,12 +93,12 @@ class ShardProgram:
         return plus(*(own[name, way] for way in every if name is not None and (name, way) in own))
 
     def _label(self, unit: int, source: Source) -> Terms:
-        """Of a tensor an op reads; what repeated blocks hand on is whole."""
+        """The label s of a tensor that an op reads. What repeated blocks hand on is whole."""
         place = self._place(unit, source)
         return self.labels[place] if place is not None else {}
 
     def _place(self, unit: int, source: Source) -> Place | None:
-        """The op that made it, where it is decided about here."""
+        """The op that made a tensor; None where it is no op of these units."""
         if isinstance(source, int):
             return (unit, source)
         block, number, digits = source[1:].rpartition("#")
@@ -107,12 +107,12 @@ class ShardProgram:
         return (self._at[block], int(digits))
 
     def _flows(self, source: Source) -> bool:
-        """Whether a gradient flows into what another block made: into its stream, not into the batch."""
+        """Whether a gradient flows into a tensor from another block: it does into the residual stream, not into the batch."""
         place = self._place(0, source)
         return self._reads[place[0]].is_moving(place[1]) if place is not None else source == "@input"
 
     def _in_order(self) -> Iterator[Place]:
-        """Every op after those it reads."""
+        """All ops, each after the ops it reads."""
         sorter: TopologicalSorter[Place] = TopologicalSorter()
         for number, unit in enumerate(self.units):
             for place, op in enumerate(unit.kind.ops):
@@ -139,11 +139,11 @@ class ShardProgram:
                 self._follow(place, op)
 
     def _copy_weight(self, place: Place, name: str) -> None:
-        """A copy in another dtype lies as the parameter does."""
+        """A copy in another dtype is split as the parameter is."""
         self.labels[place] = self.work[place] = self.way(place[0], name)
 
     def _apply_weight(self, place: Place, op: Op, name: str) -> None:
-        """Split by inputs a weight reads split tensors and makes partial sums; else it reads whole ones."""
+        """A row-split weight reads split tensors and makes partial sums. All other weights read whole tensors."""
         number, _ = place
         for source in dict.fromkeys(self.units[number].activations(op)):
             self.program.equal(self._label(number, source), self.way(number, name, "row"))
@@ -155,7 +155,8 @@ class ShardProgram:
             self.columns.setdefault((number, read), []).append((op, column))
 
     def _follow(self, place: Place, op: Op) -> None:
-        """Ops without weights: on parts where they can, alike where a gradient flows; on whole tensors else."""
+        """An op without a weight: where it can read split tensors, those that a gradient flows into are split alike; else it reads
+        whole tensors."""
         number, op_number = place
         read = [self._label(number, source) for source in dict.fromkeys(self.units[number].activations(op))]
         reads = self._reads[number]
@@ -176,13 +177,14 @@ class ShardProgram:
         self._split_attention(place, op)
 
     def _split_attention(self, place: Place, op: Op) -> None:
-        """Under sequence parallel, and only then."""
+        """Under sequence parallel attention must be split."""
         is_core = op.kind == "attention" or (op.kind == "matmul" and op.region == "attention")
         if is_core and self.sequence_parallel:
             self.program.equal(self.labels[place], ONE)
 
     def _go_back(self, place: Place, op: Op) -> None:
-        """Gradients: of what a row read split, of what a column read whole, of a table by its rows split."""
+        """Gradients: of what a row-split weight reads they are split, of what a column-split weight reads whole. The gradient of a
+        table that is split by rows is split."""
         number, _ = place
         unit = self.units[number]
         name = next((p.own_name for s in op.inputs if (p := unit.parameter_of(s)) and p.own_name in unit.ways), None)
@@ -202,7 +204,7 @@ class ShardProgram:
 
     @staticmethod
     def _tables(unit: Unit, op: Op) -> list[str]:
-        """Those whose gradient an op makes, told by their shape as rules/labels.py does."""
+        """The tables whose gradient an op makes, found by their shape as in rules/labels.py."""
         if op.name != "embedding_dense_backward":
             return []
         found = {
@@ -215,7 +217,8 @@ class ShardProgram:
         return sorted(found)
 
     def _hand_on_whole(self, readers: dict[Place | None, list[Place]]) -> None:
-        """A result leaves its block where nothing here reads it on, or where it outlives its pass and repeated blocks follow."""
+        """A result is whole where no op here reads it, since it leaves its block then, or where another pass reads it and repeated
+        blocks follow."""
         for place, label in self.labels.items():
             op = self.units[place[0]].kind.ops[place[1]]
             if not label or op.phase != "forward" or not op.result_shape or place[1] in self.units[place[0]].copies:
@@ -226,7 +229,8 @@ class ShardProgram:
                 self.program.equal(label, {})
 
     def _sum_once(self, readers: dict[Place | None, list[Place]]) -> None:
-        """In its block by one op, or where it leaves the block; under sequence parallel only the batch is looked up in parts."""
+        """A partial sum is added up once: by its one reader in the block, or where it leaves the block. Under sequence parallel a
+        table is split by rows only where the batch is looked up in it."""
         for number, unit in enumerate(self.units):
             for place, name in unit.weights.items():
                 own = [reader == number for reader, _ in readers.get((number, place), ())]
@@ -236,7 +240,7 @@ class ShardProgram:
                     self.program.equal(self.way(number, name, "table"), {})
 
     def _readers(self) -> dict[Place | None, list[Place]]:
-        """Forward ops through which a gradient flows back into what they read; one that reads it twice, once."""
+        """Op → the forward ops that read it and pass a gradient back to it, each once."""
         found: dict[Place | None, list[Place]] = {}
         for number, unit in enumerate(self.units):
             for place, op in enumerate(unit.kind.ops):

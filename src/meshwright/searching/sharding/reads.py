@@ -1,6 +1,6 @@
-"""What the ops of forward may read in parts: the rules of the runtime (runtime/split), told by what a graph says of an op.
+"""Which forward ops may read split tensors, decided from the graph by the rules of the runtime (runtime/split).
 
-    splits without a word    element by element; attention and what is in it (heads are cut, tokens are not); batch norm,
+    may read split tensors   element-wise ops; attention and what is in it (heads are split, tokens are not); batch norm,
                              depthwise filters, pooling and sums by channel; the loss over a split vocabulary
     needs whole tensors      everything else: norms over features, sums over them, joins and picks outside attention,
                              products of activations outside attention, and ops that read a trained parameter of their own
@@ -27,14 +27,14 @@ NO_GRADIENT = (
 """Ops whose result no gradient flows through."""
 CHANNEL_DIM = 1
 LOSS_DIMS = 2
-"""Tokens and classes: logits the loss can read split."""
+"""Logits that the loss can read split have two dims: tokens and classes."""
 
 
 class Reads:
-    """Answers for one unit; ops must be asked about in order."""
+    """The answers for one unit. The ops must be given to `follow` in order."""
 
     def __init__(self, unit: Unit, is_moving: Callable[[Source], bool]) -> None:
-        """is_moving: whether a gradient flows back into what another block made."""
+        """is_moving: whether a gradient flows back into a tensor that another block made."""
         self.unit = unit
         self._outer = is_moving
         self._moving: dict[int, bool] = {}
@@ -42,7 +42,7 @@ class Reads:
         self._losses = _losses(unit.kind)
 
     def follow(self, number: int) -> None:
-        """Learn whether a gradient flows through an op's result, and whether it has channels."""
+        """Notes whether a gradient flows through an op's result, and whether the result has channels."""
         op = self.unit.kind.ops[number]
         streams = (source for source in op.inputs if source != "@input" or op.region != "attention")
         self._moving[number] = op.name not in NO_GRADIENT and any(self._flows(source) for source in streams)
@@ -61,9 +61,9 @@ class Reads:
         return self._moving[source] if isinstance(source, int) else self._outer(source)
 
     def partners(self, number: int) -> list[Source]:
-        """What an op combines: tensors a gradient flows into must lie alike, since cutting a whole one costs a gather of its
-        gradient. What comes into an attention from outside its block, or is broadcast, is a mask, positions or a bias, which
-        has none, or lies by heads as the attention does."""
+        """The inputs of an op that must be split alike: those that a gradient flows into, since splitting a whole one costs a
+        gather of its gradient. Left out are broadcast inputs, and inputs of attention from outside its block: these are
+        masks, positions or biases, which have no gradient or are split by heads as the attention is."""
         op = self.unit.kind.ops[number]
         most = _elements(op.result_shape)
         broadcast = {
@@ -75,7 +75,7 @@ class Reads:
         return [source for source in sources if self._flows(source) and source not in broadcast]
 
     def may_split(self, number: int) -> bool:
-        """Whether an op that applies no weight can work on parts."""
+        """Whether an op that applies no weight can work on split tensors."""
         op = self.unit.kind.ops[number]
         if not op.result_shape:
             return True  # a number: the loss
@@ -111,7 +111,7 @@ class Reads:
 
 
 def _losses(kind: Kind) -> set[int]:
-    """Log-softmaxes over [tokens, classes] that nothing but a loss reads."""
+    """Log-softmaxes over [tokens, classes] that only a loss reads."""
     readers: dict[Source, set[str]] = {}
     for op in kind.ops:
         if op.phase == "forward":
@@ -128,5 +128,5 @@ def _losses(kind: Kind) -> set[int]:
 
 
 def _elements(shape: Shape) -> float:
-    """Of two samples, so that what is the same for all of them has fewer."""
+    """Elements for two samples, so that tensors that all samples share have fewer."""
     return prod(dim.at(2) for dim in shape)

@@ -1,4 +1,4 @@
-"""The shardings of a problem's degrees: what the runtime answered about them, or what the integer program proposes."""
+"""The shardings of one problem, for any degrees: what the runtime answered about them, or what the integer program proposes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.searching.units import units_of
 
 
 class Shardings:
-    """kernels: costs of ops, shared with who else asks; refusals: why degrees were left out, added to here."""
+    """kernels: gives the costs of ops, shared with other callers. refusals: reasons for refused degrees are added here."""
 
     def __init__(self, problem: Problem, kernels: Callable[[Graph], KernelCosts], refusals: list[str]) -> None:
         self.problem, self._kernels, self.refusals = problem, kernels, refusals
@@ -29,10 +29,10 @@ class Shardings:
         self._known: dict[Key, tuple[BlockSharding, ...] | None] = {}
         self._proposals: dict[tuple[int, int, bool], tuple[BlockSharding, ...]] = {}
         self.unsplit: set[int] = set()
-        """Degrees of tp for which nothing is proposed, though a request for them would be given something."""
+        """Degrees of tp without a proposal, for which a request that fixes them would get one."""
 
     def of(self, shape: Shape) -> tuple[BlockSharding, ...] | None:
-        """The tensors split over tp, as the runtime answered or as proposed; None where the degrees are refused."""
+        """The sharding of a shape, as the runtime answered or as proposed; None where its degrees are refused."""
         key = (shape.tp, shape.cp, shape.sequence_parallel, shape.context)
         if key not in self._known:
             self._known[key] = self._find(shape)
@@ -53,7 +53,7 @@ class Shardings:
         return found
 
     def _whole_plan(self, shape: Shape, sharding: tuple[BlockSharding, ...]) -> Plan:
-        """One stage of all blocks: what is asked about degrees needs no more."""
+        """A plan with all blocks in one stage, which is enough to check degrees."""
         return Plan(
             mesh=Mesh(dp=shape.ep, cp=shape.cp, tp=shape.tp, ep=shape.ep),
             stages=self._stages,
@@ -66,10 +66,11 @@ class Shardings:
         )
 
     def _proposal(self, shape: Shape) -> tuple[BlockSharding, ...]:
-        """What the integer program picks for one sample: more of them seldom change a tensor's place, only what all takes; nor does
-        the way tokens meet along cp. Where no split is worth a collective for one sample, it may be for the batch; where none is
-        for that, the plain one is proposed: without any there is no tp, and memory may want it. On a CPU, whose tp is costed
-        too fast, only who asks for it is given one of these."""
+        """The sharding that the integer program picks for one sample. More samples, or another way to run cp, seldom change it.
+
+        Where no split is worth its collectives for one sample, the program is solved for the whole batch. Where none is worth it
+        there either, the plain sharding is proposed: without a split there is no tp, and tp may be needed to fit in memory. On a
+        CPU, where estimates of tp are too low, only a request for this tp gets one of these two."""
         if shape.tp == 1:
             return ()
         key = (shape.tp, shape.cp, shape.sequence_parallel)

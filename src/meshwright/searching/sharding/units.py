@@ -1,12 +1,13 @@
-"""What is decided about together when weights are split over tp: all blocks of a repeated kind alike, others each alone.
+"""Units of the sharding program: blocks that share every decision. All repeated blocks of a kind are one unit, and every other
+block is a unit of its own.
 
 A weight may be split
 
     column   by its outputs, row by its inputs     a matrix or a filter (not of a grouped convolution)
     table    by its rows, heads by its columns     a table that is looked up in
 
-where the degree divides the dim, where nothing else reads the weight, and where the runtime has not answered that it must
-stay whole. Weights of no block stay whole: a plan names blocks.
+where tp divides the dim, where nothing else reads the weight, and where the runtime has not answered that it must stay whole.
+Weights outside blocks stay whole, since a plan shards blocks by their names.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Unit:
     blocks: tuple[str, ...]
     kind: Kind
     parameters: dict[str, Parameter]
-    """Of the first block, by the name ops call them."""
+    """Parameters of the first block, by the names that ops use."""
     copies: dict[Source, str]
     """Ops that only copy a parameter → the parameter."""
     weights: dict[int, str]
@@ -49,17 +50,17 @@ class Unit:
     repeated: bool
 
     def parameter_of(self, source: Source) -> Parameter | None:
-        """The parameter an op reads, itself or as a copy in another dtype."""
+        """The parameter behind an input of an op, which may be a copy in another dtype; None where there is none."""
         name = self.copies.get(source, source)
         return self.parameters.get(name) if isinstance(name, str) else None
 
     def activations(self, op: Op) -> list[Source]:
-        """What an op reads beside parameters."""
+        """The inputs of an op that are no parameters."""
         return [source for source in op.inputs if source not in self.copies and self.parameter_of(source) is None]
 
 
 def units_of(graph: Graph, tp: int, answer: LegalSharding | None = None) -> tuple[Unit, ...]:
-    """In the order of the graph's kinds and blocks."""
+    """The units of a graph, in the order of its kinds and blocks."""
     refused = _refused(answer)
     by_block: dict[str, dict[str, Parameter]] = {}
     for parameter in graph.parameters:
@@ -72,7 +73,7 @@ def units_of(graph: Graph, tp: int, answer: LegalSharding | None = None) -> tupl
 
 
 def _alike(graph: Graph, kind: Kind) -> Iterator[tuple[tuple[str, ...], bool]]:
-    """Repeated blocks of the kind together, the others one by one."""
+    """(Blocks, whether they repeat): the repeated blocks of a kind together, the others one by one."""
     repeated = tuple(block.name for block in graph.blocks if block.kind == kind.name and block.repeated)
     if repeated:
         yield repeated, True
@@ -119,7 +120,7 @@ def _ways(op: Op, name: str, kind: Kind, parameters: dict[str, Parameter]) -> di
 
 
 def _read_otherwise(kind: Kind, copies: dict[Source, str], weights: dict[int, str]) -> set[str]:
-    """Parameters that a forward op reads which does not apply them, or that are applied beside another weight."""
+    """Parameters that some forward op reads otherwise than as its weight."""
     found: set[str] = set()
     for number, op in enumerate(kind.ops):
         if op.phase == "forward" and number not in copies:
@@ -129,7 +130,7 @@ def _read_otherwise(kind: Kind, copies: dict[Source, str], weights: dict[int, st
 
 
 def _refused(answer: LegalSharding | None) -> dict[str, frozenset[str]]:
-    """Block → tensors the runtime answered must stay whole."""
+    """Block → its tensors that must stay whole, as the runtime answered."""
     return {
         name: frozenset(tensor.tensor for tensor in rule.tensors if "tp" not in tensor.dims and tensor.reason)
         for rule in (answer.sharding if answer else ())
@@ -138,7 +139,7 @@ def _refused(answer: LegalSharding | None) -> dict[str, frozenset[str]]:
 
 
 class Passes:
-    """When the ops of units run."""
+    """The pass in which each op runs, and the order of passes."""
 
     def __init__(self, units: tuple[Unit, ...], graph: Graph) -> None:
         self.units = units
