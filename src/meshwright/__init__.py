@@ -20,7 +20,9 @@ __version__ = VERSION
 _HOMES = {
     "Cluster": "meshwright.core.cluster",
     "Estimate": "meshwright.core.estimate",
+    "FaultSettings": "meshwright.training.settings",
     "Graph": "meshwright.core.graph",
+    "Guard": "meshwright.training.guard",
     "InfeasibleError": "meshwright.core.errors",
     "MeshwrightError": "meshwright.core.errors",
     "ParityResult": "meshwright.measure.parity",
@@ -78,12 +80,16 @@ if TYPE_CHECKING:
     from meshwright.runtime.own_loop.loop import clip_grad_norm_
     from meshwright.runtime.program import Program
     from meshwright.runtime.step import StepOutput
+    from meshwright.training.guard import Guard
     from meshwright.training.program_state import load, save
+    from meshwright.training.settings import FaultSettings
 
 __all__ = [
     "Cluster",
     "Estimate",
+    "FaultSettings",
     "Graph",
+    "Guard",
     "InfeasibleError",
     "MeshwrightError",
     "ParityResult",

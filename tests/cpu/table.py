@@ -22,6 +22,7 @@ from pool import RankError, RankPool, this_rank
 from meshwright.core.collective import Collective
 from meshwright.core.errors import GuessWarning, PlanError
 from meshwright.core.graph import Graph, Precision
+from meshwright.core.pipeline.kinds import KINDS
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
@@ -65,7 +66,7 @@ BESIDES = {
 NUM_STEPS = 5
 RECORDED_STEPS = 4
 """The recorder looks closely at one of the first steps, when torch has made its buckets anew."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
+SCHEDULES = tuple(KINDS)
 
 
 @dataclass(frozen=True)

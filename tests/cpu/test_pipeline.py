@@ -20,6 +20,7 @@ from torch.nn.utils import get_total_norm
 from meshwright.core.collective import Collective
 from meshwright.core.errors import PlanError
 from meshwright.core.names import compact_names
+from meshwright.core.pipeline.kinds import KINDS
 from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan, Stage
 from meshwright.core.recipe import Recipe
@@ -33,7 +34,7 @@ from meshwright.runtime.apply import apply
 from meshwright.runtime.program import Program
 
 Pools = Callable[[int], RankPool]
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
+SCHEDULES = tuple(KINDS)
 DEEP = "gpt:layers=4,hidden=16,heads=2,seq=8,vocab=30"
 TIED = f"{DEEP},tied=true"
 HARD = f"{ASSETS}/pipelines.py"

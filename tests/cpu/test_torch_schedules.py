@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as stock
 
+from meshwright.core.pipeline.kinds import KINDS, ScheduleKind, kind_of, placement_of
 from meshwright.core.pipeline.placement import coordinate_of
-from meshwright.core.plan import ScheduleKind, placement_of
 from meshwright.rules.schedules import make_order
 
-KINDS = {"forward": stock.F, "backward": stock.B, "backward_inputs": stock.I, "backward_weights": stock.W}
+TORCH_KINDS = {"forward": stock.F, "backward": stock.B, "backward_inputs": stock.I, "backward_weights": stock.W}
 SIZES = [(p, m) for p in (1, 2, 3, 4) for m in (1, 2, 3, 5, 8, 9, 12) if m >= p]
 
 Rows = dict[int, list[Any]]
@@ -22,7 +22,7 @@ Rows = dict[int, list[Any]]
 
 def ours(kind: ScheduleKind, p: int, m: int, v: int) -> Rows:
     return {
-        c: [stock._Action(action.stage, KINDS[action.kind], action.microbatch) for action in row]
+        c: [stock._Action(action.stage, TORCH_KINDS[action.kind], action.microbatch) for action in row]
         for c, row in enumerate(make_order(kind, p, m, v))
     }
 
@@ -42,14 +42,14 @@ def theirs(schedule: Any, p: int, m: int, v: int) -> Rows:
 
 
 def stages_of(kind: ScheduleKind) -> int:
-    return 2 if kind in ("interleaved", "zbv", "dualpipev") else 1
+    return kind_of(kind).turns[0]
 
 
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_torch_takes_every_order(kind: ScheduleKind) -> None:
     v = stages_of(kind)
     for p, m in SIZES:
-        if kind == "dualpipev" and m < 2 * p:
+        if m < kind_of(kind).least_microbatches(p):
             continue
         rows = ours(kind, p, m, v)
         stock._validate_schedule(rows, p, p * v, m)
@@ -68,5 +68,5 @@ def test_torch_takes_every_order(kind: ScheduleKind) -> None:
 def test_orders_are_those_of_torch(kind: ScheduleKind, schedule: Any) -> None:
     v = stages_of(kind)
     for p, m in SIZES:
-        if m % max(1, m // p) == 0 and (kind != "dualpipev" or m >= 2 * p):
+        if m % max(1, m // p) == 0 and m >= kind_of(kind).least_microbatches(p):
             assert ours(kind, p, m, v) == theirs(schedule, p, m, v)

@@ -16,18 +16,16 @@ from hypothesis import strategies as st
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Affine, Block, Graph, Kind, Op, Parameter
 from meshwright.core.names import compact_names, expand_names
+from meshwright.core.pipeline.kinds import ScheduleKind, kind_of, placement_of
 from meshwright.core.pipeline.placement import Placement, coordinate_of
 from meshwright.core.plan import (
-    V_SCHEDULES,
     BlockSharding,
     Mesh,
     Offload,
     Plan,
     Recompute,
-    ScheduleKind,
     Stage,
     TensorSharding,
-    placement_of,
 )
 from meshwright.core.request import PlanRequest
 
@@ -93,9 +91,8 @@ def divisors(number: int) -> st.SearchStrategy[int]:
 
 def virtuals(schedule: ScheduleKind) -> st.SearchStrategy[int]:
     """How many stages a coordinate may have."""
-    if schedule in V_SCHEDULES:
-        return st.just(2)
-    return st.integers(2, 4) if schedule == "interleaved" else st.just(1)
+    fewest, most = kind_of(schedule).turns
+    return st.integers(fewest, min(4, most))
 
 
 @st.composite
@@ -105,7 +102,7 @@ def schedule_sizes(
     """Legal arguments of `make_schedule` and `make_order`."""
     kind = draw(st.sampled_from(kinds))
     num_coordinates = draw(st.integers(1, most))
-    least = 2 * num_coordinates if kind == "dualpipev" else 1
+    least = kind_of(kind).least_microbatches(num_coordinates)
     return kind, num_coordinates, draw(st.integers(least, least + 3 * most)), draw(virtuals(kind))
 
 

@@ -16,6 +16,7 @@ from transformer import transformer_graph
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InfeasibleError, PlanError
 from meshwright.core.graph import Graph
+from meshwright.core.pipeline.kinds import KINDS
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
 from meshwright.searching.search import search
@@ -33,7 +34,7 @@ FLAGS: dict[str, list[object]] = {
     "sequence_parallel": [False, True],
     "context": ["heads", "ring"],
     "microbatch": [1, 2],
-    "schedule": ["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"],
+    "schedule": list(KINDS),
     "recompute": ["none", "selective", "full", "every:2"],
     "offload": ["none", "optimizer"],
     "compile": [False, True],

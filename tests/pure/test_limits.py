@@ -36,8 +36,8 @@ GRAPH = transformer_graph(layers=8, hidden=64, heads=4, seq=32)
             {"schedule": "zb", "pp": 2, "zero": 2, "dp": 2},
             "use ZeRO 2",
         ),
-        ({"schedule": "zbv", "pp": 2, "zero": 3}, {"schedule": "interleaved", "pp": 2, "zero": 3}, "or interleaved"),
-        ({"schedule": "zb", "pp": 2, "compile": True}, {"pp": 2, "compile": True}, "schedule gpipe, 1f1b"),
+        ({"schedule": "zbv", "pp": 2, "zero": 3}, {"schedule": "interleaved", "pp": 2, "zero": 3}, "interleaved"),
+        ({"schedule": "zb", "pp": 2, "compile": True}, {"pp": 2, "compile": True}, "schedules .*gpipe"),
     ],
 )
 def test_what_is_refused_says_what_runs(asked: dict[str, Any], instead: dict[str, Any], words: str) -> None:

@@ -62,6 +62,15 @@ def test_interleaved_bubble(p: int, num_rounds: int, v: int, forward: int, backw
 
 
 @quick
+@given(st.integers(1, 5), st.integers(0, 12), st.integers(2, 4), seconds, seconds)
+def test_breadth_first_bubble(p: int, more: int, v: int, forward: int, backward: int) -> None:
+    """That of interleaved stages, for any number of microbatches that fills the pipeline."""
+    m = p + more
+    found = play(make_order("breadth-first", p, m, v), equal_stages(p * v, forward, backward, 0))
+    assert found.bubble == (p - 1) / (v * m)
+
+
+@quick
 @given(st.integers(1, 6), st.integers(0, 20), seconds, seconds, seconds)
 def test_zero_bubble_idle(p: int, more: int, forward: int, inputs: int, weights: int) -> None:
     """As published where weights take no longer than a forward or a backward for inputs; no gap can hide more."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import quick, schedule_sizes
 
 from meshwright.core.errors import ScheduleError
+from meshwright.core.pipeline.kinds import KINDS, Kind, in_flight
 from meshwright.core.pipeline.placement import coordinate_of, stage_at
 from meshwright.core.plan import ScheduleKind
 from meshwright.rules.schedule_check import check
@@ -86,6 +89,23 @@ def test_most_in_flight_in_a_v(sizes: Sizes) -> None:
     assert all(schedule.most_in_flight(c) <= bound for c in range(p))
 
 
+@quick
+@given(schedule_sizes(most=8))
+def test_what_planning_counts_in_flight_is_what_the_schedule_keeps(sizes: Sizes) -> None:
+    """A full pipeline of three times its depth keeps as much as a longer one."""
+    kind, p, m, v = sizes
+    schedule = make_schedule(*sizes)
+    assert in_flight(kind, p, m, v) == tuple(schedule.most_in_flight(c) for c in range(p))
+
+
+def test_a_kind_that_lacks_a_field_is_none() -> None:
+    known = {field.name: getattr(KINDS["1f1b"], field.name) for field in fields(Kind)}
+    assert Kind(**known) == KINDS["1f1b"]
+    for name in known:
+        with pytest.raises(TypeError, match=name):
+            Kind(**{other: value for other, value in known.items() if other != name})
+
+
 # Word for word
 
 
@@ -98,6 +118,13 @@ def test_interleaved_in_full() -> None:
     assert written("interleaved", 2, 2, 2) == [
         "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
         "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1",
+    ]
+
+
+def test_breadth_first_in_full() -> None:
+    assert written("breadth-first", 2, 2, 2) == [
+        "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
+        "1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1",
     ]
 
 

@@ -11,6 +11,7 @@ from test_experts import GRAPH
 from transformer import transformer_graph
 
 from meshwright.core.errors import PlanError
+from meshwright.core.pipeline.kinds import KINDS
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
 from meshwright.cost.links import Group, collective_seconds
@@ -25,7 +26,7 @@ def asked(num_devices: int = 4, num_blocks: int = 8, **fixed: Any) -> SearchResu
     return search(chain_graph(num_blocks), machine(num_devices), PlanRequest(**fixed))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"])
+@pytest.mark.parametrize("schedule", KINDS)
 def test_a_schedule_that_is_asked_for_is_the_one_that_is_planned(schedule: str) -> None:
     found = asked(schedule=schedule, pp=2, global_batch=16)
     plans = [found.plan, *(other.plan for other in found.runners_up)]

@@ -97,6 +97,7 @@ def test_an_encoder_and_a_decoder_are_one_row() -> None:
     [
         ("1f1b", 1, [0, 1, 2]),
         ("interleaved", 2, [0, 1, 2, 0, 1, 2]),
+        ("breadth-first", 2, [0, 1, 2, 0, 1, 2]),
         ("zbv", 2, [0, 1, 2, 2, 1, 0]),
         ("dualpipev", 2, [0, 1, 2, 2, 1, 0]),
     ],

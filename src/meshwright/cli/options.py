@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from meshwright.core.pipeline.kinds import KINDS
+
 if TYPE_CHECKING:
     from meshwright.core.request import PlanRequest
 
@@ -49,7 +51,7 @@ _DEGREES = {
 }
 _WORDS = {
     "context": "heads or ring: how attention is done over context-parallel ranks.",
-    "schedule": "gpipe, 1f1b, interleaved, zb, zbv or dualpipev.",
+    "schedule": f"{', '.join(KINDS)}: the order of forwards and backwards over pp.",
     "recompute": "none, selective, full or every:K.",
     "precision": "fp64, fp32, bf16 or fp16.",
     "offload": "none, optimizer or parameters.",

@@ -70,6 +70,8 @@ class Alone(Value, kw_only=True):
 
 
 class Device(Value, kw_only=True):
+    """One kind of accelerator (or a CPU) with what was measured of it, or with its peaks and the constants of its family."""
+
     name: str
     kind: Literal["cpu", "cuda"]
     memory_bytes: Count
@@ -103,6 +105,13 @@ class Device(Value, kw_only=True):
 
 
 class Cluster(Value, kw_only=True):
+    """Hosts with devices, and the links inside and between them; each figure with its origin.
+
+    mw.probe()                                            # this machine, measured
+    mw.Cluster.named("a100-80g-selene", hosts=8)          # of the catalogue: `meshwright clusters`
+    mw.Cluster.load("cluster.toml")                       # described by hand, or saved by `meshwright probe -o`
+    """
+
     format: Literal[1] = 1
     name: str
     origin: Origin

@@ -67,6 +67,11 @@ RatesOrigin = Literal["probe", "family", "assumed"]
 
 
 class Estimate(Value, kw_only=True):
+    """What a plan is predicted to cost: seconds of a step by part, bytes of the worst device by category, and the collectives.
+
+    `fits` says whether the worst device holds it; `error_share` how far estimates by these rates have been off.
+    """
+
     format: Literal[1] = 1
     step_seconds: NotNegative
     time_seconds: TimeParts

@@ -29,6 +29,8 @@ OBJECTIVE = "@objective"
 
 
 class FlowTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that passes between blocks."""
+
     num_bytes: Affine = NOTHING
     needs_gradient: bool = False
 

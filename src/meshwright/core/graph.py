@@ -191,6 +191,12 @@ OWN_RECOMPUTE = (
 
 
 class Graph(Value, kw_only=True, dict=True):
+    """What a module computes and keeps, learned on fake tensors: its parameters, blocks, ops, flops and bytes.
+
+    Quantities that grow with the number of samples are affine (`Affine.at(samples)`). A graph belongs to one precision and casting;
+    its `identity` follows from the parameters alone, so that a plan knows the model it was made for.
+    """
+
     format: Literal[2] = 2
     model: str
     precision: Precision = "fp32"

@@ -27,6 +27,8 @@ class WayOut(Value, kw_only=True):
 
 
 class Infeasible(Value, kw_only=True):
+    """Nothing fits: the plan that misses by least, which limit it breaks, and the cheapest changes that would make it fit."""
+
     plan: Plan
     """The nearest miss."""
     estimate: Estimate

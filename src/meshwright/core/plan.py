@@ -18,18 +18,11 @@ from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Casting, Precision
 from meshwright.core.names import expand_names
+from meshwright.core.pipeline.kinds import ScheduleKind, kind_of, placement_of
 from meshwright.core.pipeline.placement import Placement
-from meshwright.core.pipeline.schedule_kinds import (
-    MULTI_STAGE_SCHEDULES,
-    SPLIT_SCHEDULES,
-    V_SCHEDULES,
-    ScheduleKind,
-    placement_of,
-)
 from meshwright.core.plan_check import check_plan
 
 __all__ = [
-    "MULTI_STAGE_SCHEDULES", "SPLIT_SCHEDULES", "V_SCHEDULES",
     "BlockSharding", "ContextWay", "Degree", "Mesh", "Offload", "Plan", "Recompute", "RecomputeMode", "ScheduleKind",
     "Stage", "TensorSharding", "ZeroStage",
     "casting_of", "placement_of", "stores_16_bits",
@@ -134,6 +127,31 @@ class Offload(Value, kw_only=True):
 
 
 class Plan(Value, kw_only=True, dict=True):
+    """Every decision about how a model runs on a cluster: read it, edit it, save it, run it.
+
+        plan = mw.plan("gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304", "a100-80g-selene", global_batch=64).plan
+        plan.save("plan.json")                      # or .toml; the same file for every rank
+        plan = mw.Plan.load("plan.json")            # a file that contradicts itself is refused with what and where
+        print(plan.mesh, plan.num_microbatches, plan.recompute_words)
+
+    mesh                      degrees of the axes: pp (pipeline), dp (data), cp (context), tp (tensor), ep (expert, divides dp)
+    stages                    which blocks (by module name) run on which pp coordinate; virtual: stages on each coordinate
+    sharding                  which dims of which weights lie over tp and ep; the rest of the model follows from it
+    sequence_parallel         activations between tensor-parallel regions are sharded along the sequence
+    context, token_blocks     under cp: attention by heads (Ulysses) or in a ring; where tokens are cut
+    zero, hybrid              ZeRO stage 0 to 3; ranks in one sharding group (HSDP), where not all
+    recompute                 blocks under activation checkpointing: full, or the attention alone (selective)
+    offload                   what is kept on the host or a disk, which share of it, and whether its update may be a step late
+    schedule                  the order of forwards and backwards over pp
+    microbatch, num_microbatches, global_batch
+                              samples per microbatch and dp rank; microbatch · num_microbatches · dp = global_batch
+    precision, compile        what is computed in; whether blocks are compiled
+    sync_batch_norm           batch norm over the samples of all dp ranks
+    model, graph, cluster     what it was made for: `apply` refuses another model
+
+    A plan is frozen: `msgspec.structs.replace(plan, zero=2)` gives another one.
+    """
+
     format: Literal[1] = 1
     model: str = ""
     graph: str = ""
@@ -184,6 +202,11 @@ class Plan(Value, kw_only=True, dict=True):
     def stores_16_bits(self) -> bool:
         """Whether the device holds parameters in 16 bits, and the optimizer's fp32 masters of them lie with its state."""
         return stores_16_bits(self.precision, self.offload.what, self.world)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether its schedule makes gradients of weights apart from those of inputs, between stages."""
+        return self.mesh.pp > 1 and kind_of(self.schedule).splits_backward
 
     @property
     def placement(self) -> Placement:

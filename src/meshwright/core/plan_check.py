@@ -19,8 +19,8 @@ from meshwright.core.bounds import MOST_ACTIONS
 from meshwright.core.divisors import divisors
 from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
+from meshwright.core.pipeline.kinds import check_virtual
 from meshwright.core.pipeline.placement import coordinate_of
-from meshwright.core.pipeline.schedule_kinds import check_virtual
 
 if TYPE_CHECKING:
     from meshwright.core.plan import Mesh, Plan, TensorSharding

@@ -13,6 +13,8 @@ from meshwright.core.units import format_bytes, format_seconds
 
 
 class RunnerUp(Value, kw_only=True):
+    """A plan that was considered and lost, with the reason."""
+
     plan: Plan
     step_seconds: NotNegative
     peak_bytes: CountOrZero
@@ -21,6 +23,12 @@ class RunnerUp(Value, kw_only=True):
 
 
 class SearchResult(Value, kw_only=True):
+    """The answer of a search: the plan, its estimate, why every other candidate lost, and what was proven about it.
+
+    `print(result)` shows the choice in words. `claim` says whether no plan is faster, how large the gap may be, and which plans
+    were left out.
+    """
+
     largest_file_bytes = LARGEST_RECORD_BYTES
 
     format: Literal[1] = 1

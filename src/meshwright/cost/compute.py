@@ -15,7 +15,7 @@ from math import prod
 
 from meshwright.core.cluster import FLOP_KINDS, Cluster, Device
 from meshwright.core.graph import Graph, Kind, Op, Pass, Precision
-from meshwright.core.plan import SPLIT_SCHEDULES, Plan
+from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.block_ops import last_needed
 from meshwright.cost.division import Division
@@ -116,7 +116,7 @@ def forward_launch_seconds(plan: Plan, device: Device) -> float:
     """Of one op: its launch, and what the plan makes Python do beside it."""
     ways = (
         (plan.mesh.tp > 1 or plan.mesh.cp > 1, device.split_launch_seconds),
-        (plan.mesh.pp > 1 and plan.schedule in SPLIT_SCHEDULES, device.halves_launch_seconds),
+        (plan.splits_backward, device.halves_launch_seconds),
     )
     added = sum(seconds - device.launch_seconds for applies, seconds in ways if applies and seconds is not None)
     return device.launch_seconds + added

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Phase
-from meshwright.core.plan import SPLIT_SCHEDULES, Plan
+from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.compute import ComputeCost, KernelCosts
 from meshwright.cost.division import Division, divide
@@ -49,7 +49,7 @@ def microbatch_key(plan: Plan) -> tuple[object, ...]:
 def work_key(plan: Plan) -> tuple[object, ...]:
     """The same but for what is exchanged inside of blocks: over how many ranks experts lie changes nothing else."""
     mesh = plan.mesh
-    in_halves = mesh.pp > 1 and plan.schedule in SPLIT_SCHEDULES  # what it makes Python do beside every op
+    in_halves = plan.splits_backward  # what it makes Python do beside every op
     return (
         mesh.tp,
         mesh.cp,

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.core.codec import Value
+from meshwright.core.pipeline.kinds import ScheduleKind, kind_of
 from meshwright.core.pipeline.schedule import Action, Order
-from meshwright.core.plan import ScheduleKind
 from meshwright.cost.timing import StageSeconds, Transfers, time_order
 from meshwright.rules.schedules import make_order
 
@@ -75,11 +75,10 @@ SAME = 1e-9
 
 
 def enough_microbatches(kind: ScheduleKind, num_coordinates: int, num_microbatches: int) -> int:
-    """How many fill the pipeline: with more, as many are in flight. GPipe keeps all; interleaved rounds must be alike."""
+    """How many fill the pipeline: with more, as many are in flight. Not where a schedule keeps all, or its rounds are not alike."""
     enough = FULL_ROUNDS * num_coordinates
-    regular = kind in ("1f1b", "zb", "zbv", "dualpipev") or (
-        kind == "interleaved" and num_microbatches % num_coordinates == 0
-    )
+    facts = kind_of(kind)
+    regular = not facts.keeps_all and facts.round_size(num_coordinates, num_microbatches) > 0
     return enough if regular and enough < num_microbatches else num_microbatches
 
 
@@ -98,14 +97,15 @@ def play_schedule(
     alike, the rest of the step does too; else it is played as a whole. How the waiting of other coordinates divides into
     exposed and idle is that of the short play.
     """
-    step = num_coordinates if kind == "interleaved" else 1
+    facts = kind_of(kind)
+    step = facts.round_size(num_coordinates, num_microbatches) or 1
     first = 2 * num_coordinates * virtual
     first += (num_microbatches - first) % step
 
     def played(count: int) -> Play:
         return play(make_order(kind, num_coordinates, count, virtual), stages, transfers)
 
-    regular = kind in ("gpipe", "1f1b") or (kind == "interleaved" and num_microbatches % num_coordinates == 0)
+    regular = not facts.splits_backward and facts.round_size(num_coordinates, num_microbatches) > 0
     if not regular or num_microbatches <= 4 * first:  # where backward runs in halves, waiting moves about for long
         return played(num_microbatches)
     one, two, three = (played(first + number * step) for number in range(3))

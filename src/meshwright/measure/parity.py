@@ -64,6 +64,8 @@ Tamper = Callable[[Program], None]
 
 
 class ParityResult(Value, kw_only=True):
+    """Whether a plan does what one process does: the largest differences, their bound, and the first that is above it."""
+
     ok: bool
     max_loss_difference: float
     max_gradient_difference: float

@@ -57,6 +57,8 @@ class Event(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
+    """A Chrome trace, as far as it is read."""
+
     events: list[Event] = msgspec.field(name="traceEvents")
 
 

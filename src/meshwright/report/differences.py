@@ -10,10 +10,11 @@ from rich.text import Text
 
 from meshwright.core.codec import Value
 from meshwright.core.estimate import Estimate
+from meshwright.core.pipeline.kinds import kind_of
 from meshwright.core.plan import Plan, TensorSharding
 from meshwright.core.result import offload_in_short
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.report.plan_words import CONTEXT_WORDS, SCHEDULE_WORDS, offload_words, recompute_words, stage_counts
+from meshwright.report.plan_words import CONTEXT_WORDS, offload_words, recompute_words, stage_counts
 from meshwright.report.words import MEMORY_WORDS, TIME_WORDS
 
 LEAST_SHOWN = 0.001
@@ -21,6 +22,8 @@ LEAST_SHOWN = 0.001
 
 
 class Difference(Value, kw_only=True):
+    """One part in which two plans differ, in words."""
+
     part: str
     first: str
     second: str
@@ -155,7 +158,7 @@ _PARTS: dict[str, Callable[[Plan], str]] = {
     "sharding group": lambda plan: str(plan.hybrid) if plan.hybrid else "all ranks with the same parameters",
     "recompute": _recompute,
     "offload": _offload,
-    "schedule": lambda plan: SCHEDULE_WORDS[plan.schedule],
+    "schedule": lambda plan: kind_of(plan.schedule).title,
     "microbatch": lambda plan: str(plan.microbatch),
     "microbatches": lambda plan: str(plan.num_microbatches),
     "global batch": lambda plan: f"{plan.global_batch:,}",

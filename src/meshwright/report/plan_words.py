@@ -17,18 +17,11 @@ from collections.abc import Iterator
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph
 from meshwright.core.names import compact_names, expand_names, is_list_item
+from meshwright.core.pipeline.kinds import kind_of
 from meshwright.core.plan import Plan
 from meshwright.cost.links import Group, axis_group
 from meshwright.rules.limits import not_yet
 
-SCHEDULE_WORDS = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "interleaved 1F1B",
-    "zb": "zero bubble (ZB-H1)",
-    "zbv": "zero bubble in a V (ZB-V)",
-    "dualpipev": "DualPipeV",
-}
 SHARDED = {
     1: "optimizer state sharded",
     2: "optimizer state and gradients sharded",
@@ -60,7 +53,7 @@ def _sentences(plan: Plan, cluster: Cluster, graph: Graph | None) -> Iterator[st
         yield f"experts {mesh.ep}-way parallel {_where(plan, cluster, 'ep')}"
     if mesh.pp > 1:
         on_each = f", {plan.virtual} on each of {mesh.pp} ranks" if plan.virtual > 1 else ""
-        yield f"{stage_words(plan, graph)}{on_each}, {_where(plan, cluster, 'pp')}; schedule {SCHEDULE_WORDS[plan.schedule]}"
+        yield f"{stage_words(plan, graph)}{on_each}, {_where(plan, cluster, 'pp')}; schedule {kind_of(plan.schedule).title}"
     yield batch_words(plan)
     yield recompute_words(plan, graph)
     if plan.offload.what != "none":

@@ -27,6 +27,8 @@ PLOT_WIDTH = 40
 
 
 class SweepPoint(Value, kw_only=True):
+    """The best plan at one cluster size and batch size, or why there is none."""
+
     num_hosts: int
     num_devices: int
     """Rented: all that the cluster has."""
@@ -49,6 +51,8 @@ class SweepPoint(Value, kw_only=True):
 
 
 class Sweep(Value, kw_only=True):
+    """The best plans at several cluster sizes or batch sizes, with what they cost."""
+
     model: str
     cluster: str
     points: tuple[SweepPoint, ...]

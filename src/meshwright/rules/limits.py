@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.core.errors import PlanError
 from meshwright.core.names import is_list_item
-from meshwright.core.pipeline.schedule_kinds import SPLIT_SCHEDULES
+from meshwright.core.pipeline.kinds import KINDS
 from meshwright.core.plan import Plan
 
 
@@ -18,7 +18,8 @@ def check_runs(plan: Plan) -> None:
 
 def not_yet(plan: Plan) -> dict[str, str]:
     """The parts of a plan that are not built yet, in words, each with what to do instead."""
-    schedule, splits = plan.schedule, plan.schedule in SPLIT_SCHEDULES
+    schedule, splits = plan.schedule, plan.splits_backward
+    whole = ", ".join(name for name, kind in KINDS.items() if not kind.splits_backward)
     parts = [
         (
             "selective recompute of compiled blocks",
@@ -53,13 +54,13 @@ def not_yet(plan: Plan) -> dict[str, str]:
         ),
         (
             f"ZeRO 3 with schedule {schedule}, which makes gradients of weights after their parameters are given up",
-            "use ZeRO 2, or schedule gpipe, 1f1b or interleaved",
-            plan.zero == 3 and splits and plan.mesh.pp > 1,
+            f"use ZeRO 2, or one of the schedules {whole}",
+            plan.zero == 3 and splits,
         ),
         (
             f"compile with schedule {schedule}, which cuts backward in two",
-            "leave compile out, or use schedule gpipe, 1f1b or interleaved",
-            plan.compile and splits and plan.mesh.pp > 1,
+            f"leave compile out, or use one of the schedules {whole}",
+            plan.compile and splits,
         ),
     ]
     return {words: instead for words, instead, asked in parts if asked}

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Block, Graph
 from meshwright.core.names import compact_names
+from meshwright.core.pipeline.kinds import ScheduleKind, kind_of, placement_of
 from meshwright.core.pipeline.placement import coordinate_of
-from meshwright.core.pipeline.schedule_kinds import MULTI_STAGE_SCHEDULES, ScheduleKind, placement_of
 from meshwright.core.plan import Plan, Stage
 
 
@@ -58,7 +58,7 @@ def check_blocks(graph: Graph, plan: Plan) -> None:
 
 def plain_virtual(schedule: ScheduleKind) -> int:
     """Stages on each coordinate where nobody says: the fewest the schedule runs."""
-    return 2 if schedule in MULTI_STAGE_SCHEDULES else 1
+    return kind_of(schedule).turns[0]
 
 
 def even_counts(num_repeated: int, num_stages: int) -> list[int]:

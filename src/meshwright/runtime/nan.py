@@ -28,6 +28,8 @@ from meshwright.runtime.messages.exchange import all_ranks
 
 
 class Finding(Value, kw_only=True):
+    """The first place where a value was not finite, as one rank saw it."""
+
     rank: int
     step: int
     seconds: float

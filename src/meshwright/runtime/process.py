@@ -18,6 +18,8 @@ NUMBERS = Path("/proc/self/ns/pid")
 
 
 class Process(Value, kw_only=True):
+    """A process that cannot be taken for another: by host, boot, namespace, number and start."""
+
     host: str
     boot: str = ""
     """Identity of this run of the machine's kernel; empty where the system does not say."""

@@ -24,7 +24,8 @@ from itertools import islice
 from math import prod
 
 from meshwright.core.divisors import divisors
-from meshwright.core.plan import MULTI_STAGE_SCHEDULES, ContextWay, Mesh, ScheduleKind, ZeroStage
+from meshwright.core.pipeline.kinds import SEARCHED, kind_of
+from meshwright.core.plan import ContextWay, Mesh, ScheduleKind, ZeroStage
 from meshwright.core.request import PlanRequest
 from meshwright.searching.problem import OffloadKind, Problem
 from meshwright.searching.units import FEW_UNITS
@@ -35,7 +36,6 @@ SMALL_DP = 8
 """Up to so many data-parallel ranks, ZeRO may shard over groups of any size that divides them."""
 MOST_VIRTUAL = 8
 """Stages on one coordinate: beyond, sends eat what the smaller bubble saves."""
-SCHEDULES: tuple[ScheduleKind, ...] = ("1f1b", "gpipe", "zb", "zbv", "interleaved")
 
 
 @dataclass(frozen=True, order=True)
@@ -187,10 +187,11 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
     most = min(MOST_VIRTUAL, num_blocks // shape.pp)
     deep = is_deep(problem)
     for schedule in schedules(problem, shape.pp):
-        if schedule == "dualpipev" and shape.num_microbatches < 2 * shape.pp:
-            continue  # it fills both ways through the V
-        several = schedule in MULTI_STAGE_SCHEDULES
-        numbers = [2] if schedule in ("zbv", "dualpipev") else list(range(2, most + 1)) if several else [1]
+        kind = kind_of(schedule)
+        if shape.num_microbatches < kind.least_microbatches(shape.pp):
+            continue
+        fewest, largest = kind.turns
+        numbers = [fewest, *range(fewest + 1, min(largest, most) + 1)]
         if deep and len(numbers) > 1:  # stages of unlike size only where every one counts
             numbers = [number for number in numbers if number == 2 or num_blocks % (number * shape.pp) == 0]
         for virtual in _open(request.virtual, numbers):
@@ -201,7 +202,7 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
 def schedules(problem: Problem, pp: int) -> list[ScheduleKind]:
     if pp == 1:
         return [problem.request.schedule or "1f1b"]
-    every = [kind for kind in SCHEDULES if not (is_deep(problem) and kind == "gpipe")]
+    every = [kind for kind in SEARCHED if not (is_deep(problem) and kind_of(kind).keeps_all)]
     return _open(problem.request.schedule, every)
 
 

@@ -52,12 +52,16 @@ class Box(Value, kw_only=True):
 
 
 class SavedTensor(Value, kw_only=True):
+    """A tensor of a checkpoint, and which parts of it lie in which file."""
+
     dtype: str
     shape: Lengths
     boxes: tuple[Box, ...]
 
 
 class Contents(Value, kw_only=True):
+    """What lies where in a checkpoint: `contents.json`."""
+
     format: Literal[2] = 2
     tensors: dict[str, SavedTensor]
     values: dict[str, Any]

@@ -39,6 +39,8 @@ JOB = "SLURM_JOB_ID"
 
 
 class Holder(Value, kw_only=True):
+    """Who holds a run folder: `run.lock`."""
+
     format: Literal[1] = 1
     process: Process
     token: str

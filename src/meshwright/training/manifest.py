@@ -29,6 +29,8 @@ PlainName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-][A-Za-z0-9_.-]*\Z", max
 
 
 class Manifest(Value, kw_only=True):
+    """Size and checksum of every file of a checkpoint: `manifest.json`, written last."""
+
     format: Literal[2] = 2
     files: dict[PlainName, FileFacts]
 

@@ -17,6 +17,8 @@ FORMAT = 2
 
 
 class Progress(Value, kw_only=True):
+    """Where a run stands: `progress.json` of a checkpoint."""
+
     format: Literal[2] = 2
     step: CountOrZero
     """That comes next."""

@@ -20,6 +20,8 @@ FILE = "run.json"
 
 
 class RunId(Value, kw_only=True):
+    """Which run a folder belongs to: `run.json`."""
+
     format: Literal[1] = 1
     id: str
 

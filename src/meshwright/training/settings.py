@@ -22,6 +22,8 @@ from meshwright.core.request import PlanRequest
 
 
 class DataSettings(Value, kw_only=True):
+    """What a run is trained on: `[data]`."""
+
     source: str = "auto"
     """`stdlib` (Python's own source files, as bytes), `text:PATH`, `images` (synthetic), `images:PATH` (one folder of pictures a
     class), or `path/to/file.py:function`. `auto`: stdlib for models that take text, images for models that take images."""
@@ -32,6 +34,8 @@ class DataSettings(Value, kw_only=True):
 
 
 class OptimizerSettings(Value, kw_only=True):
+    """How parameters are updated: `[optimizer]`."""
+
     kind: str = "AdamW"
     """Any class of torch.optim but LBFGS and SparseAdam."""
     weight_decay: Number = 0.1
@@ -44,6 +48,8 @@ class OptimizerSettings(Value, kw_only=True):
 
 
 class LearningRateSettings(Value, kw_only=True):
+    """The learning rate over the steps of a run: `[learning_rate]`."""
+
     peak: Positive = 3e-4
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: CountOrZero = 20
@@ -52,6 +58,8 @@ class LearningRateSettings(Value, kw_only=True):
 
 
 class CheckpointSettings(Value, kw_only=True):
+    """When and where a run is saved: `[checkpoint]`."""
+
     every: CountOrZero = 0
     """Steps between checkpoints; 0 for one at the end only."""
     keep: Count = 2
@@ -92,6 +100,8 @@ class CompareSettings(Value, kw_only=True):
 
 
 class Settings(Value, kw_only=True):
+    """A run: its model, its plan or how one is found, its data, optimizer and checkpoints. A `.toml` file, see examples/."""
+
     format: Literal[1] = 1
     name: str = "run"
     model: str

@@ -18,8 +18,8 @@ import msgspec
 from meshwright.core.bounds import Degree, Samples
 from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import ScheduleError
+from meshwright.core.pipeline.kinds import ScheduleKind
 from meshwright.core.pipeline.placement import Placement, coordinate_of
-from meshwright.core.pipeline.schedule_kinds import ScheduleKind
 
 ActionKind = Literal[
     "forward", "backward", "backward_inputs", "backward_weights",
@@ -44,6 +44,8 @@ Order: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
 class Schedule(Value, kw_only=True):
+    """The order of all stage work in a step: one list of actions for each pp coordinate."""
+
     format: Literal[1] = 1
     kind: ScheduleKind
     num_microbatches: Samples

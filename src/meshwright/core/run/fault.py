@@ -14,6 +14,8 @@ PASSING: tuple[FaultKind, ...] = ("killed", "hung", "lost", "raised", "corrupt")
 
 
 class Fault(Value, kw_only=True):
+    """What went wrong with which rank, when, and in which words."""
+
     kind: FaultKind
     ranks: tuple[int, ...]
     num_ranks: int

@@ -23,6 +23,8 @@ class Planned(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Forecast(Value, kw_only=True):
+    """One predicted step, moment by moment: the work of every coordinate and its memory over time."""
+
     largest_file_bytes = LARGEST_RECORD_BYTES
 
     format: Literal[1] = 1

@@ -9,6 +9,8 @@ from meshwright.core.codec import Value
 
 
 class RankState(Value, kw_only=True):
+    """What one rank of a running job says about itself."""
+
     format: Literal[1] = 1
     rank: CountOrZero
     step: CountOrZero

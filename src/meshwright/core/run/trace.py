@@ -75,6 +75,8 @@ class MemoryPoint(Value, kw_only=True):
 
 
 class Trace(Value, kw_only=True):
+    """What a run did, as one rank saw it: an Estimate's fields, observed."""
+
     largest_file_bytes = LARGEST_RECORD_BYTES
 
     format: Literal[1] = 1

@@ -20,6 +20,8 @@ class MessageError(RunError):
 
 
 class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor inside a message."""
+
     dtype: str
     shape: tuple[int, ...]
     data: bytes

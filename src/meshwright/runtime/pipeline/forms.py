@@ -37,6 +37,8 @@ class SentShare(Value, kw_only=True):
 
 
 class SentForm(Value, kw_only=True):
+    """Shape, dtype and layout of a tensor that is sent between stages."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: tuple[SentShare, ...] | None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from functools import lru_cache
 
+from meshwright.core.pipeline.kinds import ScheduleKind, kind_of
 from meshwright.core.pipeline.placement import Placement
-from meshwright.core.plan import ScheduleKind
 from meshwright.searching.unit_table import Row
 
 ROUNDING = 1e-6
@@ -14,11 +14,9 @@ ROUNDING = 1e-6
 
 @lru_cache(maxsize=65536)
 def waiting(schedule: ScheduleKind, p: int, m: int, share: float) -> tuple[float, float]:
-    """The least weight c_i of a stage, and the sum of their inverses where all are above 0."""
-    if schedule == "1f1b":
-        weights = [m - 1 - min(m - 1, p - 1 - i) * share for i in range(p)]
-    else:
-        weights = [m - (p - i) * share for i in range(p)]
+    """The least weight c_i of a stage, and the sum of their inverses where all are above 0. share: of seconds, in forward."""
+    weigh = kind_of(schedule).stage_weight
+    weights = [weigh(stage, p, m, share, 1.0 - share) for stage in range(p)]
     return min(weights), sum(1 / weight for weight in weights) if min(weights) > 0 else 0.0
 
 

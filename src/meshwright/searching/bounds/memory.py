@@ -27,12 +27,12 @@ from math import inf
 import numpy as np
 
 from meshwright.core.cluster import Device
+from meshwright.core.pipeline.kinds import ScheduleKind, in_flight, kind_of, placement_of
 from meshwright.core.pipeline.placement import coordinate_of
-from meshwright.core.plan import ScheduleKind, ZeroStage, placement_of
+from meshwright.core.plan import ZeroStage
 from meshwright.core.recipe import Recipe
 from meshwright.cost.beside import usable_bytes
 from meshwright.cost.state import Items
-from meshwright.searching.bounds.in_flight import in_flight
 from meshwright.searching.space import Point, Shape
 from meshwright.searching.unit_table import Beside, UnitTable
 from meshwright.searching.units import Cut
@@ -118,8 +118,8 @@ def has_gradients(shape: Shape, zero: ZeroStage, schedule: ScheduleKind) -> bool
     stages give up.
 
     A pipeline that is no more than filled is fullest before the first backward, as GPipe always is."""
-    filling = 2 * shape.pp - 1 if schedule == "interleaved" else shape.pp
-    has_earlier = schedule != "gpipe" and shape.num_microbatches > filling
+    kind = kind_of(schedule)
+    has_earlier = not kind.keeps_all and shape.num_microbatches > kind.filling(shape.pp)
     return has_earlier or (zero == 0 and shape.dp * shape.cp > 1 and shape.pp == 1)
 
 

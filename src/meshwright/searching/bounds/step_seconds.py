@@ -3,15 +3,8 @@
 T = T_f + T_b: a microbatch through the whole model, nothing recomputed; p coordinates, m microbatches, stage i takes
 t_i = f_i + b_i, Σ t_i ≥ T, f_i ≤ r t_i. Any schedule: m t_i on its busiest coordinate, so m T / p, and m times what the busiest
 has at least, since units are not cut                                                             -> busiest_seconds
-More of it:
-
-    gpipe         all forwards, then all backwards        T + (m-1) T / p
-    1f1b          stage i has begun w_i = min(p-1-i, m) forwards when its first backward can start, and then does the rest:
-                  T + (m-1) b_i + max(0, m-w_i-1) f_i     the least largest of it over all cuts: T + T / Σ 1/c_i,
-                                                          c_i = (m-1) - min(m-1, w_i) r               -> shared_out
-    zb            T_f + m t_i - (p-i) f_i                 the same with c_i = m - (p-i) r
-    interleaved   coordinate i waits for i chunks forward, and i chunks backward follow its last: m T/p + (p-1)/2 · least chunk
-    zbv           the forwards alone
+More of it, by the kind of schedule: core/pipeline/kinds.py. For one stage a coordinate, with c_i the weight of a stage that takes a
+second: the least largest weight over all cuts is T / Σ 1/c_i                                     -> shared_out
 
     dp            gathers and reductions: what is longer than the compute that could hide it, and the slowdown of what hides
     update        of the elements a rank holds on average
@@ -26,8 +19,9 @@ from math import inf
 
 import numpy as np
 
+from meshwright.core.pipeline.kinds import ScheduleKind, kind_of, placement_of
 from meshwright.core.pipeline.placement import Placement, coordinate_of
-from meshwright.core.plan import SPLIT_SCHEDULES, Mesh, ScheduleKind, placement_of
+from meshwright.core.plan import Mesh
 from meshwright.cost.compute import update_seconds
 from meshwright.cost.links import Group, axis_group, collective_seconds, send_seconds
 from meshwright.searching.bounds.load_balance import least_busiest, shared_out, waiting
@@ -129,15 +123,11 @@ class Bounds:
         homes = [coordinate_of(number, p, placement_of(point.schedule)) for number in range(len(stages))]
         busy = [sum(f + b for (f, b), home in zip(stages, homes, strict=True) if home == c) for c in range(p)]
         waits = [sum(f for f, _ in stages[:i]) for i in range(p)]
-        if point.schedule not in SPLIT_SCHEDULES:
+        kind = kind_of(point.schedule)
+        if not kind.splits_backward:
             waits = [wait + sum(b for _, b in stages[:i]) for i, wait in enumerate(waits)]
         seconds = max(wait + m * work for wait, work in zip(waits, busy, strict=True))
-        total = sum(busy)
-        if point.schedule == "gpipe":
-            seconds = total + (m - 1) * (max(f for f, _ in stages) + max(b for _, b in stages))
-        if point.schedule == "1f1b":
-            rests = [(m - 1) * b + max(0, m - p + i) * f for i, (f, b) in enumerate(stages)]
-            seconds = max(seconds, total + max(rests))
+        seconds = max(seconds, kind.cut_seconds(stages, m))
         every = self.of_every_cut(point, room, largest)
         return max(least, every, SLACK * (seconds + self.after(point)))
 
@@ -146,8 +136,7 @@ class Bounds:
         least = self.of_point(point, room)
         if not largest or point.shape.num_microbatches == 1:
             return least
-        through = self.forward_seconds + (0.0 if point.schedule == "zb" else self.backward_seconds)
-        return max(least, SLACK * (through + largest + self.after(point)))
+        return max(least, SLACK * (self._through(point.schedule) + largest + self.after(point)))
 
     # ------------------------------------------------------------ the schedule
 
@@ -160,15 +149,7 @@ class Bounds:
         )
         forward, weights = self.forward_seconds / p, float(self.table.weights[-1]) / p
         inputs = max(0.0, self.backward_seconds / p + needs.each - weights)
-        match point.schedule:
-            case "zb":
-                idle = max(forward + inputs - weights, forward, inputs)
-            case "zbv" | "dualpipev":
-                idle = max(forward, inputs, weights) / 2
-            case "interleaved":
-                idle = (forward + inputs + weights) / point.virtual
-            case _:
-                idle = forward + inputs + weights
+        idle = kind_of(point.schedule).idle(forward, inputs, weights, point.virtual)
         idle += self._first_gather(point)  # of one stage after the other, as the first microbatch reaches them
         return shape.num_microbatches * (each + needs.each) + (p - 1) * idle + needs.once
 
@@ -185,13 +166,14 @@ class Bounds:
         forward, total = self.forward_seconds, self.forward_seconds + self.backward_seconds + p * each
         if p == 1:
             return m * total
-        first = total - (float(self.table.weights[-1]) if schedule in SPLIT_SCHEDULES else 0.0)
+        kind = kind_of(schedule)
+        first = total - (float(self.table.weights[-1]) if kind.splits_backward else 0.0)
         hop = self._hop(shape, 1)
-        hops = (p - 1) * hop * (1 if schedule in SPLIT_SCHEDULES else 2)
-        inside = 1 if placement_of(schedule) == "v" else 0  # the stages where a V turns share a coordinate
+        hops = (p - 1) * hop * (1 if kind.splits_backward else 2)
+        inside = 1 if kind.placement == "v" else 0  # the stages where a V turns share a coordinate
         longest = self._hop(shape, p * virtual - 1 - inside)
-        played = self._with_bubble(shape, schedule, virtual, forward, total)
-        busiest = m * self.busiest_seconds(p, placement_of(schedule))  # another may recompute all there is to
+        played = self._with_bubble(shape, schedule, forward, total)
+        busiest = m * self.busiest_seconds(p, kind.placement)  # another may recompute all there is to
         return max(first + hops, m * total / p, busiest, m * max(virtual * hop, longest), played)
 
     def busiest_seconds(self, p: int, placement: Placement) -> float:
@@ -230,16 +212,19 @@ class Bounds:
     def _hops(self) -> dict[tuple[float, Mesh], float]:
         return {}
 
-    def _with_bubble(self, shape: Shape, schedule: ScheduleKind, virtual: int, forward: float, total: float) -> float:
-        p, m, share = shape.pp, shape.num_microbatches, self.forward_share
-        if schedule == "gpipe":
-            return total + (m - 1) * total / p
-        if schedule == "1f1b":
-            return total + shared_out(total, *waiting("1f1b", p, m, share))
-        if schedule == "zb":
-            return forward + shared_out(total, *waiting("zb", p, m, share))
-        chunk = min(self.unit_seconds) if schedule == "interleaved" else self._least_forward
-        return m * total / p + (p - 1) / 2 * chunk
+    def _through(self, schedule: ScheduleKind) -> float:
+        """Of the first microbatch, before the heaviest stage does the others; gradients of weights may come later."""
+        return self.forward_seconds + (0.0 if kind_of(schedule).splits_backward else self.backward_seconds)
+
+    def _with_bubble(self, shape: Shape, schedule: ScheduleKind, forward: float, total: float) -> float:
+        p, m, kind = shape.pp, shape.num_microbatches, kind_of(schedule)
+        if kind.has_turns:
+            chunk = self._least_forward if kind.splits_backward else min(self.unit_seconds)
+            return m * total / p + (p - 1) / 2 * chunk
+        through = forward if kind.splits_backward else total
+        if m == 1 and not kind.splits_backward:
+            return through  # what a stage weighs then follows from the cut alone
+        return through + shared_out(total, *waiting(schedule, p, m, self.forward_share))
 
     @cached_property
     def _least_forward(self) -> float:

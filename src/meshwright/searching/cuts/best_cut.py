@@ -19,7 +19,7 @@ from math import comb, inf
 
 import numpy as np
 
-from meshwright.searching.bounds.in_flight import in_flight
+from meshwright.core.pipeline.kinds import in_flight, kind_of
 from meshwright.searching.bounds.memory import Room, cut_fits, recompute_seconds
 from meshwright.searching.cuts.played_cuts import levelled_cut, played_cut
 from meshwright.searching.space import Point
@@ -102,15 +102,11 @@ class _Loads:
     def _weight(self, stage: int, forward: Row, backward: Row) -> Row:
         shape = self.point.shape
         m, p = shape.num_microbatches, shape.pp
-        match self.point.schedule:
-            case "1f1b":
-                weight = (m - 1) * np.where(np.isinf(backward), 0.0, backward) + max(0, m - p + stage) * forward
-                # even with one microbatch, whose backward weighs nothing
-                return np.where(np.isinf(backward), inf, weight)
-            case "zb":
-                return m * (forward + backward) - (p - stage) * forward
-            case _:
-                return (m - 1 or 1) * (forward + backward)
+        weight = kind_of(self.point.schedule).stage_weight
+        # infinite even with one microbatch, whose backward may weigh nothing
+        return np.where(
+            np.isinf(backward), inf, weight(stage, p, m, forward, np.where(np.isinf(backward), 0.0, backward))
+        )
 
     def least_of_length(self, length: int, num_units: int, num_stages: int) -> float:
         """No stage of so many units or more weighs less, whatever it recomputes."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
+from meshwright.core.pipeline.kinds import placement_of
 from meshwright.core.pipeline.placement import coordinate_of
-from meshwright.core.plan import placement_of
 from meshwright.cost.play import play_schedule
 from meshwright.cost.timing import StageSeconds
 from meshwright.searching.space import Point

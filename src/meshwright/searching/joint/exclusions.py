@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from math import prod
 
 from meshwright.core.divisors import divisors
+from meshwright.core.pipeline.kinds import KINDS
 from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import MOST_VIRTUAL, SMALL_DP, is_deep, worlds
@@ -47,10 +48,10 @@ def _may_have_stages(problem: Problem) -> bool:
 def _schedules(problem: Problem) -> Iterator[str]:
     request = problem.request
     if request.schedule is None:
-        if request.virtual in (None, 2):
-            yield "schedule dualpipev"
-        if is_deep(problem) and request.virtual in (None, 1):
-            yield "schedule gpipe"
+        for name, kind in KINDS.items():
+            is_left_out = not kind.is_searched or (is_deep(problem) and kind.keeps_all)
+            if is_left_out and (request.virtual is None or kind.runs(request.virtual)):
+                yield f"schedule {name}"
     most = len(problem.graph.repeated_blocks) // (request.pp or 2)
     if request.schedule in (None, "interleaved") and request.virtual is None:
         if most > MOST_VIRTUAL:

@@ -16,12 +16,12 @@ import msgspec
 
 from meshwright.core.estimate import Estimate
 from meshwright.core.names import compact_names
+from meshwright.core.pipeline.kinds import in_flight, placement_of
 from meshwright.core.pipeline.placement import coordinate_of
-from meshwright.core.plan import Plan, Recompute, placement_of
+from meshwright.core.plan import Plan, Recompute
 from meshwright.cost.estimate import Estimator
 from meshwright.cost.microbatch import Microbatch
 from meshwright.rules.plain_plan import recompute_rules
-from meshwright.searching.bounds.in_flight import in_flight
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point
 from meshwright.searching.unit_table import UnitTable

@@ -38,7 +38,8 @@ from meshwright.core.divisors import divisors
 from meshwright.core.errors import PlanError, ScheduleError
 from meshwright.core.estimate import Estimate
 from meshwright.core.names import compact_names
-from meshwright.core.plan import Mesh, Offload, Plan, Recompute, ScheduleKind, ZeroStage
+from meshwright.core.pipeline.kinds import SEARCHED, ScheduleKind, kind_of
+from meshwright.core.plan import Mesh, Offload, Plan, Recompute, ZeroStage
 from meshwright.core.request import PlanRequest
 from meshwright.cost.degrees import check_degrees, check_divides
 from meshwright.cost.redone import core_ops
@@ -168,12 +169,15 @@ def _shardings(request: PlanRequest, mesh: Mesh) -> list[tuple[ZeroStage, int | 
 
 def _schedules(request: PlanRequest, mesh: Mesh, num_repeated: int) -> list[tuple[ScheduleKind, int]]:
     """Each with its number of stages a coordinate."""
-    kinds: tuple[ScheduleKind, ...] = ("1f1b", "gpipe", "zb", "zbv", "interleaved") if mesh.pp > 1 else ("1f1b",)
+    kinds: tuple[ScheduleKind, ...] = SEARCHED if mesh.pp > 1 else ("1f1b",)
     if request.schedule is not None:
         kinds = (request.schedule,)
-    turns: dict[str, list[int]] = {"zbv": [2], "dualpipev": [2]}
-    turns["interleaved"] = list(range(2, num_repeated // mesh.pp + 1))
-    return [(kind, v) for kind in kinds for v in turns.get(kind, [1]) if request.virtual in (None, v)]
+    found: list[tuple[ScheduleKind, int]] = []
+    for kind in kinds:
+        fewest, most = kind_of(kind).turns
+        turns = range(fewest, (most if most == fewest else num_repeated // mesh.pp) + 1)
+        found += [(kind, v) for v in turns if request.virtual in (None, v)]
+    return found
 
 
 def _compiles(problem: Problem) -> list[bool]:

@@ -22,7 +22,8 @@ from math import gcd
 
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
-from meshwright.core.plan import MULTI_STAGE_SCHEDULES, Mesh, Plan, Recompute, ZeroStage
+from meshwright.core.pipeline.kinds import kind_of
+from meshwright.core.plan import Mesh, Plan, Recompute, ZeroStage
 from meshwright.rules.plain_plan import recompute_rules
 from meshwright.searching.methods.builder import Builder, Point
 from meshwright.searching.methods.exhaustive import has_attention, meshes, no_plan
@@ -151,7 +152,7 @@ def frames(problem: Problem, builder: Builder) -> list[Frame]:
 
 def _check_one_stage(problem: Problem) -> None:
     request = problem.request
-    if request.schedule in MULTI_STAGE_SCHEDULES or (request.virtual or 1) > 1:
+    if (request.schedule and kind_of(request.schedule).has_turns) or (request.virtual or 1) > 1:
         raise PlanError(
             "this search lays one stage on each pp coordinate: leave --schedule and --virtual out, give gpipe, 1f1b or zb, "
             "or use another --search"

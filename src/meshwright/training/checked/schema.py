@@ -30,12 +30,16 @@ SHOWN = 5
 
 
 class Form(Value, kw_only=True):
+    """What a saved tensor must look like."""
+
     shape: tuple[int, ...]
     dtype: str
     """As safetensors spells it."""
 
 
 class Schema(Value, kw_only=True):
+    """What a checkpoint must hold for a program to take it over."""
+
     plan: str
     """Hash of the plan that runs now."""
     num_ranks: int
