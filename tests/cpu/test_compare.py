@@ -128,14 +128,14 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_earlier_comparison_is_moved_aside_where_nobody_chose_the_folder(tmp_path: Path) -> None:
-    from meshwright.cli.compare import _make_room
     from meshwright.core.errors import InputError
+    from meshwright.jobs.comparison import make_room
     from meshwright.jobs.output import make_console
 
     folder = tmp_path / "study-compare"
     (folder / "one-on-1").mkdir(parents=True)
     with pytest.raises(InputError, match="holds an earlier comparison"):
-        _make_room(folder, is_chosen=True, console=make_console(as_json=True))
-    _make_room(folder, is_chosen=False, console=make_console(as_json=True))
+        make_room(folder, is_chosen=True, console=make_console(as_json=True))
+    make_room(folder, is_chosen=False, console=make_console(as_json=True))
     assert not folder.exists()
     assert (tmp_path / "study-compare.1" / "one-on-1").is_dir()

@@ -18,8 +18,8 @@ from command import Cli, Started, wait_for
 from injection import children
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from meshwright.cli.serving import served_page
 from meshwright.core.errors import InputError
+from meshwright.jobs.live_page import served_page
 from meshwright.runtime import rendezvous
 from meshwright.runtime.rendezvous import address_of, address_towards, check_reachable, listening_store, parse_endpoint
 from meshwright.training.folder import RunFolder

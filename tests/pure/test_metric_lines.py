@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.metric_lines import MetricLines
 from meshwright.core.bounds import LONGEST_LINE_BYTES
 from meshwright.core.errors import InputError
+from meshwright.jobs.metric_lines import MetricLines
 
 
 def write(path: Path, *steps: int, loss: float = 1.0, mode: str = "a") -> None:

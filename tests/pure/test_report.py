@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from runs import run_of, trace_of
 
-from meshwright.cli.runs import check_comparable, read_run, read_runs, telling_names, write_page
 from meshwright.core.errors import InputError
 from meshwright.core.run.trace import Interval
+from meshwright.jobs.runs import check_comparable, read_run, read_runs, telling_names, write_page
 from meshwright.report.chrome import chrome_trace
 from meshwright.report.comparison import Line
 from meshwright.report.fullest import fullest_words

@@ -9,11 +9,8 @@ import typer
 from meshwright.cli.options import JsonFlag
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
-    from meshwright.planner.short_plans import Contender
     from meshwright.report.run import Run
     from meshwright.training.settings import CompareSettings, Settings
 
@@ -48,21 +45,22 @@ def compare(
     from pathlib import Path
 
     from meshwright.core.errors import RunError
+    from meshwright.jobs.comparison import check_fair, make_room, peer_contenders, run_all
     from meshwright.jobs.output import make_console
     from meshwright.jobs.ready import OF_TRAINING, ready_ranks
     from meshwright.planner.short_plans import contenders
 
     settings, wanted = _read(file, plans, nproc, repeat, {"steps": steps, "seed": seed})
     chosen, left_out = contenders(wanted.plans, wanted.nproc)
-    chosen += _peers(settings, peers, wanted.nproc)
+    chosen += peer_contenders(settings, peers, wanted.nproc)
     console = make_console(as_json)
     folder = Path(out or f"runs/{settings.name}-compare")
     with ready_ranks(OF_TRAINING, settings.model):
-        epoch_steps = _check(settings, chosen)
-        _make_room(folder, is_chosen=out is not None, console=console)
+        epoch_steps = check_fair(settings, chosen)
+        make_room(folder, is_chosen=out is not None, console=console)
         for words in left_out:
             console.print(f"left out: {words}", highlight=False)
-        runs, failed = _run_all(settings, chosen, wanted.repeat, folder, console)
+        runs, failed = run_all(settings, chosen, wanted.repeat, folder, console)
     if not runs:
         raise RunError(f"no plan ran: {'; '.join(f'{name}: {reason}' for name, reason in failed.items())}")
     _show(runs, failed, epoch_steps, console)
@@ -101,130 +99,6 @@ def _whole(word: str, text: str) -> int:
     return int(word)
 
 
-def _make_room(folder: Path, is_chosen: bool, console: Console) -> None:
-    """An earlier comparison of the same study is moved aside; what somebody named is not touched."""
-    from meshwright.core.errors import InputError
-    from meshwright.training.folder import move_aside
-
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if is_chosen:
-        raise InputError(f"{folder} holds an earlier comparison, or something else: choose another with --out")
-    console.print(f"{folder} held an earlier comparison: it is now {move_aside(folder)}", highlight=False)
-
-
-def _check(settings: Settings, chosen: list[Contender]) -> int | None:
-    """What would make the comparison unfair or impossible is refused; returns the steps of an epoch, where known."""
-    from meshwright.core.errors import InputError
-    from meshwright.models.source import resolve
-    from meshwright.runtime.launch import check_num_ranks
-    from meshwright.training.data import check_data, steps_per_epoch
-
-    if len(chosen) < 2:
-        raise InputError("fewer than two plans are left to compare: give more with --plans or --nproc")
-    if settings.plan.global_batch is None or settings.plan_file is not None:
-        raise InputError(
-            "plans are compared on the same global batches: set global_batch under [plan], and name no plan_file"
-        )
-    for count in {one.num_ranks for one in chosen}:
-        check_num_ranks(count)
-    source = resolve(settings.model)
-    check_data(settings.data, source)
-    return steps_per_epoch(settings.data, source, settings.plan.global_batch, settings.seed)
-
-
-def _peers(settings: Settings, names: str | None, nprocs: tuple[int, ...]) -> list[Contender]:
-    """Other libraries, on every number of ranks above one."""
-    if names is None:
-        return []
-    from meshwright.planner.short_plans import Contender
-    from meshwright.training.peers import LIKE, check_peer, peers_named
-
-    found = []
-    for peer in peers_named(names):
-        for count in (count for count in dict.fromkeys(nprocs) if count > 1):
-            check_peer(peer, settings, count)
-            found.append(Contender(short=LIKE.get(peer, "ddp"), num_ranks=count, peer=peer))
-    return found
-
-
-def _run_all(
-    settings: Settings, chosen: list[Contender], repeats: int, folder: Path, console: Console
-) -> tuple[list[Run], dict[str, str]]:
-    """All plans in a new order each round. A plan that fails once is not tried again."""
-    import random
-
-    from meshwright.cli.runs import together
-    from meshwright.core.errors import MeshwrightError
-
-    found: dict[str, list[Run]] = {one.name: [] for one in chosen}
-    failed: dict[str, str] = {}
-    shuffled = random.Random(settings.seed)
-    for number in range(repeats):
-        for one in shuffled.sample(chosen, len(chosen)):
-            if one.name in failed:
-                continue
-            console.print(f"round {number + 1} of {repeats}: {one.name} …", highlight=False)
-            try:
-                found[one.name].append(_run_one(settings, one, folder / one.name.replace(" ", "-") / str(number)))
-            except KeyboardInterrupt:
-                console.print(
-                    f"stopped: `meshwright report {folder} -o report.html` shows what has run", highlight=False
-                )
-                raise
-            except MeshwrightError as error:
-                failed[one.name] = str(error)
-                console.print(f"  failed: {error}", highlight=False)
-    return [together(runs) for name, runs in found.items() if runs and name not in failed], failed
-
-
-def _run_one(settings: Settings, one: Contender, folder: Path) -> Run:
-    import shutil
-
-    import msgspec
-
-    from meshwright.cli.runs import read_run
-    from meshwright.planner.short_plans import parse_short
-
-    changed = msgspec.structs.replace(
-        settings,
-        plan=settings.plan.updated(parse_short(one.short)),
-        planner="search" if one.is_searched else "plain",
-        nproc=one.num_ranks,
-        out=str(folder),
-        tensorboard=False,
-    )
-    if one.peer:
-        _train_peer(changed, one.peer)
-    else:
-        _train(changed)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return read_run(str(folder), one.name)
-
-
-def _train(settings: Settings) -> None:
-    from rich.console import Console
-
-    from meshwright.jobs.local import run_ranks
-
-    summary, _ = run_ranks(settings, resume=False, console=Console(quiet=True), as_json=False, quiet=True)
-    if summary is None or summary["interrupted"]:
-        raise KeyboardInterrupt
-
-
-def _train_peer(settings: Settings, peer: str) -> None:
-    """In a folder of the plan of ours that does the same: its estimate stands beside what the peer takes."""
-    from rich.console import Console
-
-    from meshwright.jobs.layout import lay_out
-    from meshwright.runtime.launch import launch
-    from meshwright.training.lock import RunLock
-
-    with RunLock(settings.folder) as lock:
-        folder, decision = lay_out(settings, resume=False, console=Console(quiet=True), lock=lock)
-        launch("meshwright.cli.peer_rank:peer_rank", {"folder": str(folder), "peer": peer}, decision.plan.world)
-
-
 def _show(runs: list[Run], failed: dict[str, str], epoch_steps: int | None, console: Console) -> None:
     from meshwright.report.contest import said_about
     from meshwright.report.contest_table import contest_tables
@@ -238,7 +112,7 @@ def _show(runs: list[Run], failed: dict[str, str], epoch_steps: int | None, cons
 
 
 def _write(runs: list[Run], file: str, console: Console) -> str:
-    from meshwright.cli.runs import write_page
+    from meshwright.jobs.runs import write_page
 
     written = str(write_page(runs, file))
     console.print(f"saved as {written}", highlight=False)

@@ -52,8 +52,8 @@ def export(
     if not folder.settings.exists() or latest(places_of(folder)) is None:
         raise InputError(f"{folder.path} holds no checkpoint to export: give the folder of a run that has saved one")
     payload = {"run": run, "folder": output, "dtype": dtype, "shard_bytes": parse_bytes(shard)}
-    with ready_ranks((*OF_TRAINING, "meshwright.cli.export_rank", "transformers.modeling_utils")):
-        found = launch("meshwright.cli.export_rank:export_rank", payload, 1)
+    with ready_ranks((*OF_TRAINING, "meshwright.jobs.export_rank", "transformers.modeling_utils")):
+        found = launch("meshwright.jobs.export_rank:export_rank", payload, 1)
     console = make_console(as_json)
     console.print(
         f"step {found['step']} of {run} is in {found['folder']}: {found['num_tensors']} tensors, "

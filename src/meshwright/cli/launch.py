@@ -2,51 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from meshwright.training.settings import Settings
-
-VERBS = ("train", "probe", "doctor")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What is to run, on how much of a cluster."""
-
-    settings: Settings
-    """With the number of hosts, and of ranks on each (`nproc`)."""
-    verb: str
-    flags: tuple[str, ...]
-    gpus_per_host: int
-    interface: str | None
-
-    @property
-    def ranks_per_host(self) -> int:
-        assert self.settings.nproc is not None
-        return self.settings.nproc
-
-    @property
-    def folder(self) -> Path:
-        """Of what launching leaves in the run folder."""
-        from meshwright.training.folder import RunFolder
-
-        return RunFolder(self.settings.folder).launch
-
-    def arguments(self, file: Path) -> tuple[str, ...]:
-        """Of `meshwright`, on every rank. file: where the settings are."""
-        settings = self.settings
-        devices = ("--device", settings.device, "--backend", settings.backend)
-        if self.verb == "train":
-            return ("train", str(file), *self.flags)
-        if self.verb == "probe":
-            return ("probe", *devices, "--output", str(file.with_suffix(".cluster.json")), *self.flags)
-        return ("doctor", *devices, *self.flags)
 
 
 def launch(
@@ -94,56 +52,24 @@ def launch(
     The hosts must share the folder this is started in. torchrun needs no launch: torchrun … -m meshwright train FILE.toml
     """
     from meshwright.core.errors import InputError
+    from meshwright.jobs.launching import read_launch
     from meshwright.jobs.output import make_console
 
     if slurm == ray:
         raise InputError("say where: --slurm or --ray; on this machine alone, `meshwright train` starts its own ranks")
-    wish = _read(file, verb, tuple(flags or ()), hosts, nproc, gpus, interface)
+    wish = read_launch(file, verb, tuple(flags or ()), hosts, nproc, gpus, interface)
     console = make_console(as_json=False)
     others = {"--partition": partition, "--time": time, "--sbatch": sbatch, "--rendezvous": rendezvous}
     if ray:
-        from meshwright.cli.launch_ray import run_on_ray
+        from meshwright.jobs.on_ray import run_on_ray
 
         _refuse({**others, "--dry-run": dry_run}, "--slurm")
-        run_on_ray(wish, address, console)
+        run_on_ray(wish, address, console, "meshwright.cli.ray_rank:run_verb")
         return
-    from meshwright.cli.launch_slurm import Wishes, submit_to_slurm
+    from meshwright.jobs.on_slurm import Wishes, submit_to_slurm
 
     _refuse({"--address": address}, "--ray")
     submit_to_slurm(wish, Wishes(partition, time, tuple(sbatch or ()), rendezvous), dry_run, console)
-
-
-def _read(
-    file: str,
-    verb: str,
-    flags: tuple[str, ...],
-    hosts: int | None,
-    nproc: int | None,
-    gpus: int | None,
-    interface: str | None,
-) -> Launch:
-    """The settings file, with what the command line says about hosts put over it."""
-    from pathlib import Path
-
-    import msgspec
-
-    from meshwright.core.errors import InputError, check_choice
-    from meshwright.jobs.settings import load_settings
-    from meshwright.training.folder import RunFolder
-
-    check_choice("--verb", verb, VERBS)
-    settings = load_settings(file)
-    ranks = nproc or settings.nproc or gpus
-    if ranks is None:
-        raise InputError(f"how many ranks a host? Give --nproc, --gpus, or nproc in {file}")
-    if settings.device == "cpu" and gpus:
-        raise InputError(f'--gpus {gpus}, but {file} says device = "cpu": leave one out')
-    placed = msgspec.structs.replace(
-        settings, hosts=hosts or settings.hosts, nproc=ranks, out=str(Path(settings.folder).absolute())
-    )
-    RunFolder(placed.folder).check_free()
-    wanted = gpus if gpus is not None else (ranks if settings.device == "cuda" else 0)
-    return Launch(placed, verb, flags, wanted, interface)
 
 
 def _refuse(flags: dict[str, object], home: str) -> None:

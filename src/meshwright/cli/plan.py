@@ -133,7 +133,7 @@ def _search(
     result = answered(asked, console, as_json)
     output, html = files
     if html is not None:
-        from meshwright.cli.runs import planned_run, write_page
+        from meshwright.jobs.runs import planned_run, write_page
 
         written = write_page([planned_run(result, asked)], html)
         console.print(f"saved as {written}", highlight=False)

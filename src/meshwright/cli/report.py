@@ -34,9 +34,9 @@ def report(
     What a comparison has left:      meshwright report runs/demo-compare -o report.html
     For ui.perfetto.dev:             meshwright report runs/demo --chrome trace.json
     """
-    from meshwright.cli.runs import check_comparable, read_runs, write_page
     from meshwright.core.result import describe
     from meshwright.jobs.output import make_console, print_json
+    from meshwright.jobs.runs import check_comparable, read_runs, write_page
     from meshwright.report.tables import comparison_table
     from meshwright.report.verdict import verdict
 

@@ -9,8 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-    from meshwright.cli.metric_lines import MetricLines
-    from meshwright.core.run.live import RankState
+    from meshwright.jobs.metric_lines import MetricLines
     from meshwright.training.folder import RunFolder
 
 
@@ -29,8 +28,8 @@ def watch(
       meshwright watch runs/demo --port 8080      the same as a page, at http://localhost:8080
     The page is the report as far as it is known, and follows the run by itself. Nothing but this machine can open it.
     """
-    from meshwright.cli.runs import read_run
     from meshwright.jobs.output import make_console
+    from meshwright.jobs.runs import read_run
     from meshwright.training.folder import RunFolder
 
     run = RunFolder(folder)
@@ -42,7 +41,7 @@ def watch(
     if port is None:
         _follow(run, console, every)
         return
-    from meshwright.cli.serving import served_page
+    from meshwright.jobs.live_page import served_page
 
     with served_page(run, port, every) as address:
         console.print(f"the page: {address}", highlight=False)
@@ -55,7 +54,8 @@ def _follow(folder: RunFolder, console: Console, every: float) -> None:
 
     from rich.live import Live
 
-    from meshwright.cli.metric_lines import MetricLines
+    from meshwright.jobs.metric_lines import MetricLines
+    from meshwright.jobs.runs import has_ended
 
     lines = MetricLines(folder.metrics)
     if not console.is_terminal:
@@ -76,22 +76,9 @@ def _follow(folder: RunFolder, console: Console, every: float) -> None:
 def _look(folder: RunFolder, lines: MetricLines | None = None) -> Group:
     import time
 
-    from meshwright.cli.runs import read_run
+    from meshwright.jobs.runs import rank_states, read_run
     from meshwright.report.live_view import live_view
     from meshwright.training.settings import Settings
 
     run = read_run(str(folder.path), is_live=True, lines=lines)
     return live_view(run, rank_states(folder), Settings.load(folder.settings).steps, time.time())
-
-
-def rank_states(folder: RunFolder) -> list[RankState]:
-    from meshwright.core.run.live import RankState
-
-    return [RankState.load(file) for file in sorted(folder.live.glob("rank-*.json"))]
-
-
-def has_ended(folder: RunFolder) -> bool:
-    """A run writes its trace last of all; one that was resumed has an older one until then."""
-    if not folder.trace.exists():
-        return False
-    return not folder.metrics.exists() or folder.trace.stat().st_mtime >= folder.metrics.stat().st_mtime

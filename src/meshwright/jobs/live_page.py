@@ -14,7 +14,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshwright.cli.metric_lines import MetricLines
+    from meshwright.jobs.metric_lines import MetricLines
     from meshwright.report.live_view import Live
     from meshwright.training.folder import RunFolder
 
@@ -43,7 +43,7 @@ def served_page(folder: RunFolder, port: int, every: float) -> Iterator[str]:
 
 
 def _handler(folder: RunFolder, every: float) -> type[BaseHTTPRequestHandler]:
-    from meshwright.cli.metric_lines import MetricLines
+    from meshwright.jobs.metric_lines import MetricLines
 
     lines = MetricLines(folder.metrics)
 
@@ -80,9 +80,8 @@ def is_for_this_machine(hosts: list[str]) -> bool:
 
 def _answer(folder: RunFolder, every: float, lines: MetricLines) -> tuple[int, str]:
     """The page as it is now. A file that is being written may be refused for a moment: the page asks again."""
-    from meshwright.cli.runs import read_run
-    from meshwright.cli.watch import has_ended
     from meshwright.core.errors import MeshwrightError
+    from meshwright.jobs.runs import has_ended, read_run
     from meshwright.report.page import page
 
     try:
@@ -96,7 +95,7 @@ def _answer(folder: RunFolder, every: float, lines: MetricLines) -> tuple[int, s
 def _live(folder: RunFolder, every: float) -> Live:
     import time
 
-    from meshwright.cli.watch import rank_states
+    from meshwright.jobs.runs import rank_states
     from meshwright.report.live_view import Live
     from meshwright.training.settings import Settings
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from meshwright.cli.launch import Launch
+    from meshwright.jobs.launching import Launch
     from meshwright.runtime.slurm import SlurmJob
 
 

@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import TypeVar
 
-    from meshwright.cli.metric_lines import MetricLines
     from meshwright.core.codec import Value
     from meshwright.core.result import SearchResult
+    from meshwright.core.run.live import RankState
     from meshwright.core.run.trace import Trace
+    from meshwright.jobs.metric_lines import MetricLines
     from meshwright.planner.plan import PlanQuestion
     from meshwright.report.run import Run
     from meshwright.training.folder import RunFolder
@@ -72,7 +73,6 @@ def together(runs: Sequence[Run]) -> Run:
 
 def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricLines | None = None) -> Run:
     """A run folder. is_live: the run may still go on, and has no trace yet. lines: of its metrics, of who looks again and again."""
-    from meshwright.cli.metric_lines import MetricLines
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import InputError
     from meshwright.core.estimate import Estimate
@@ -80,6 +80,7 @@ def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricL
     from meshwright.core.plan import Plan
     from meshwright.core.result import SearchResult
     from meshwright.core.run.forecast import Forecast
+    from meshwright.jobs.metric_lines import MetricLines
     from meshwright.report.run import Run
     from meshwright.training.folder import RunFolder
 
@@ -108,6 +109,19 @@ def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricL
         settings=read_given(folder.settings),
         remark=_remark(folder, traces),
     )
+
+
+def rank_states(folder: RunFolder) -> list[RankState]:
+    from meshwright.core.run.live import RankState
+
+    return [RankState.load(file) for file in sorted(folder.live.glob("rank-*.json"))]
+
+
+def has_ended(folder: RunFolder) -> bool:
+    """A run writes its trace last of all; one that was resumed has an older one until then."""
+    if not folder.trace.exists():
+        return False
+    return not folder.metrics.exists() or folder.trace.stat().st_mtime >= folder.metrics.stat().st_mtime
 
 
 def planned_run(result: SearchResult, asked: PlanQuestion) -> Run:
