@@ -13,8 +13,10 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.core.progress import SearchProgress
 from meshwright.core.request import PlanRequest
 from meshwright.planner.flags import PlanFlags
+from meshwright.report.progress import progress_words
 
 GPT = "gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304"
 SMALL = "gpt:layers=4,hidden=256,heads=4,seq=128,vocab=1024"
@@ -153,3 +155,13 @@ def test_what_contradicts_itself_is_refused(model: Any, asked: dict[str, Any]) -
 def test_keywords_are_the_plan_flags() -> None:
     assert set(PlanFlags.__annotations__) == set(PlanRequest.__struct_fields__)
     assert all(name in (mw.plan.__doc__ or "") for name in PlanRequest.__struct_fields__)
+
+
+def test_a_search_says_how_far_it_is() -> None:
+    seen: list[SearchProgress] = []
+    result = mw.plan(SMALL, SELENE, global_batch=32, watch=seen.append)
+    assert {progress.stage for progress in seen} >= {"first plans", "all plans"}
+    best = [progress.best_seconds for progress in seen if progress.stage == "all plans" and progress.best_seconds]
+    assert best == sorted(best, reverse=True)
+    assert min(best) <= result.estimate.step_seconds
+    assert all("costed" in progress_words(progress) for progress in seen)

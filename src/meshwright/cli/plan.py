@@ -129,7 +129,8 @@ def _search(
     from meshwright.planner.plan import PlanQuestion
     from meshwright.planner.subject import NamedModel
 
-    asked = PlanQuestion.ask(NamedModel(model), cluster, flags.request, **limits, say=say_on(console))
+    with console.status("following the model …"):
+        asked = PlanQuestion.ask(NamedModel(model), cluster, flags.request, **limits, say=say_on(console))
     result = answered(asked, console, as_json)
     output, html = files
     if html is not None:
@@ -145,9 +146,11 @@ def answered(asked: PlanQuestion, console: Console, as_json: bool) -> SearchResu
     from meshwright.core.errors import InfeasibleError
     from meshwright.jobs.output import print_json
     from meshwright.report.infeasible import infeasible_view
+    from meshwright.report.progress import progress_words
 
     try:
-        return asked.answer()
+        with console.status("searching …") as status:
+            return asked.answer(lambda progress: status.update(progress_words(progress)))
     except InfeasibleError as error:
         if (found := error.found) is not None:
             console.print(infeasible_view(found, asked.cluster))

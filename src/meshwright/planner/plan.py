@@ -7,7 +7,7 @@ answer    searches, and tries the shardings it finds on the model until what the
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -17,6 +17,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InputError
 from meshwright.core.graph import Graph, Precision
 from meshwright.core.plan import Plan
+from meshwright.core.progress import SearchProgress
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from meshwright.core.legal import LegalSharding
 
+Watch = Callable[[SearchProgress], None]
 COLLECTED_AFTER = 200_000
 """New objects before the collector looks for circles among them: a search makes many, and hardly a circle."""
 
@@ -48,6 +50,7 @@ def plan(
     prefer_fastest: bool = False,
     recipe: Recipe | None = None,
     say: Say = silent,
+    watch: Watch | None = None,
     **flags: Unpack[PlanFlags],
 ) -> SearchResult:
     """The best plan for a model on a cluster, as `meshwright plan` prints it.
@@ -60,7 +63,8 @@ def plan(
     cluster: a value, a name (`meshwright clusters`), a file, or "local": this machine, measured. hosts: how many, where not the
     cluster's own number; nproc: of "local", how many ranks; devices: use exactly so many. memory: budget per device, like "72GiB".
     search: which method. prefer_fastest: take the fastest plan even where a simpler one is as fast within the estimate's error.
-    recipe: what training adds, such as another optimizer. say: takes a line when something takes long.
+    recipe: what training adds, such as another optimizer. say: takes a line when something takes long. watch: told
+    how far the search has come, a SearchProgress each time.
     Every plan flag is a keyword and fixes that part: dp, tp, pp, cp, ep, virtual, zero, hybrid, sequence_parallel, context,
     microbatch, global_batch, schedule, recompute, precision, offload, offload_share, offload_moments, offload_delayed, compile,
     sync_batch_norm.
@@ -71,7 +75,7 @@ def plan(
         subject_of(model, batch, loss, count), cluster, request_of(flags, plan), hosts=hosts, nproc=nproc, devices=devices,
         memory=memory, search=search, prefer_fastest=prefer_fastest, recipe=recipe, say=say,
     )  # fmt: skip
-    return asked.answer()
+    return asked.answer(watch)
 
 
 @dataclass(frozen=True)
@@ -116,14 +120,15 @@ class PlanQuestion:
         """Of both castings, the one that a plan runs."""
         return graph_run_by(plan, self.graph, self.other_casting)
 
-    def answer(self) -> SearchResult:
+    def answer(self, watch: Watch | None = None) -> SearchResult:
+        """watch: told how far the search has come, again and again."""
         from meshwright.searching.legality import search_legal
         from meshwright.searching.search import search
 
         def find(legal: tuple[LegalSharding, ...]) -> SearchResult:
             return search(
                 self.graph, self.cluster, self.request, recipe=self.recipe, budget_bytes=self.budget_bytes, world=self.devices,
-                other_casting=self.other_casting, legal=legal, method=self.search, prefer_fastest=self.prefer_fastest,
+                other_casting=self.other_casting, legal=legal, method=self.search, prefer_fastest=self.prefer_fastest, watch=watch,
             )  # fmt: skip
 
         with _seldom_collected():

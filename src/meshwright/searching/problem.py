@@ -15,6 +15,7 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Offload, Plan, Stage
+from meshwright.core.progress import SearchProgress
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import estimate
@@ -45,6 +46,8 @@ class Problem:
     offload_asked: bool | None = None
     """A part of a search fixes more than the user asked for. This says whether the user fixed what is offloaded; without it, the
     request does."""
+    watch: Callable[[SearchProgress], None] | None = field(default=None, compare=False, repr=False)
+    """Told how far the search has come."""
     nothing_fits: tuple[OffloadKind, ...] = ()
     """What may be offloaded though the search does not propose it on this cluster, since nothing fits otherwise."""
 

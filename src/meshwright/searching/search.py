@@ -7,6 +7,7 @@ same input gives the same plan.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from importlib import import_module
 
 import msgspec
@@ -18,6 +19,7 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Plan
+from meshwright.core.progress import SearchProgress
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import RunnerUp, SearchResult, describe
@@ -54,12 +56,14 @@ def search(
     legal: tuple[LegalSharding, ...] = (),
     method: str = "joint",
     prefer_fastest: bool = False,
+    watch: Callable[[SearchProgress], None] | None = None,
 ) -> SearchResult:
     """The best plan for a graph on a cluster. `world` fixes the number of ranks; without it fewer devices may be used.
 
     other_casting: the same model as the plans that reach 16 bits in the other way run it; without it, all are costed alike.
     legal: what the runtime answered about shardings.
     prefer_fastest: take the fastest even where its gain over a simpler plan is within the estimate's own error.
+    watch: told how far the search has come.
     """
     run = method_named(method)
     started = time.perf_counter()
@@ -73,6 +77,7 @@ def search(
         other_casting,
         legal,
         prefer_fastest,
+        watch=watch,
     )
     result = _result(_outcome(run, problem), problem, method)
     return msgspec.structs.replace(result, search_seconds=time.perf_counter() - started)

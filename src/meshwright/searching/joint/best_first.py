@@ -12,6 +12,7 @@ from math import inf
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, ScheduleKind
+from meshwright.core.progress import SearchProgress
 from meshwright.searching.bounds.memory import cut_fits
 from meshwright.searching.bounds.step_seconds import SLACK, Needs
 from meshwright.searching.cuts.best_cut import FEW_CUTS, best_cut, every_cut, num_cuts
@@ -46,7 +47,7 @@ Open = Callable[[], Opened]
 
 
 class BestFirst:
-    """known: plans that were costed before; limit_seconds: slower ones are not looked for."""
+    """known: plans that were costed before; limit_seconds: slower ones are not looked for. stage: how people are told of it."""
 
     def __init__(
         self,
@@ -57,8 +58,9 @@ class BestFirst:
         limit_seconds: float = inf,
         most_costed: int = MOST_COSTED,
         most_opened: int = MOST_OPENED,
+        stage: str = "all plans",
     ) -> None:
-        self.problem = problem
+        self.problem, self.stage = problem, stage
         self.drafts = drafts
         self.best_seconds = limit_seconds
         self.take(known or [])
@@ -93,6 +95,17 @@ class BestFirst:
                 self._open = []
                 break
             self._push(opened(), bound)
+            self._tell(bound)
+
+    def _tell(self, bound: float) -> None:
+        """bound: of the node that was opened last."""
+        if self.problem.watch is None:
+            return
+        best = self.best_seconds if self.fastest is not None else None
+        progress = SearchProgress(
+            stage=self.stage, num_costed=len(self.costed), best_seconds=best, bound_seconds=bound or None
+        )
+        self.problem.watch(progress)
 
     @property
     def bound_seconds(self) -> float:

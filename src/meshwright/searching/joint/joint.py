@@ -87,6 +87,13 @@ def _again(found: BestFirst) -> BestFirst:
     if away:
         problem = replace(problem, nothing_fits=tuple(sorted(away)))
         drafts = Drafts(problem)
-    again = BestFirst(problem, drafts, known=costed, most_costed=found.most_costed, most_opened=found.most_opened)
+    again = BestFirst(
+        problem,
+        drafts,
+        known=costed,
+        most_costed=found.most_costed,
+        most_opened=found.most_opened,
+        stage="plans like those that fit",
+    )
     again.run()
     return again

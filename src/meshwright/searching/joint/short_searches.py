@@ -43,7 +43,9 @@ def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]
         here = replace(narrow, world=world[0]) if "schedule" in fixed else narrow
         most_opened = FEW_OPENED if "schedule" in fixed else FEW_WITHOUT_STAGES
         most_costed = MOST_DIVED if best is None or best.fastest is not None else FEW_AGAIN
-        best = BestFirst(here, drafts, known=costed, most_costed=most_costed, most_opened=most_opened)
+        best = BestFirst(
+            here, drafts, known=costed, most_costed=most_costed, most_opened=most_opened, stage="first plans"
+        )
         best.run()
         costed = best.costed
     if best is None or best.fastest is None:
@@ -51,7 +53,9 @@ def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]
     mesh = best.fastest[0].mesh
     same = narrowed(problem, {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep})
     assert same is not None
-    then = BestFirst(same, drafts, known=costed, most_costed=2 * MOST_DIVED, most_opened=FEW_OPENED)
+    then = BestFirst(
+        same, drafts, known=costed, most_costed=2 * MOST_DIVED, most_opened=FEW_OPENED, stage="the best mesh so far"
+    )
     then.run()
     return then.costed
 
@@ -80,7 +84,12 @@ def simpler_plans(problem: Problem, found: BestFirst) -> list[tuple[Plan, Estima
         narrow = narrowed(problem, fixed) if applies else None
         if narrow is not None:
             part = BestFirst(
-                narrow, found.drafts, limit_seconds=limit, most_costed=MOST_SIMPLER, most_opened=FEW_OPENED
+                narrow,
+                found.drafts,
+                limit_seconds=limit,
+                most_costed=MOST_SIMPLER,
+                most_opened=FEW_OPENED,
+                stage="simpler plans",
             )
             part.run()
             costed += part.costed
