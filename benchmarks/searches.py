@@ -22,8 +22,8 @@ from meshwright.core.result import describe
 from meshwright.core.units import format_seconds
 from meshwright.planner.graphs import both_castings
 from meshwright.planner.plan import plain_precision
+from meshwright.searching.methods.profile import replication_loss
 from meshwright.searching.problem import Problem
-from meshwright.searching.profile import replication_loss
 from meshwright.searching.search import METHODS, search
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -27,7 +27,7 @@ from meshwright.runtime.apply import apply as apply_plan
 from meshwright.runtime.apply import wrap as wrap_plan
 from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.runtime.program import Program
-from meshwright.searching.asking import search_legal
+from meshwright.searching.legality import search_legal
 from meshwright.searching.search import search as search_plans
 
 Loss = Callable[[Any, Batch], Tensor]

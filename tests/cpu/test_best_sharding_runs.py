@@ -26,7 +26,7 @@ from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.rules.sharding import plain_sharding
 from meshwright.runtime.apply import apply
-from meshwright.searching.sharding import best_sharding, find_sharding
+from meshwright.searching.sharding.best_sharding import best_sharding, find_sharding
 
 Pools = Callable[[int], RankPool]
 

@@ -25,7 +25,7 @@ from meshwright.cost.estimate import estimate
 from meshwright.rules.labels import Way, labels_of
 from meshwright.rules.sharding import block_sharding, ways_by_block
 from meshwright.searching.search import search
-from meshwright.searching.sharding import FoundSharding, best_sharding, find_sharding
+from meshwright.searching.sharding.best_sharding import FoundSharding, best_sharding, find_sharding
 
 FAST = machine(8, bytes_per_second=1e12, latency_seconds=1e-9)
 SLOW = machine(8, bytes_per_second=1e3, latency_seconds=1.0)

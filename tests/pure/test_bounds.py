@@ -21,13 +21,13 @@ from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.rules.limits import not_yet
-from meshwright.searching.best_first import BestFirst
-from meshwright.searching.builder import Builder
-from meshwright.searching.cuts import best_cut
-from meshwright.searching.drafts import Drafts
-from meshwright.searching.exhaustive import cuts, offloadings, points, recomputes
+from meshwright.searching.bounds.memory import cut_fits
+from meshwright.searching.cuts.best_cut import best_cut
+from meshwright.searching.joint.best_first import BestFirst
+from meshwright.searching.joint.candidates import Drafts
+from meshwright.searching.methods.builder import Builder
+from meshwright.searching.methods.exhaustive import cuts, offloadings, points, recomputes
 from meshwright.searching.problem import Problem
-from meshwright.searching.room import cut_fits
 from meshwright.searching.space import Point, Shape, Way, family
 
 MOST_PLANS = 25

@@ -10,8 +10,8 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
-from meshwright.searching.drafts import Drafts
-from meshwright.searching.near_meshes import NearMeshes
+from meshwright.searching.joint.candidates import Drafts
+from meshwright.searching.joint.near_meshes import NearMeshes
 from meshwright.searching.problem import Problem
 from meshwright.searching.search import search
 

@@ -10,7 +10,7 @@ from meshwright.core.errors import InfeasibleError
 from meshwright.core.infeasible import WayOut
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
-from meshwright.searching import dives, joint
+from meshwright.searching.joint import joint, short_searches
 from meshwright.searching.problem import Problem
 from meshwright.searching.search import search
 
@@ -34,7 +34,7 @@ def suggested(budget_bytes: int) -> tuple[WayOut, ...]:
 @pytest.fixture
 def few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As few as a large space leaves for its first plans."""
-    monkeypatch.setattr(dives, "FEW_OPENED", 2)
+    monkeypatch.setattr(short_searches, "FEW_OPENED", 2)
     monkeypatch.setattr(joint, "MOST_OPENED", 1)
 
 

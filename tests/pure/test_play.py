@@ -264,7 +264,7 @@ def test_free_transfers_hold_nobody(case: tuple[Order, list[StageSeconds]]) -> N
 @quick
 @given(cases())
 def test_messages_that_wait_to_be_asked_for_are_never_there_earlier(case: tuple[Order, list[StageSeconds]]) -> None:
-    """What bounds a step of messages that leave at once bounds one of these (searching/bounds.py)."""
+    """What bounds a step of messages that leave at once bounds one of these (searching/bounds/step_seconds.py)."""
     order, stages = case
     assert play(order, stages, "requested").step_seconds >= play(order, stages).step_seconds * (1 - 1e-12)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +21,20 @@ from meshwright.core.plan import Mesh
 from meshwright.core.request import PlanRequest
 from meshwright.rules.limits import not_yet
 from meshwright.rules.plain_plan import plain_plan
-from meshwright.searching.builder import Builder, Point
-from meshwright.searching.exhaustive import count_plans, cuts, exhaustive, plans, points
-from meshwright.searching.frames import frames
-from meshwright.searching.loads import Loads, Unit, in_flight, loads_of
-from meshwright.searching.placement import device_loads, place, placement
-from meshwright.searching.policy import Learner, Sample, policy, softmax
+from meshwright.searching.methods.builder import Builder, Point
+from meshwright.searching.methods.exhaustive import count_plans, cuts, exhaustive, plans, points
+from meshwright.searching.methods.frames import frames
+from meshwright.searching.methods.loads import Loads, Unit, in_flight, loads_of
+from meshwright.searching.methods.placement import device_loads, place, placement
+from meshwright.searching.methods.policy import Learner, Sample, policy, softmax
+from meshwright.searching.methods.profile import (
+    Profile,
+    free_replication,
+    profile,
+    replication_loss,
+    uniform_replication,
+)
 from meshwright.searching.problem import Outcome, Problem
-from meshwright.searching.profile import Profile, free_replication, profile, replication_loss, uniform_replication
 from meshwright.searching.search import METHODS, search
 
 
@@ -401,6 +410,25 @@ def test_a_method_is_reached_by_its_name(name: str) -> None:
 def test_an_unknown_method_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(InputError, match="did you mean 'placement'"):
         search(chain_graph(2), machine(2), method="placment")
+
+
+@pytest.mark.parametrize(("name", "loaded"), [("joint", False), ("placement", True)])
+def test_a_comparison_method_is_loaded_only_when_it_is_asked_for(name: str, loaded: bool, tmp_path: Path) -> None:
+    graph = chain_graph(2).save(tmp_path / "graph.json")
+    cluster = machine(2).save(tmp_path / "cluster.toml")
+    code = """if True:
+        import sys
+        from meshwright.core.cluster import Cluster
+        from meshwright.core.graph import Graph
+        from meshwright.core.request import PlanRequest
+        from meshwright.searching.search import search
+        graph, cluster = Graph.load(sys.argv[1]), Cluster.load(sys.argv[2])
+        assert search(graph, cluster, PlanRequest(global_batch=2), method=sys.argv[3]).estimate.fits
+        print(*(name for name in sys.modules if name.startswith("meshwright.searching.methods")))"""
+    command = [sys.executable, "-c", code, str(graph), str(cluster), name]
+    modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert (f"meshwright.searching.methods.{name}" in modules) == loaded
+    assert bool(modules) == loaded
 
 
 @pytest.mark.parametrize("method", [placement, profile, policy])

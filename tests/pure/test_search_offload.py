@@ -16,9 +16,9 @@ from meshwright.core.plan import Offload
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
 from meshwright.cost.estimate import estimate
+from meshwright.searching.memory_saving.optimizer_offload import shares_of
 from meshwright.searching.problem import Problem
 from meshwright.searching.search import search
-from meshwright.searching.shares import shares_of
 
 GENEROUS = 10**12
 

@@ -15,8 +15,8 @@ from meshwright.core.pipeline.kinds import KINDS
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
 from meshwright.cost.communication.links import Group, collective_seconds
-from meshwright.searching.comparisons import FEWEST
-from meshwright.searching.drafts import Drafts
+from meshwright.searching.joint.candidates import Drafts
+from meshwright.searching.joint.comparisons import FEWEST
 from meshwright.searching.problem import Problem
 from meshwright.searching.search import search
 from meshwright.searching.space import Point, Shape, worlds

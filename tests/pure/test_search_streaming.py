@@ -19,8 +19,8 @@ from meshwright.core.result import SearchResult
 from meshwright.cost.estimate import estimate
 from meshwright.report.plan_words import offload_words
 from meshwright.rules.limits import not_yet
-from meshwright.searching.bounds import SLACK
-from meshwright.searching.drafts import Drafts
+from meshwright.searching.bounds.step_seconds import SLACK
+from meshwright.searching.joint.candidates import Drafts
 from meshwright.searching.problem import Problem
 from meshwright.searching.search import search
 from meshwright.searching.space import Point, Shape

@@ -11,10 +11,10 @@ from transformer import transformer_graph
 
 from meshwright.core.cluster import Cluster, catalogue
 from meshwright.core.request import PlanRequest
-from meshwright.searching.bounds import SLACK
+from meshwright.searching.bounds.step_seconds import SLACK
+from meshwright.searching.joint.unit_tables import Tables
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Shape, divisors, may_compile, ways
-from meshwright.searching.tables import Tables
 
 BATCH = 64
 CLUSTERS = {"a sheet": named_machine(8), **{name: Cluster.named(name) for name in catalogue()}}

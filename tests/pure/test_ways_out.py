@@ -19,9 +19,9 @@ from meshwright.core.legal import LegalSharding
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan, Recompute
 from meshwright.core.request import PlanRequest
+from meshwright.searching.infeasible.suggestions import binding_constraint, ways_out
 from meshwright.searching.problem import Problem
 from meshwright.searching.search import search
-from meshwright.searching.ways_out import binding_constraint, ways_out
 
 GRAPH = chain_graph(8, (64, 64))
 

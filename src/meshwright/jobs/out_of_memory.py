@@ -66,8 +66,8 @@ def ways_out_of(settings: Settings, decision: Decision, cluster: Cluster) -> tup
     """Changes of the plan that ran, costed against a budget that it would not have fitted."""
     from meshwright.planner.decision import precision_of_run
     from meshwright.planner.graphs import both_castings
+    from meshwright.searching.infeasible.suggestions import ways_out
     from meshwright.searching.problem import Problem
-    from meshwright.searching.ways_out import ways_out
     from meshwright.training.optimizers import recipe_of
 
     graph, other = both_castings(settings.model, precision_of_run(settings))

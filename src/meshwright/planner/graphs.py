@@ -57,7 +57,7 @@ def _capture_both(model: str, precision: Precision) -> tuple[Graph, Graph]:
     import meshwright.capturing.capture
     import meshwright.models.source  # noqa: F401
     from meshwright.core.graph import Graph
-    from meshwright.searching.program import load_solver
+    from meshwright.searching.sharding.integer_program import load_solver
 
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
         other = child.submit(_captured, model, precision)

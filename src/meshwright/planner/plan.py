@@ -122,7 +122,7 @@ class PlanQuestion:
 
     def answer(self, watch: Watch | None = None) -> SearchResult:
         """watch: told how far the search has come, again and again."""
-        from meshwright.searching.asking import search_legal
+        from meshwright.searching.legality import search_legal
         from meshwright.searching.search import search
 
         def find(legal: tuple[LegalSharding, ...]) -> SearchResult:

@@ -1,1 +1,9 @@
-"""(Graph, Cluster, budget) → SearchResult. Pure, no torch."""
+"""(Graph, Cluster, budget) → SearchResult. Pure, no torch.
+
+search.py       the way in: a plan by the method that is asked for
+joint/          the default method: best-first branch and bound
+methods/        methods to compare it with, loaded when they are asked for
+space.py, units.py, unit_table.py           which plans there are, and what the parts of a model cost
+bounds/, cuts/, memory_saving/, sharding/   what the joint search is made of
+infeasible/     what is suggested where nothing fits
+"""

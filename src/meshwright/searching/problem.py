@@ -44,11 +44,12 @@ class Problem:
     prefer_fastest: bool = False
     """Whether the fastest is taken even where a simpler plan is as fast within the estimate's error."""
     offload_asked: bool | None = None
-    """Of a part of a search, which fixes more than was asked for: whether a person fixed what is offloaded."""
+    """A part of a search fixes more than the user asked for. This says whether the user fixed what is offloaded; without it, the
+    request does."""
     watch: Callable[[SearchProgress], None] | None = field(default=None, compare=False, repr=False)
     """Told how far the search has come."""
     nothing_fits: tuple[OffloadKind, ...] = ()
-    """What may leave the device though no offload is proposed on it, since nothing fits otherwise."""
+    """What may be offloaded though the search does not propose it on this cluster, since nothing fits otherwise."""
 
     @cached_property
     def devices(self) -> int:
@@ -79,8 +80,8 @@ class Problem:
 
     @cached_property
     def offloads(self) -> tuple[OffloadKind, ...]:
-        """What may leave the device: what was asked for; else all that can run, where the hosts' memory and the link to it are
-        known."""
+        """What may be offloaded: what the request asks for. Without that, all that can run, where the cluster says how much memory
+        hosts have and how fast the link to it is."""
         if self.request.offload is not None:
             return (self.request.offload,)  # type: ignore[return-value]
         apart = self.cluster.device.kind != "cpu"  # a CPU's memory is its host's
@@ -90,7 +91,7 @@ class Problem:
 
     @property
     def of_one_device(self) -> Problem | None:
-        """The same for one device, where that alone is another device than one of many, and may be taken."""
+        """The same problem on one device; None where a device alone is like one of many, or where more than one must be used."""
         request = self.request
         fixed = [request.dp, request.pp, request.tp, request.cp, request.ep]
         if (
@@ -107,7 +108,7 @@ class Problem:
         return self.request.offload is not None if self.offload_asked is None else self.offload_asked
 
     def hosts_hold(self, host_bytes: int) -> bool:
-        """Whether the hosts have room for what leaves the devices; who asks for an offload may see what it would take."""
+        """Whether the hosts have memory for what is offloaded. A user who asks for an offload is shown what it would need."""
         room = self.cluster.host_memory_bytes
         free = room is None or self.asks_for_offload or self.cluster.device.kind == "cpu"
         return free or host_bytes <= room  # type: ignore[operator]
@@ -127,21 +128,21 @@ class Outcome:
 
     costed: tuple[tuple[Plan, Estimate], ...]
     num_candidates: int
-    """How many plans were decided upon, those left out by a bound among them."""
+    """How many plans the method decided on, including those that a bound left out."""
     bound_seconds: float | None = None
-    """No plan that was searched and not costed is faster than this; None where the method cannot say."""
+    """No plan that was searched but not costed is faster than this; None where the method does not know."""
     left_out: tuple[str, ...] = ()
     """Plans that flags can ask for and that were not searched, in words."""
 
 
 def _with_offload(what: OffloadKind) -> Plan:
-    """The least plan that says so."""
+    """The smallest plan that offloads this."""
     stages = (Stage(coordinate=0, blocks=("block",)),)
     return Plan(stages=stages, offload=Offload(what=what), microbatch=1, num_microbatches=1, global_batch=1)
 
 
 def narrowed(problem: Problem, fixed: dict[str, object]) -> Problem | None:
-    """The problem with these parts fixed too; None where the request says otherwise."""
+    """The problem with these parts of the request fixed too; None where the request fixes another value."""
     asked = msgspec.structs.asdict(problem.request)
     if any(asked[name] not in (None, value) for name, value in fixed.items()):
         return None

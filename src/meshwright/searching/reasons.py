@@ -23,11 +23,12 @@ WORDS = {
 
 
 ROUNDING = 1e-12
-"""Of sums in another order: plans that differ by less take equally long."""
+"""Sums in another order round differently: plans that differ by less than this share take equally long."""
 
 
 def reason_lost(lost: Estimate, best: Estimate, *, plan: Plan | None = None, band: float = 0.0) -> str:
-    """The memory it is over, or the part of the step that costs it most against the best. plan: the one that lost."""
+    """By how much the plan is over the budget, or the part of the step in which it loses most time to the best plan. plan: the one
+    that lost."""
     if not lost.fits:
         over = lost.needed_bytes - lost.budget_bytes
         where = f" in the {lost.worst_moment}" if lost.worst_moment else ""

@@ -1,13 +1,14 @@
 """Choose a plan by one of several methods, and say why each runner-up lost.
 
-Every method returns plans with their estimates; which of them is taken is decided here (searching/choice.py). The order is fixed,
-so the same input gives the same plan.
+Every method returns plans with their estimates. This file decides which of them is taken (choice.py). The order is fixed, so the
+same input gives the same plan.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib import import_module
 
 import msgspec
 
@@ -25,22 +26,20 @@ from meshwright.core.result import RunnerUp, SearchResult, describe
 from meshwright.core.units import format_bytes
 from meshwright.cost.origin import error_band
 from meshwright.searching.choice import Costed, chosen, each_once, ordered, varied
-from meshwright.searching.exhaustive import exhaustive
-from meshwright.searching.joint import joint
-from meshwright.searching.placement import placement
-from meshwright.searching.policy import policy
+from meshwright.searching.infeasible.suggestions import infeasible
+from meshwright.searching.joint.joint import joint
 from meshwright.searching.problem import Method, Outcome, Problem
-from meshwright.searching.profile import profile
 from meshwright.searching.reasons import reason_lost
-from meshwright.searching.ways_out import infeasible
 
-METHODS: dict[str, Method] = {
-    "joint": joint,
-    "exhaustive": exhaustive,
-    "placement": placement,
-    "profile": profile,
-    "policy": policy,
+COMPARISON_METHODS = {
+    "exhaustive": "meshwright.searching.methods.exhaustive",
+    "placement": "meshwright.searching.methods.placement",
+    "profile": "meshwright.searching.methods.profile",
+    "policy": "meshwright.searching.methods.policy",
 }
+"""Methods that the joint search is compared with: name → module, where the method's function has the same name. A module is loaded
+when its method is asked for."""
+METHODS = ("joint", *COMPARISON_METHODS)
 ROUNDING = 1e-12
 """A bound is added up in another order than the step it bounds."""
 
@@ -66,9 +65,8 @@ def search(
     prefer_fastest: take the fastest even where its gain over a simpler plan is within the estimate's own error.
     watch: told how far the search has come.
     """
+    run = method_named(method)
     started = time.perf_counter()
-    if method not in METHODS:
-        raise InputError(f"no search is called '{method}': {nearest(method, METHODS)}")
     problem = Problem(
         graph,
         cluster,
@@ -81,12 +79,22 @@ def search(
         prefer_fastest,
         watch=watch,
     )
-    result = _result(_outcome(METHODS[method], problem), problem, method)
+    result = _result(_outcome(run, problem), problem, method)
     return msgspec.structs.replace(result, search_seconds=time.perf_counter() - started)
 
 
+def method_named(name: str) -> Method:
+    if name == "joint":
+        return joint
+    if name not in COMPARISON_METHODS:
+        raise InputError(f"no search is called '{name}': {nearest(name, METHODS)}")
+    method: Method = getattr(import_module(COMPARISON_METHODS[name]), name)
+    return method
+
+
 def _outcome(method: Method, problem: Problem) -> Outcome:
-    """Of one device that has its host to itself, plans are found by themselves: what bounds the others does not bound them."""
+    """What the method finds. Plans for one device alone are a search of their own where such a device is another than one of many:
+    bounds of the others do not hold for them."""
     one = problem.of_one_device
     if one is None:
         return method(problem)
@@ -135,7 +143,7 @@ def _runner_up(other: Costed, best: Costed, band: float) -> RunnerUp:
 
 
 def _claim(outcome: Outcome, fastest_seconds: float, chosen_seconds: float) -> Claim:
-    """The gap is that of the plan that was chosen; a search is complete where nothing beats the fastest it has found."""
+    """The gap is that of the chosen plan. A search is complete where no plan can be faster than the fastest it has found."""
     bound = outcome.bound_seconds
     if bound is None:
         return Claim(left_out=outcome.left_out)

@@ -1,7 +1,7 @@
-"""Units: what a stage is made of. A unit is a repeated block with the blocks behind it that do not repeat.
+"""Units: what a stage is made of. A unit is a repeated block with the non-repeated blocks that follow it.
 
-Stages begin at repeated blocks; those before the first repeated block go with the first unit. A model without repeated blocks is
-one unit.
+Stages begin at repeated blocks. The blocks before the first repeated block belong to the first unit. A model without repeated
+blocks is one unit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.rules.stages import even_counts
 Cut = tuple[int, ...]
 """Where each stage ends: the number of units before it. The last one is the number of units."""
 FEW_UNITS = 12
-"""Models of no more units than these are not deep: every schedule and number of stages is looked at."""
+"""A model with at most this many units is not deep: the search tries every schedule and number of stages."""
 
 
 def units_of(graph: Graph) -> tuple[tuple[str, ...], ...]:
@@ -37,5 +37,5 @@ def sizes_of(cut: Cut) -> list[int]:
 
 
 def even_cut(num_units: int, num_stages: int) -> Cut:
-    """As a plain plan is cut."""
+    """The cut that a plain plan has."""
     return tuple(accumulate(even_counts(num_units, num_stages)))

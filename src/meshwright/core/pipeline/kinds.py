@@ -28,7 +28,7 @@ DualPipeV runs `F0 B1` and `F1 B0` side by side where kernels allow it; here the
 
 Lower bounds. T_f and T_b are the seconds of a microbatch through all stages, T their sum; stage i takes t_i = f_i + b_i. The step
 of a schedule with one stage a coordinate is at least `through` + the largest `stage_weight`; the least largest weight over all cuts
-follows from the weights of stages of equal work (searching/even_loads.py):
+follows from the weights of stages of equal work (searching/bounds/load_balance.py):
 
     gpipe         all forwards, then all backwards        T + (m-1) t_i
     1f1b          stage i has begun w_i = min(p-1-i, m) forwards when its first backward can start, and then does the rest:

@@ -1,0 +1,187 @@
+"""How much room a point leaves, and the recompute that this forces on it: bounds, from the table of units alone.
+
+A rank holds of every element of its parameters, by ZeRO stage, N ranks to a sharding group (the least; buffers left out):
+
+    0   parameter + gradient + state
+    1   (parameter + state) / N + gathered + gradient
+    2   (parameter + state + gradient) / N + gathered
+    3   (parameter + state + gradient) / N
+        gradients where an earlier microbatch left some, or replicas keep buckets               -> has_gradients
+    and for the unit that runs its peak beside its gathered parameters, or these twice (3)                  -> UnitTable.beside
+
+All p coordinates together have p · budget bytes. With S bytes of state and at least h microbatches in flight on each, they can
+keep (p · budget - S) / h bytes of activations of one microbatch. What is more than that is recomputed, at no less than the
+least seconds a byte of any unit                                                                -> recompute_seconds
+The unit that runs saves nothing by recompute: what it did not keep is there again              -> Room.running
+A cut must fit on every coordinate with everything recomputed                                   -> cut_fits
+Where a coordinate has several stages, each has a unit at least, and the fullest must fit       -> _several_fit
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+
+from meshwright.core.cluster import Device
+from meshwright.core.pipeline.kinds import ScheduleKind, in_flight, kind_of, placement_of
+from meshwright.core.pipeline.placement import coordinate_of
+from meshwright.core.plan import ZeroStage
+from meshwright.core.recipe import Recipe
+from meshwright.cost.memory.allocator_slack import usable_bytes
+from meshwright.cost.memory.local_parameters import Items
+from meshwright.searching.space import Point, Shape
+from meshwright.searching.unit_table import Beside, UnitTable
+from meshwright.searching.units import Cut
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of a device, and of an element on it."""
+
+    budget_bytes: float
+    element_bytes: float
+    expert_element_bytes: float
+    working_element_bytes: float
+    """Of the unit that runs, beside its share of the state."""
+    made_element_bytes: float = 0.0
+    """Of its gradient, where that is not part of the state, and of the next one's parameters: most stages have these too."""
+    gradient_element_bytes: float = 0.0
+    """What of it is taken to be there at the peak: none, for a bound."""
+
+    def working(self, table: UnitTable) -> Beside:
+        """Of units, above what they keep."""
+        return table.beside("least_peak", self.working_element_bytes, self.gradient_element_bytes)
+
+    def running(self, table: UnitTable) -> Beside:
+        """Of units, above what they keep when everything is recomputed."""
+        return table.beside("least_running", self.working_element_bytes, self.gradient_element_bytes)
+
+    @cached_property
+    def likely(self) -> Room:
+        """As nearly all stages have it: the gradient of the unit that runs, and the parameters of the next, beside its peak."""
+        return replace(self, gradient_element_bytes=self.made_element_bytes)
+
+    def state_bytes(self, table: UnitTable) -> float:
+        """Of all coordinates together."""
+        dense, expert = table.totals
+        return dense * self.element_bytes + expert * self.expert_element_bytes
+
+    def bytes_of(self, table: UnitTable, begin: int, end: int) -> float:
+        """State of a row of units."""
+        dense, expert = table.elements, table.expert_elements
+        return float(
+            (dense[end] - dense[begin]) * self.element_bytes + (expert[end] - expert[begin]) * self.expert_element_bytes
+        )
+
+
+def room_of(
+    point: Point, items: Items, recipe: Recipe, budget_bytes: float, device: Device, *, gradients: bool
+) -> Room:
+    """gradients: whether they are there when activations are fullest."""
+    shape = point.shape
+    budget = usable_bytes(budget_bytes, shape.mesh, shape.compile, device)
+    degree = 1 if point.zero == 0 else point.hybrid or shape.dp * shape.cp
+    few = max(1, min(degree, shape.dp * shape.cp // shape.ep))
+    dense, expert = (_element_bytes(point, items, recipe, ranks, gradients) for ranks in (degree, few))
+    return Room(budget, dense, expert, *_working(point, items, recipe))
+
+
+def _working(point: Point, items: Items, recipe: Recipe) -> tuple[float, float]:
+    """Of an element of the unit that runs: gathered, and its gradient."""
+    if recipe.master_item_bytes or point.zero < 2 or point.offload == "parameters" or _leaves_early(point):
+        return 0.0, 0.0
+    gathered = float(items.gathered) if point.zero == 3 else 0.0
+    return gathered, gathered + items.gradient
+
+
+def _element_bytes(point: Point, items: Items, recipe: Recipe, degree: int, gradients: bool) -> float:
+    if point.offload == "parameters":
+        return 0.0
+    if _leaves_early(point):  # stored in what the device computes with; gradients leave as they are made
+        return min(items.parameter, items.gathered) / degree
+    state = 0.0 if point.offload == "optimizer" else items.state / degree
+    gradient = items.gradient / (degree if point.zero >= 2 else 1) if gradients else 0.0
+    packs = point.zero in (1, 2) and not recipe.master_item_bytes
+    return items.parameter / degree + state + gradient + (items.gathered if packs else 0)
+
+
+def _leaves_early(point: Point) -> bool:
+    return point.offload == "optimizer" and point.shape.mesh.world == 1
+
+
+def has_gradients(shape: Shape, zero: ZeroStage, schedule: ScheduleKind) -> bool:
+    """Whether gradients are there when activations are fullest: those of the microbatches before, or buckets of replicas, which
+    stages give up.
+
+    A pipeline that is no more than filled is fullest before the first backward, as GPipe always is."""
+    kind = kind_of(schedule)
+    has_earlier = not kind.keeps_all and shape.num_microbatches > kind.filling(shape.pp)
+    return has_earlier or (zero == 0 and shape.dp * shape.cp > 1 and shape.pp == 1)
+
+
+def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
+    """Seconds a microbatch spends at least on recompute, over all stages; infinite where nothing makes it fit."""
+    left = _left_bytes(table, point, room)
+    if left is None:
+        return inf
+    return max(0.0, table.all_kept["none"] - left) * table.seconds_per_saved_byte
+
+
+def may_fit(table: UnitTable, point: Point, room: Room) -> bool:
+    """With everything recomputed."""
+    return _left_bytes(table, point, room) is not None
+
+
+def _left_bytes(table: UnitTable, point: Point, room: Room) -> float | None:
+    """What all coordinates together can keep of a microbatch; None where nothing makes it fit."""
+    shape, p = point.shape, point.shape.pp
+    held = in_flight(point.schedule, p, shape.num_microbatches, point.virtual)
+    times = max(1.0, min(held) / point.virtual)  # with the microbatch at hand
+    left = p * room.budget_bytes - room.state_bytes(table)
+    kept = left - room.working(table).on_all(p)
+    if kept < 0 or left < room.running(table).on_all(p) + times * table.all_kept["full"]:
+        return None
+    if point.virtual > 1 and not _several_fit(table, point, room, max(held)):
+        return None
+    return kept / times
+
+
+def least_bytes(table: UnitTable, point: Point, room: Room) -> float:
+    """What a device needs at least, with everything recomputed and stages as even as can be."""
+    state = room.state_bytes(table) / point.shape.pp
+    held = max(in_flight(point.schedule, point.shape.pp, point.shape.num_microbatches, point.virtual))
+    kept = held * table.all_kept["full"] / point.num_stages
+    return state + kept + room.running(table).least
+
+
+def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
+    """Whether every coordinate may fit with everything recomputed: its state, what its microbatches keep, and the unit that runs,
+    the last one beside all that is kept, any other beside what the other microbatches keep."""
+    shape = point.shape
+    held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
+    running = room.running(table).by_unit
+    alone_bytes = running + table.unit_kept
+    if table.like_between:
+        alone_bytes = np.maximum(alone_bytes, alone_bytes[1:-1].min())
+    state = np.zeros(shape.pp)
+    least = np.full(shape.pp, np.inf)
+    largest = np.zeros(shape.pp)
+    for stage, (begin, end) in enumerate(pairwise((0, *cut))):
+        home = coordinate_of(stage, shape.pp, placement_of(point.schedule))
+        state[home] += room.bytes_of(table, begin, end)
+        whole = float(table.kept_by(begin, end, "full"))
+        least[home] = min(least[home], whole)
+        alone = float(alone_bytes[begin:end].max())
+        largest[home] = max(largest[home], alone, whole + running[end - 1])
+    return bool(np.all(state + (np.array(held) - 1) * least + largest <= room.budget_bytes))
+
+
+def _several_fit(table: UnitTable, point: Point, room: Room, held: int) -> bool:
+    dense, expert = table.unit_elements
+    state = point.virtual * float((dense * room.element_bytes + expert * room.expert_element_bytes).min())
+    kept = held * float(table.unit_kept.min())
+    return state + kept + room.running(table).least <= room.budget_bytes

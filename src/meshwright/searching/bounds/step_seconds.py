@@ -1,0 +1,344 @@
+"""Seconds that no plan of a kind can beat, whatever its cut and recompute. They order the search and end it.
+
+T = T_f + T_b: a microbatch through the whole model, nothing recomputed; p coordinates, m microbatches, stage i takes
+t_i = f_i + b_i, Σ t_i ≥ T, f_i ≤ r t_i. Any schedule: m t_i on its busiest coordinate, so m T / p, and m times what the busiest
+has at least, since units are not cut                                                             -> busiest_seconds
+More of it, by the kind of schedule: core/pipeline/kinds.py. For one stage a coordinate, with c_i the weight of a stage that takes a
+second: the least largest weight over all cuts is T / Σ 1/c_i                                     -> shared_out
+
+    dp            gathers and reductions: what is longer than the compute that could hide it, and the slowdown of what hides
+    update        of the elements a rank holds on average
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+
+from meshwright.core.pipeline.kinds import ScheduleKind, kind_of, placement_of
+from meshwright.core.pipeline.placement import Placement, coordinate_of
+from meshwright.core.plan import Mesh
+from meshwright.cost.communication.links import Group, axis_group, collective_seconds, send_seconds
+from meshwright.cost.compute.optimizer_update import update_seconds
+from meshwright.searching.bounds.load_balance import least_busiest, shared_out, waiting
+from meshwright.searching.bounds.memory import Room, recompute_seconds
+from meshwright.searching.problem import Problem
+from meshwright.searching.space import Point, Shape
+from meshwright.searching.unit_table import Row, UnitTable
+from meshwright.searching.units import Cut
+
+SLACK = 1 - 1e-9
+"""A bound that rounding lifts above the truth would cut off the best plan."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Seconds that a state and the recompute it forces add at least."""
+
+    each: float
+    """To every microbatch of every stage."""
+    once: float
+    seconds: float
+    """Of a step at least, whatever the turns."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of the plans that divide a microbatch in one way."""
+
+    problem: Problem
+    table: UnitTable
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        return float(self.table.forward(0, self.table.num_units))
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        return float(self.table.backward(0, self.table.num_units))
+
+    @cached_property
+    def unit_seconds(self) -> list[float]:
+        """Of each unit, forward and backward."""
+        alone = self.table.alone
+        return [float(seconds) for seconds in self.table.forward(*alone) + self.table.backward(*alone)]
+
+    @cached_property
+    def forward_share(self) -> float:
+        """No stage spends more of its time in forward than this."""
+        table = self.table
+        rows = ((table.forward_launch, table.backward_launch), (table.forward_kernel, table.backward_kernel))
+        shares = [0.5]
+        for forward, backward in rows:
+            shares += [f / (f + b) for f, b in zip(np.diff(forward), np.diff(backward), strict=True) if f + b > 0]
+        forwards = table.forward(*table.alone)
+        shares += [float(own) / both for own, both in zip(forwards, self.unit_seconds, strict=True) if both > 0]
+        return min(1.0, max(shares))
+
+    def of_shape(self, shape: Shape) -> float:
+        """Whatever the schedule and the state."""
+        total = self.forward_seconds + self.backward_seconds
+        return SLACK * shape.num_microbatches * max(total / shape.pp, max(self.unit_seconds))
+
+    def of_once(self, point: Point) -> float:
+        """Seconds that the state adds at least once a step, whatever the schedule and the number of microbatches."""
+        each, once = self.exposed(point)
+        return SLACK * (each + once + self.after(point))
+
+    def needs(self, point: Point, again: float) -> Needs:
+        """again: seconds of recompute that a microbatch needs, over all stages."""
+        exposed, once = self.exposed(point, again)
+        shape = point.shape
+        each, once = exposed + again / shape.pp, once + self.after(point)
+        total = (self.forward_seconds + self.backward_seconds) / shape.pp + each
+        seconds = SLACK * (shape.num_microbatches * max(total, max(self.unit_seconds)) + once)
+        return Needs(each, once, seconds)
+
+    def with_turns(self, shape: Shape, needs: Needs, schedule: ScheduleKind, virtual: int) -> float:
+        """With these turns, whatever it holds under them."""
+        played = self._played(shape, schedule, virtual, needs.each)
+        return max(self.of_shape(shape), SLACK * played) + SLACK * needs.once
+
+    def of_turns(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> float:
+        """Whatever the state."""
+        return max(self.of_shape(shape), SLACK * self._played(shape, schedule, virtual, 0.0))
+
+    def of_point(self, point: Point, room: Room) -> float:
+        """Infinite where it cannot fit."""
+        again = recompute_seconds(self.table, point, room)
+        if again == inf:
+            return inf
+        return self.with_turns(point.shape, self.needs(point, again), point.schedule, point.virtual)
+
+    def of_cut(self, point: Point, cut: Cut, room: Room, largest: float) -> float:
+        """With these stages; largest: the weight of the heaviest, with the recompute it needs, where cuts were compared."""
+        shape, table = point.shape, self.table
+        p, m = shape.pp, shape.num_microbatches
+        least = self.of_point(point, room)
+        stages = [(float(table.forward(b, e)), float(table.backward(b, e))) for b, e in pairwise((0, *cut))]
+        homes = [coordinate_of(number, p, placement_of(point.schedule)) for number in range(len(stages))]
+        busy = [sum(f + b for (f, b), home in zip(stages, homes, strict=True) if home == c) for c in range(p)]
+        waits = [sum(f for f, _ in stages[:i]) for i in range(p)]
+        kind = kind_of(point.schedule)
+        if not kind.splits_backward:
+            waits = [wait + sum(b for _, b in stages[:i]) for i, wait in enumerate(waits)]
+        seconds = max(wait + m * work for wait, work in zip(waits, busy, strict=True))
+        seconds = max(seconds, kind.cut_seconds(stages, m))
+        every = self.of_every_cut(point, room, largest)
+        return max(least, every, SLACK * (seconds + self.after(point)))
+
+    def of_every_cut(self, point: Point, room: Room, largest: float) -> float:
+        """Wherever stages end; largest: no cut has all of its stages lighter than this, 0 where that is not known."""
+        least = self.of_point(point, room)
+        if not largest or point.shape.num_microbatches == 1:
+            return least
+        return max(least, SLACK * (self._through(point.schedule) + largest + self.after(point)))
+
+    # ------------------------------------------------------------ the schedule
+
+    def expected(self, point: Point, needs: Needs) -> float:
+        """No bound: about what a good cut takes, with the bubble of even stages (cost/play.py)."""
+        shape, p = point.shape, point.shape.pp
+        each = max(
+            (self.forward_seconds + self.backward_seconds) / p,
+            self.busiest_seconds(p, placement_of(point.schedule)),
+        )
+        forward, weights = self.forward_seconds / p, float(self.table.weights[-1]) / p
+        inputs = max(0.0, self.backward_seconds / p + needs.each - weights)
+        idle = kind_of(point.schedule).idle(forward, inputs, weights, point.virtual)
+        idle += self._first_gather(point)  # of one stage after the other, as the first microbatch reaches them
+        return shape.num_microbatches * (each + needs.each) + (p - 1) * idle + needs.once
+
+    def _first_gather(self, point: Point) -> float:
+        """What shows of it on a coordinate, where parameters are gathered once a step."""
+        shape = point.shape
+        if shape.pp == 1 or shape.dp * shape.cp == 1 or point.zero not in (1, 2):
+            return 0.0
+        return self._shown(self._gathers(point)[0], self.forward_seconds / shape.pp)
+
+    def _played(self, shape: Shape, schedule: ScheduleKind, virtual: int, each: float) -> float:
+        """each: seconds that dp adds to every microbatch of every stage."""
+        p, m = shape.pp, shape.num_microbatches
+        forward, total = self.forward_seconds, self.forward_seconds + self.backward_seconds + p * each
+        if p == 1:
+            return m * total
+        kind = kind_of(schedule)
+        first = total - (float(self.table.weights[-1]) if kind.splits_backward else 0.0)
+        hop = self._hop(shape, 1)
+        hops = (p - 1) * hop * (1 if kind.splits_backward else 2)
+        inside = 1 if kind.placement == "v" else 0  # the stages where a V turns share a coordinate
+        longest = self._hop(shape, p * virtual - 1 - inside)
+        played = self._with_bubble(shape, schedule, forward, total)
+        busiest = m * self.busiest_seconds(p, kind.placement)  # another may recompute all there is to
+        return max(first + hops, m * total / p, busiest, m * max(virtual * hop, longest), played)
+
+    def busiest_seconds(self, p: int, placement: Placement) -> float:
+        """Of a microbatch on the coordinate with the most work, wherever stages end. Launches and kernels are each looked at alone:
+        the longer of both sums is what a stage takes."""
+        key = (p, placement)
+        if key not in self._busiest:
+            self._busiest[key] = max(least_busiest(work, *key) for work in self._works)
+        return self._busiest[key]
+
+    @cached_property
+    def _busiest(self) -> dict[tuple[int, Placement], float]:
+        return {}
+
+    @cached_property
+    def _works(self) -> list[Row]:
+        """Seconds of every unit that add up: launches, kernels, each with the communication inside; on a CPU all together."""
+        table = self.table
+        inner = np.diff(table.inner_forward + table.inner_backward["none"])
+        launches = np.diff(table.forward_launch + table.backward_launch)
+        kernels = np.diff(table.forward_kernel + table.backward_kernel)
+        return [launches + kernels + inner] if table.is_cpu else [launches + inner, kernels + inner]
+
+    def _hop(self, shape: Shape, number: int) -> float:
+        """Of a message: so many cuts have one that takes as long, wherever they are."""
+        sent = self.table.sent
+        if not len(sent) or number < 1:
+            return 0.0
+        size = float(sent[min(number, len(sent)) - 1])
+        key = (size, shape.mesh)
+        if key not in self._hops:
+            self._hops[key] = send_seconds(size, axis_group(shape.mesh, "pp"), self.problem.cluster)
+        return self._hops[key]
+
+    @cached_property
+    def _hops(self) -> dict[tuple[float, Mesh], float]:
+        return {}
+
+    def _through(self, schedule: ScheduleKind) -> float:
+        """Of the first microbatch, before the heaviest stage does the others; gradients of weights may come later."""
+        return self.forward_seconds + (0.0 if kind_of(schedule).splits_backward else self.backward_seconds)
+
+    def _with_bubble(self, shape: Shape, schedule: ScheduleKind, forward: float, total: float) -> float:
+        p, m, kind = shape.pp, shape.num_microbatches, kind_of(schedule)
+        if kind.has_turns:
+            chunk = self._least_forward if kind.splits_backward else min(self.unit_seconds)
+            return m * total / p + (p - 1) / 2 * chunk
+        through = forward if kind.splits_backward else total
+        if m == 1 and not kind.splits_backward:
+            return through  # what a stage weighs then follows from the cut alone
+        return through + shared_out(total, *waiting(schedule, p, m, self.forward_share))
+
+    @cached_property
+    def _least_forward(self) -> float:
+        return float(self.table.forward(*self.table.alone).min())
+
+    # ------------------------------------------------------------ the state
+
+    def exposed(self, point: Point, again: float = 0.0) -> tuple[float, float]:
+        """Seconds that gathers and reductions add, in each microbatch and once a step, on an average coordinate; what is done
+        again hides them too."""
+        shape, zero = point.shape, point.zero
+        if shape.dp * shape.cp == 1:
+            return 0.0, 0.0
+        forward, backward = self.forward_seconds / shape.pp, (self.backward_seconds + again) / shape.pp
+        gather, reduce, across = self._gathers(point)
+        if zero <= 1:
+            return 0.0, self._shown(gather, forward) + self._shown(reduce + across, backward)
+        last = self._shown(reduce + across, backward) - self._shown(reduce, backward)
+        if zero == 2:
+            return self._shown(reduce, backward), self._shown(gather, forward) + last
+        return self._shown(gather, forward) + self._shown(gather + reduce, backward), last
+
+    def _gathers(self, point: Point) -> tuple[float, float, float]:
+        """Seconds of gathers and of reductions, inside sharding groups and between them, on an average coordinate; found once
+        whatever the turns and the microbatches."""
+        shape = point.shape
+        key = (shape.mesh, point.zero, point.hybrid)
+        if key not in self._known_gathers:
+            dense, expert = self.table.totals
+            blocks = max(1, self.table.num_units // shape.pp)
+            of_dense = self._of_state(point, dense / shape.pp, Group(shape.dp * shape.cp, shape.tp), blocks)
+            of_experts = self._of_state(point, expert / shape.pp, _expert_ranks(shape), 1)
+            gather, reduce, across = map(sum, zip(of_dense, of_experts, strict=True))
+            self._known_gathers[key] = (gather, reduce, across)
+        return self._known_gathers[key]
+
+    @cached_property
+    def _known_gathers(self) -> dict[tuple[object, ...], tuple[float, float, float]]:
+        return {}
+
+    def _of_state(self, point: Point, elements: float, everyone: Group, count: int) -> tuple[float, float, float]:
+        """Seconds of gathers, of reductions, and of reductions between sharding groups; everyone: the ranks that hold these
+        elements; count: in so many groups of parameters."""
+        gradient = self._gradient_bytes * elements
+        if point.zero == 0:
+            return 0.0, self._seconds("all_reduce", gradient, everyone), 0.0
+        degree = min(point.hybrid or point.shape.dp * point.shape.cp, everyone.size)
+        inner = Group(degree, everyone.stride)
+        outer = Group(everyone.size // degree, everyone.stride * degree)
+        gather = self._of_groups("all_gather", self._gathered_bytes * elements / degree, inner, count)
+        reduce = self._of_groups("reduce_scatter", gradient, inner, count)
+        return gather, reduce, self._seconds("all_reduce", gradient / degree, outer)
+
+    def _of_groups(self, kind: str, num_bytes: float, group: Group, count: int) -> float:
+        """In so many calls, with what is packed around them."""
+        if group.size == 1 or not num_bytes:
+            return 0.0
+        copied = 0.0
+        if not self.problem.recipe.master_item_bytes and self.problem.cluster.device.constants is not None:
+            rate = self.problem.cluster.device.bytes_per_second or inf
+            times = 1 + group.size if kind == "all_gather" else 1
+            copied = 2 * num_bytes * times / (rate * self.problem.cluster.device.constants.copy_share)
+        return count * self._seconds(kind, num_bytes / count, group) + copied
+
+    def _seconds(self, kind: str, num_bytes: float, group: Group) -> float:
+        if group.size == 1 or not num_bytes:
+            return 0.0
+        if self.problem.cluster.collectives:
+            return self._measured(kind, num_bytes, group)
+        return collective_seconds(kind, num_bytes, group, self.problem.cluster)  # type: ignore[arg-type]
+
+    def _measured(self, kind: str, num_bytes: float, group: Group) -> float:
+        """Points may not lie on a line: many small calls can be faster than one large one, so take the best rate seen."""
+        found = [
+            point.seconds / point.num_bytes
+            for point in self.problem.cluster.collectives
+            if point.kind == kind and point.num_ranks == group.size and point.num_bytes > 0
+        ]
+        return num_bytes * min(found) if found else 0.0
+
+    def _shown(self, communication: float, compute: float) -> float:
+        """The least that shows of communication beside compute."""
+        constants = self.problem.cluster.device.constants
+        slowdown = constants.overlap_slowdown if constants else 0.0
+        exposed = max(0.0, communication - compute)
+        return exposed + slowdown * (communication - exposed) if self.problem.recipe.overlaps_reduction else exposed
+
+    @cached_property
+    def _gradient_bytes(self) -> int:
+        recipe = self.problem.recipe
+        return recipe.reduce_item_bytes or recipe.gradient_item_bytes or recipe.parameter_item_bytes or 4
+
+    @cached_property
+    def _gathered_bytes(self) -> int:
+        return self.problem.recipe.gather_item_bytes or 2
+
+    def after(self, point: Point) -> float:
+        """The update, and what a step takes beside its work."""
+        constants = self.problem.cluster.device.constants
+        return self._update(point) + (constants.step_overhead_seconds if constants else 0.0)
+
+    def _update(self, point: Point) -> float:
+        if point.offload != "none":
+            return 0.0
+        shape = point.shape
+        degree = 1 if point.zero == 0 else point.hybrid or shape.dp * shape.cp
+        rest = max(1, degree // shape.ep)
+        held = float(self.table.elements[-1]) / degree + float(self.table.expert_elements[-1]) / rest
+        return update_seconds(held / shape.pp, self.problem.cluster.device, self.problem.recipe.optimizer_slots)
+
+
+def _expert_ranks(shape: Shape) -> Group:
+    """The ranks that hold the same experts: fewer than those that hold the same other parameters, and further apart
+    (cost/communication/step_calls.py)."""
+    if shape.dp == shape.ep:
+        return axis_group(shape.mesh, "cp")
+    return Group(shape.dp // shape.ep * shape.cp, shape.tp * shape.ep)

@@ -1,0 +1,1 @@
+"""Where a row of units is cut into pipeline stages."""

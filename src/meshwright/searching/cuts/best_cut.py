@@ -1,0 +1,174 @@
+"""Where to cut a row of units into stages.
+
+One stage a coordinate: dynamic programming over (stage, units before its end), which finds the least possible largest
+                        weight of a stage                                                             -> _least_largest
+    weight of stage i   what it adds to the played schedule beyond one microbatch through the model (bounds/step_seconds.py):
+                        gpipe (m-1) (f+b);  1f1b (m-1) b + max(0, m-p+i) f;  zb m (f+b) - (p-i) f
+                        b: with as much recompute as the stage needs to fit at least; no cut where none suffices -> _Loads
+Several stages a coordinate: some that are even in one way or another, and their neighbours, played; even coordinates where
+                             some must recompute                                                      -> played_cuts.py
+Few cuts in all: every one                                                                            -> every_cut
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb, inf
+
+import numpy as np
+
+from meshwright.core.pipeline.kinds import in_flight, kind_of
+from meshwright.searching.bounds.memory import Room, cut_fits, recompute_seconds
+from meshwright.searching.cuts.played_cuts import levelled_cut, played_cut
+from meshwright.searching.space import Point
+from meshwright.searching.unit_table import Places, Row, UnitTable
+from meshwright.searching.units import Cut
+
+AGAIN = ("selective", "full")
+FEW_CUTS = 24
+"""So many cuts are all looked at."""
+
+
+def num_cuts(num_units: int, num_stages: int) -> int:
+    return comb(num_units - 1, num_stages - 1)
+
+
+def every_cut(num_units: int, num_stages: int) -> Iterator[Cut]:
+    for ends in combinations(range(1, num_units), num_stages - 1):
+        yield (*ends, num_units)
+
+
+def best_cut(table: UnitTable, point: Point, room: Room) -> tuple[Cut, float] | None:
+    """One good cut, with the weight that the heaviest stage of every cut has at least, 0 where that is not known; None where no cut
+    fits."""
+    if point.num_stages == 1:
+        return (table.num_units,), 0.0
+    if point.virtual == 1:
+        return _least_largest(_Loads(table, point, room), table.num_units, point.num_stages)
+    if recompute_seconds(table, point, room) > 0:  # by which stages differ as no play knows before it is decided
+        return levelled_cut(table, point), 0.0
+    played = played_cut(table, point)
+    return played if cut_fits(table, point, room, played) else levelled_cut(table, point), 0.0
+
+
+# ---------------------------------------------------------------- one stage a coordinate
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of units, many at once: what each takes and keeps as a stage, whichever stage that is."""
+
+    forward: Row
+    backward: Row
+    at_end: Row
+    """Bytes beside all that is kept: state, and room for the last unit, which runs when most is kept."""
+    at_begin: Row
+    """Bytes beside what the other microbatches keep: state, and the first unit, which runs when its own has kept nothing else."""
+    kept: Row
+    saved: dict[str, Row]
+    longer: dict[str, Row]
+    """By mode of recompute: bytes of one microbatch it saves, seconds it adds."""
+
+
+class _Loads:
+    """The weight of every row of units as stage i."""
+
+    def __init__(self, table: UnitTable, point: Point, room: Room) -> None:
+        self.table, self.point, self.room = table, point, room
+        shape = point.shape
+        self.held = in_flight(point.schedule, shape.pp, shape.num_microbatches, 1)
+
+    def rows(self, begins: Places, ends: Places) -> _Rows:
+        table, room = self.table, self.room
+        working = room.working(table).by_unit
+        state = (table.elements[ends] - table.elements[begins]) * room.element_bytes
+        state += (table.expert_elements[ends] - table.expert_elements[begins]) * room.expert_element_bytes
+        plain, kept = table.backward(begins, ends), table.kept_by(begins, ends, "none")
+        return _Rows(
+            forward=table.forward(begins, ends),
+            backward=plain,
+            at_end=state + working[ends - 1],
+            at_begin=state + working[begins] + table.unit_kept[begins],
+            kept=kept,
+            saved={mode: kept - table.kept_by(begins, ends, mode) for mode in AGAIN},
+            longer={mode: table.backward(begins, ends, mode) - plain for mode in AGAIN},
+        )
+
+    def of(self, stage: int, rows: _Rows) -> Row:
+        return self._weight(stage, rows.forward, rows.backward + self._again(stage, rows))
+
+    def _weight(self, stage: int, forward: Row, backward: Row) -> Row:
+        shape = self.point.shape
+        m, p = shape.num_microbatches, shape.pp
+        weight = kind_of(self.point.schedule).stage_weight
+        # infinite even with one microbatch, whose backward may weigh nothing
+        return np.where(
+            np.isinf(backward), inf, weight(stage, p, m, forward, np.where(np.isinf(backward), 0.0, backward))
+        )
+
+    def least_of_length(self, length: int, num_units: int, num_stages: int) -> float:
+        """No stage of so many units or more weighs less, whatever it recomputes."""
+        begins: Places = np.arange(num_units - length + 1, dtype=np.int64)
+        work = self.table.forward(begins, begins + length), self.table.backward(begins, begins + length)
+        return min(float(self._weight(stage, *work).min()) for stage in range(num_stages))
+
+    def _again(self, stage: int, rows: _Rows) -> Row:
+        """Seconds of the cheapest recompute that fits, taken as divisible; infinite where none does."""
+        held = self.held[stage]
+        needed = np.maximum(rows.at_end + held * rows.kept, rows.at_begin + (held - 1) * rows.kept)
+        over = needed - self.room.budget_bytes
+        saved = {mode: held * rows.saved[mode] for mode in AGAIN}
+        return np.where(over <= 0, 0.0, _cheapest(over, saved, rows.longer))
+
+
+def _cheapest(over: Row, saved: dict[str, Row], longer: dict[str, Row]) -> Row:
+    """Seconds to save so many bytes with any mixture of both modes: the lower hull of nothing, selective and full."""
+    full, full_seconds = saved["full"], longer["full"]
+    selective, selective_seconds = saved["selective"], longer["selective"]
+    rate = np.divide(full_seconds, full, out=np.full_like(full, np.inf), where=full > 0)
+    own = np.divide(selective_seconds, selective, out=np.full_like(full, np.inf), where=selective > 0)
+    steep = np.divide(
+        full_seconds - selective_seconds, full - selective, out=np.full_like(full, np.inf), where=full > selective
+    )
+    by_full = np.where(over <= full, over * np.where(np.isfinite(rate), rate, 0.0), np.inf)
+    first = np.where(np.isfinite(own), own, 0.0) * np.minimum(over, selective)
+    rest = np.maximum(0.0, over - selective)
+    mixed = first + rest * np.where(np.isfinite(steep), steep, 0.0)
+    possible = (selective > 0) & (over <= np.maximum(full, selective))
+    return np.minimum(by_full, np.where(possible & (own < rate), mixed, np.inf))
+
+
+def _least_largest(loads: _Loads, num_units: int, num_stages: int) -> tuple[Cut, float] | None:
+    """Short stages first: longer ones are looked at only where one of them may be lighter than the heaviest that was found."""
+    most = num_units - num_stages + 1
+    few = min(most, -(-num_units * 4 // (3 * num_stages)) + 3)
+    found = _of_lengths(loads, num_units, num_stages, few)
+    if few == most or (found is not None and loads.least_of_length(few + 1, num_units, num_stages) >= found[1]):
+        return found
+    return _of_lengths(loads, num_units, num_stages, most)
+
+
+def _of_lengths(loads: _Loads, num_units: int, num_stages: int, longest: int) -> tuple[Cut, float] | None:
+    """Dynamic programming: best[e] of stage i = min over the begin b of max(best of stage i-1 at b, weight of b … e)."""
+    ends: Places = np.arange(num_units + 1, dtype=np.int64)
+    lengths: Places = np.arange(1, longest + 1, dtype=np.int64)
+    begins = ends[None, :] - lengths[:, None]  # one row a length
+    is_row = begins >= 0
+    begins = np.where(is_row, begins, 0)
+    until = np.where(is_row, ends[None, :], 1)
+    rows = loads.rows(begins, until)
+    best = np.where(ends == 0, 0.0, np.inf)
+    choices: list[Places] = []
+    for stage in range(num_stages):
+        largest = np.where(is_row, np.maximum(best[begins], loads.of(stage, rows)), np.inf)
+        shortest = np.argmin(largest, axis=0)  # of equal ones
+        best = largest[shortest, ends]
+        choices.append(lengths[shortest])
+    if not np.isfinite(best[num_units]):
+        return None
+    cut = [num_units]
+    for chosen in reversed(choices[1:]):
+        cut.append(cut[-1] - int(chosen[cut[-1]]))
+    return tuple(reversed(cut)), float(best[num_units])

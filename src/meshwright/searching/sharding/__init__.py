@@ -1,0 +1,1 @@
+"""Which tensors are split over tp, by an integer program."""

@@ -1,0 +1,327 @@
+"""The table of units: for each unit the seconds, activation bytes and state of one microbatch, as the cost room counts them.
+
+There is one table for every way to divide a microbatch (tp, cp, ep, sequence parallel, its samples, compile, casting). The sum over
+a row of units is what a stage of these units takes, so bounds and cuts need no estimate of their own:
+
+    seconds of a stage, forward or backward   launches + kernels on a CPU, the larger of both on a GPU, + inner collectives
+    kept                                      bytes held between forward and backward of a microbatch, by recompute mode
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, prod
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.core.graph import Graph
+from meshwright.core.plan import Plan
+from meshwright.cost.communication.stage_transfers import sent_bytes
+from meshwright.cost.compute.recomputed_ops import ActivationMode, selective_mode
+from meshwright.cost.local_block import LocalBlock
+from meshwright.cost.memory.local_parameters import cut_shape, split_dims
+from meshwright.cost.memory.peak_memory import MemoryCost
+from meshwright.cost.memory.rank_state import RankState
+from meshwright.cost.microbatch import Microbatch
+from meshwright.cost.passes import StagePasses, passes_by_stage
+from meshwright.cost.stages import StageCosts
+from meshwright.searching.problem import Problem
+
+Row = NDArray[np.float64]
+Places = NDArray[np.int64]
+"""Where rows of units begin or end, many at once."""
+Splits = dict[tuple[str, str], int]
+"""(block, tensor) → the dim that lies over tp."""
+MODES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Bytes that each unit needs while it runs, in addition to what is kept for backward."""
+
+    by_unit: Row
+    between: float
+    """The least value of a unit that can be the last of a stage, where this is not the last stage."""
+
+    @cached_property
+    def least(self) -> float:
+        return float(self.by_unit.min())
+
+    def on_all(self, p: int) -> float:
+        """Bytes on p coordinates together. Each runs the last unit of a stage, and one of them the last unit of the model."""
+        last = float(self.by_unit[-1])
+        return last if p == 1 or len(self.by_unit) == 1 else (p - 1) * self.between + last
+
+
+@dataclass(frozen=True)
+class UnitTable:
+    """Prefix sums over units: entry i is the sum over the first i units."""
+
+    is_cpu: bool
+    forward_launch: Row
+    forward_kernel: Row
+    backward_launch: Row
+    backward_kernel: Row
+    inner_forward: Row
+    weights: Row
+    recompute_launch: dict[str, Row]
+    recompute_kernel: dict[str, Row]
+    inner_backward: dict[str, Row]
+    kept: dict[str, Row]
+    peaks: dict[str, Row]
+    """One value per unit, no prefix sums: bytes while the unit runs, in addition to what is kept."""
+    sent: Row
+    """Bytes that a unit hands to the next, the fewest first."""
+    elements: Row
+    """Elements of parameters as tp splits them. A tied tensor counts at its first name; experts are counted apart."""
+    expert_elements: Row
+    gathered_elements: Row
+    """One value per unit, no prefix sums: parameters of its smallest block, which are gathered while the block runs."""
+    like_between: bool
+    """Whether the repeated blocks of the first and the last unit are like those of units between them."""
+
+    @cached_property
+    def seconds_per_saved_byte(self) -> float:
+        """Seconds of recompute per byte saved, for the unit and mode where this is least."""
+        begins, ends = self.alone
+        plain, kept = self.backward(begins, ends), self.kept_by(begins, ends, "none")
+        found = [inf]
+        for mode in ("selective", "full"):
+            saved, longer = kept - self.kept_by(begins, ends, mode), self.backward(begins, ends, mode) - plain
+            found += [float(ratio) for ratio in longer[saved > 0] / saved[saved > 0]]
+        return min(found) if min(found) < inf else 0.0
+
+    @cached_property
+    def alone(self) -> tuple[Places, Places]:
+        """Every unit as a row of its own."""
+        places: Places = np.arange(self.num_units + 1, dtype=np.int64)
+        return places[:-1], places[1:]
+
+    @cached_property
+    def unit_sums(self) -> list[float]:
+        """Prefix sums of forward and backward seconds, as if each unit was a stage of its own."""
+        alone = self.forward(*self.alone) + self.backward(*self.alone)
+        return [0.0, *(float(seconds) for seconds in np.cumsum(alone))]
+
+    @cached_property
+    def known_cuts(self) -> dict[tuple[object, ...], tuple[int, ...]]:
+        """The fastest cuts found so far, by schedule (cuts/played_cuts.py)."""
+        return {}
+
+    @cached_property
+    def least_peak(self) -> Row:
+        """Peak bytes of each unit under the recompute mode with the lowest peak."""
+        return np.asarray(np.min([self.peaks[mode] for mode in MODES], axis=0))
+
+    @cached_property
+    def least_running(self) -> Row:
+        """Bytes of each unit in addition to what it keeps under full recompute, for the mode that needs least in all. What is not
+        kept is computed again before backward, so recompute saves little on the unit that runs."""
+        kept = self.unit_kept
+        return np.asarray(np.min([self.peaks[mode] + np.diff(self.kept[mode]) - kept for mode in MODES], axis=0))
+
+    @cached_property
+    def unit_kept(self) -> Row:
+        """Bytes each unit keeps under full recompute."""
+        return np.diff(self.kept["full"])
+
+    def beside(self, peak: Literal["least_peak", "least_running"], own_bytes: float, gradient_bytes: float) -> Beside:
+        """own_bytes: of a gathered element of the unit that runs. gradient_bytes: of an element of its gradient."""
+        key = (peak, own_bytes, gradient_bytes)
+        if key not in self._besides:
+            own = self.gathered_elements * own_bytes
+            rows = np.maximum(getattr(self, peak), own) + own + self.gathered_elements * gradient_bytes
+            # the first stage has a block like those between, and what comes before that is kept meanwhile
+            between = rows[1:-1] if self.like_between and len(rows) > 2 else rows[:-1]
+            self._besides[key] = Beside(rows, float(between.min()) if len(between) else 0.0)
+        return self._besides[key]
+
+    @cached_property
+    def _besides(self) -> dict[tuple[str, float, float], Beside]:
+        return {}
+
+    @cached_property
+    def unit_elements(self) -> tuple[Row, Row]:
+        """Elements of each unit, and of its experts."""
+        return np.diff(self.elements), np.diff(self.expert_elements)
+
+    @cached_property
+    def totals(self) -> tuple[float, float]:
+        """Elements of all units, and of all experts."""
+        return float(self.elements[-1]), float(self.expert_elements[-1])
+
+    @cached_property
+    def all_kept(self) -> dict[str, float]:
+        """Bytes all units keep, by recompute mode."""
+        return {mode: float(row[-1]) for mode, row in self.kept.items()}
+
+    @property
+    def num_units(self) -> int:
+        return len(self.elements) - 1
+
+    def forward(self, begin: Places | int, end: Places | int) -> Row:
+        own = self._seconds(self.forward_launch, self.forward_kernel, begin, end)
+        return own + self.inner_forward[end] - self.inner_forward[begin]
+
+    def backward(self, begin: Places | int, end: Places | int, mode: str = "none") -> Row:
+        """Seconds of backward, with the recompute of all these units under the mode."""
+        own = self._seconds(self.backward_launch, self.backward_kernel, begin, end)
+        again = self._seconds(self.recompute_launch[mode], self.recompute_kernel[mode], begin, end)
+        inner = self.inner_backward[mode]
+        return own + again + inner[end] - inner[begin]
+
+    def kept_by(self, begin: Places | int, end: Places | int, mode: str) -> Row:
+        return self.kept[mode][end] - self.kept[mode][begin]
+
+    def _seconds(self, launch: Row, kernel: Row, begin: Places | int, end: Places | int) -> Row:
+        launches, kernels = launch[end] - launch[begin], kernel[end] - kernel[begin]
+        return np.asarray(launches + kernels if self.is_cpu else np.maximum(launches, kernels))
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The units under one division of the model, whatever the microbatch."""
+
+    local_blocks: dict[str, LocalBlock]
+    passes: tuple[StagePasses, ...]
+    elements: tuple[list[float], list[float]]
+    gathered: list[float]
+    unlike: tuple[int, ...]
+    """The first unit of every kind. Units with the same work are costed once."""
+    kinds: Places
+    """For every unit, the position in `unlike` of the unit it equals."""
+    like_between: bool
+
+
+def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microbatch) -> Divided:
+    """plan: one stage a unit."""
+    passes = passes_by_stage(graph, plan)
+    costs = StageCosts(graph, plan, problem.cluster, problem.recipe, microbatch)
+    first: dict[object, int] = {}
+    repeated = set(graph.repeated_blocks)
+    forms = [
+        (costs.form(number, one), tuple(segment.block in repeated for segment in one.forward))
+        for number, one in enumerate(passes)
+    ]
+    for number, form in enumerate(forms):
+        first.setdefault(form, number)
+    unlike = tuple(first.values())
+    kinds = np.array([unlike.index(first[form]) for form in forms], dtype=np.int64)
+    splits = split_dims(graph, plan)
+    sizes = (_elements(graph, plan, splits), _gathered(graph, plan, splits))
+    return Divided(microbatch.local_blocks, passes, *sizes, unlike, kinds, _like_between(graph, plan))
+
+
+def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> UnitTable:
+    """plan: one stage a unit, nothing recomputed; its mesh, microbatch and sharding count."""
+    by_mode = {
+        mode: _Columns(problem, graph, plan, divided, microbatch, _modes(problem, graph, mode)) for mode in MODES
+    }
+    columns = {mode: seen.by_mode() for mode, seen in by_mode.items()}
+    sent = [sent_bytes(divided.passes[number], plan, divided.local_blocks, problem.recipe) for number in divided.unlike]
+    dense, expert = divided.elements
+    return UnitTable(
+        is_cpu=problem.cluster.device.kind == "cpu",
+        peaks={mode: columns[mode].pop("peak") for mode in MODES},
+        sent=np.sort(np.array(sent, dtype=np.float64)[divided.kinds][:-1]),
+        elements=_sums(dense),
+        expert_elements=_sums(expert),
+        gathered_elements=np.array(divided.gathered),
+        like_between=divided.like_between,
+        **{name: _sums(values) for name, values in by_mode["none"].shared().items()},  # type: ignore[arg-type]
+        **{name: {mode: _sums(columns[mode][name]) for mode in MODES} for name in columns["none"]},  # type: ignore[arg-type]
+    )
+
+
+def _modes(problem: Problem, graph: Graph, mode: str) -> dict[str, ActivationMode]:
+    """Every repeated block → this mode."""
+    if mode == "none":
+        return {}
+    again = selective_mode(problem.recipe) if mode == "selective" else "full"
+    return dict.fromkeys(graph.repeated_blocks, again)
+
+
+def _sums(values: Row | list[float]) -> Row:
+    return np.concatenate(([0.0], np.cumsum(values)))
+
+
+class _Columns:
+    """The columns of the table under one recompute mode."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        graph: Graph,
+        plan: Plan,
+        divided: Divided,
+        microbatch: Microbatch,
+        modes: dict[str, ActivationMode],
+    ) -> None:
+        recipe, passes = problem.recipe, divided.passes
+        self.divided = divided
+        self.costs = StageCosts(graph, plan, problem.cluster, recipe, microbatch, modes=modes)
+        self.memory = MemoryCost(
+            plan, recipe, divided.local_blocks, passes, _no_rank_state, microbatch.footprints, modes=modes
+        )
+
+    def by_mode(self) -> dict[str, Row]:
+        found = []
+        for number in self.divided.unlike:
+            one = self.divided.passes[number]
+            again = self.costs.recompute_work(one)
+            memory = self.memory.own_kept(number), self.memory.room_of(number)
+            found.append((again.launch, again.kernel, self.costs.inner_backward(one), *memory))
+        return self._of_all(found, ("recompute_launch", "recompute_kernel", "inner_backward", "kept", "peak"))
+
+    def shared(self) -> dict[str, Row]:
+        found, costs = [], self.costs
+        for number in self.divided.unlike:
+            one = self.divided.passes[number]
+            forward, backward = costs.work(one.forward), costs.work(one.backward)
+            work = (forward.launch, forward.kernel, backward.launch, backward.kernel)
+            found.append((*work, costs.inner_forward(one), costs.weights(one.backward)))
+        names = ("forward_launch", "forward_kernel", "backward_launch", "backward_kernel", "inner_forward", "weights")
+        return self._of_all(found, names)
+
+    def _of_all(self, found: Sequence[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, Row]:
+        """Values of all units, from the values of one unit of every kind."""
+        values = np.array(found, dtype=np.float64)[self.divided.kinds]
+        return {name: values[:, place] for place, name in enumerate(names)}
+
+
+def _elements(graph: Graph, plan: Plan, splits: Splits) -> tuple[list[float], list[float]]:
+    """Elements of the trained parameters of every unit, and of its experts. A tied tensor counts at its first name."""
+    dense, expert = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
+    seen: set[str] = set()
+    for number, blocks in enumerate(plan.blocks_by_stage):
+        for parameter in graph.parameters_of([*([""] if number == 0 else []), *blocks]):
+            name = parameter.tied_to or parameter.name
+            if parameter.trainable and name not in seen:
+                shape = cut_shape(parameter, plan.mesh, splits.get((parameter.block, parameter.own_name)))
+                (expert if parameter.expert else dense)[number] += prod(shape)
+            seen.add(name)
+    return dense, expert
+
+
+def _gathered(graph: Graph, plan: Plan, splits: Splits) -> list[float]:
+    """For every unit, the elements of its smallest block, without experts."""
+
+    def size(block: str) -> float:
+        dense = (one for one in graph.parameters_of([block]) if not one.expert)
+        return float(sum(prod(cut_shape(one, plan.mesh, splits.get((one.block, one.own_name)))) for one in dense))
+
+    return [min(size(block) for block in blocks) for blocks in plan.blocks_by_stage]
+
+
+def _like_between(graph: Graph, plan: Plan) -> bool:
+    repeated, kinds = set(graph.repeated_blocks), graph.kind_by_block
+    found = [{kinds[name].name for name in blocks if name in repeated} for blocks in plan.blocks_by_stage]
+    return len(found) > 2 and found[0] | found[-1] <= set[str]().union(*found[1:-1])
+
+
+def _no_rank_state(coordinate: int) -> RankState:
+    raise NotImplementedError("a table of units asks for what microbatches keep, not for the state of ranks")
