@@ -12,6 +12,7 @@ from regret_choice import standing_answers, thinned
 from regret_ranks import finalists_of, typical
 from regret_space import Workload, every_plan, graph_and_source, legal_shardings, words_of
 
+from meshwright.core.pipeline.kinds import KINDS
 from meshwright.core.plan import Plan
 
 
@@ -42,7 +43,7 @@ def test_the_space_holds_every_way_and_says_what_it_leaves_out(tiny_moe: tuple[l
     assert {plan.global_batch for plan in plans} == {8}
     assert refused
     assert all("dualpipev" in reason for reason in refused)
-    assert len(plans) + len(refused) == 2 * 3 * (9 + 6)
+    assert len(plans) + len(refused) == 2 * 3 * (9 + len(KINDS))
 
 
 def test_standing_answers_are_plain(tiny_moe: tuple[list[Plan], list[str]]) -> None:
