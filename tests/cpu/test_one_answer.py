@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ import meshwright as mw
 from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.progress import SearchProgress
 from meshwright.core.request import PlanRequest
+from meshwright.core.run.summary import RunSummary
 from meshwright.planner.flags import PlanFlags
 
 GPT = "gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304"
@@ -66,8 +69,8 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("model", "cluster", "asked"), PLANNED)
-def test_plan(cli: Cli, model: str, cluster: str, asked: dict[str, Any]) -> None:
-    said = cli("plan", model, "--cluster", cluster, *flags_of(asked), "--json").json
+def test_plan(here: Cli, model: str, cluster: str, asked: dict[str, Any]) -> None:
+    said = here("plan", model, "--cluster", cluster, *flags_of(asked), "--json").json
     result = mw.plan(model, cluster, **asked)
     for name in ("plan", "estimate", "num_candidates", "num_costed", "claim", "remark", "method"):
         assert plain(getattr(result, name)) == said[name], name
@@ -76,13 +79,13 @@ def test_plan(cli: Cli, model: str, cluster: str, asked: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(("model", "cluster", "asked"), ESTIMATED)
-def test_estimate(cli: Cli, model: str, cluster: str, asked: dict[str, Any]) -> None:
-    said = cli("estimate", model, "--cluster", cluster, *flags_of(asked), "--json").json
+def test_estimate(here: Cli, model: str, cluster: str, asked: dict[str, Any]) -> None:
+    said = here("estimate", model, "--cluster", cluster, *flags_of(asked), "--json").json
     assert plain(mw.estimate(model, cluster, **asked)) == said
 
 
-def test_sweep(cli: Cli) -> None:
-    said = cli("sweep", SMALL, "--cluster", SELENE, "--hosts", "1,2", "--global-batch", "64", "--json").json
+def test_sweep(here: Cli) -> None:
+    said = here("sweep", SMALL, "--cluster", SELENE, "--hosts", "1,2", "--global-batch", "64", "--json").json
     found = mw.sweep(SMALL, SELENE, hosts=[1, 2], global_batch=64)
     assert [plain(point.plan) for point in found.points] == [point["plan"] for point in said["points"]]
 
@@ -93,6 +96,32 @@ def test_parity(cli: Cli) -> None:
     found = mw.parity("gpt:layers=2,hidden=16,heads=2,seq=8,vocab=30", nproc=2, tp=2, steps=2)
     assert found.ok
     assert plain(found) == said
+
+
+PROGRAM = """
+import sys
+import meshwright as mw
+
+if __name__ == "__main__":
+    found = mw.train(sys.argv[1], out=sys.argv[2], zero=1, steps=3, quiet=True)
+    again = mw.train(found.run_folder, resume=True, steps=4, quiet=True)
+    print(found.to_json().replace(chr(10), ""))
+    print(again.loss, again.num_steps)
+"""
+
+
+def test_train(cli: Cli, settings: Callable[..., Path], tmp_path: Path) -> None:
+    file = settings()
+    said = cli("train", file, "--zero", "1", "--steps", "3", "--json").json
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ended = cli(file, tmp_path / "again", launcher=("-m", "program"))
+    assert ended.code == 0, ended.err
+    assert ended.err == ""
+    first, second = ended.out.splitlines()
+    found = RunSummary.from_json(first, "what was printed")
+    assert (found.loss, found.predicted_step_seconds) == (said["loss"], said["predicted_step_seconds"])
+    assert (tmp_path / "again" / "plan.json").read_text() == (Path(said["run_folder"]) / "plan.json").read_text()
+    assert second.endswith(" 4")
 
 
 def test_a_module_is_planned_like_the_same_model_by_name() -> None:

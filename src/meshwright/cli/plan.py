@@ -129,8 +129,9 @@ def _search(
     from meshwright.planner.plan import PlanQuestion
     from meshwright.planner.subject import NamedModel
 
-    with console.status("following the model …"):
-        asked = PlanQuestion.ask(NamedModel(model), cluster, flags.request, **limits, say=say_on(console))
+    if console.is_terminal:  # a spinner is a thread, and beside one no second process could capture the other casting
+        console.print("following the model …", end="\r")
+    asked = PlanQuestion.ask(NamedModel(model), cluster, flags.request, **limits, say=say_on(console))
     result = answered(asked, console, as_json)
     output, html = files
     if html is not None:

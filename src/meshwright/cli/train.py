@@ -80,5 +80,5 @@ def train(
         "backend": backend,
     }
     found = run(file, flags.request, flags.file, given, resume, verify, make_console(as_json), as_json)
-    if found is not None and found.interrupted:
+    if found.interrupted:
         raise typer.Exit(INTERRUPTED)

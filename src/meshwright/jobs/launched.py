@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meshwright.training.settings import Settings
 
 
-def join_launched(settings: Settings, resume: bool, console: Console, as_json: bool, verify: bool) -> None:
+def join_launched(settings: Settings, resume: bool, console: Console, as_json: bool, verify: bool) -> NoReturn:
     """This process is a rank already: rank 0 plans, all follow."""
     import msgspec
 

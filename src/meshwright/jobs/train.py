@@ -41,7 +41,8 @@ def train(
         mw.train("runs/gpt-small", resume=True, steps=400)
 
     file: a .toml file, or, with resume, the folder of a run. Every setting that the command line takes is a keyword, and so is
-    every plan flag (as of `mw.plan`); plan is a plan file. quiet: no progress on standard error. Raises what the command would say.
+    every plan flag (as of `mw.plan`); plan is a plan file. quiet: no progress on standard error. Under torchrun the process is
+    one rank of the run, and ends with it. Raises what the command would say.
     """
     from rich.console import Console
 
@@ -50,12 +51,10 @@ def train(
         "timeout": timeout, "restarts": restarts, "fewer_ranks": fewer_ranks or None, "find_nan": find_nan or None,
         "check": None if check else False, "device": device, "backend": backend,
     }  # fmt: skip
-    found = run(
+    return run(
         fspath(file), request_of(flags, train), None if plan is None else fspath(plan), given, resume, verify,
         Console(stderr=True, markup=False, quiet=quiet), quiet=quiet,
     )  # fmt: skip
-    assert found is not None  # but as a rank of a launcher, which is refused above
-    return found
 
 
 def run(
@@ -68,8 +67,9 @@ def run(
     console: Console,
     as_json: bool = False,
     quiet: bool = False,
-) -> RunSummary | None:
-    """given: what the caller says over the file. None on a rank that a launcher started, which leaves when the run is done."""
+) -> RunSummary:
+    """given: what the caller says over the file. On a rank that a launcher started it does not return: the rank leaves when the run
+    is done."""
     from meshwright.jobs.launched import join_launched
     from meshwright.jobs.local import run_ranks
     from meshwright.jobs.ready import OF_TRAINING, ready_ranks
@@ -86,7 +86,6 @@ def run(
         settings = as_before(settings)
     if is_rank:
         join_launched(settings, resume, console, as_json, verify)
-        return None
     with ready_ranks(OF_TRAINING, settings.model):
         summary, decision = run_ranks(settings, resume, console, as_json, quiet=quiet, verify=verify)
     if summary is not None:
