@@ -38,15 +38,14 @@ def estimate(
 
     from meshwright.jobs.output import make_console, print_json, say_on
     from meshwright.planner.estimate import EstimateQuestion
+    from meshwright.planner.limits import Limits
     from meshwright.planner.subject import NamedModel
     from meshwright.report.explain import explain_table, figures
     from meshwright.report.tables import estimate_table
 
     console = make_console(as_json)
-    asked = EstimateQuestion.ask(
-        NamedModel(model), cluster, flags.request, plan=flags.file, hosts=hosts, nproc=nproc, devices=devices, memory=memory,
-        say=say_on(console),
-    )  # fmt: skip
+    limits = Limits(hosts, nproc, devices, memory)
+    asked = EstimateQuestion.ask(NamedModel(model), cluster, flags.request, flags.file, limits, say_on(console))
     result = asked.answer()
     console.print(estimate_table(asked.plan, result))
     if explain:

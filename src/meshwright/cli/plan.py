@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
     from meshwright.core.graph import Graph
     from meshwright.core.result import SearchResult
+    from meshwright.planner.limits import Limits
     from meshwright.planner.plan import PlanQuestion
 
 SearchOption = Annotated[str, typer.Option("--search", help="Which method searches.")]
@@ -75,6 +76,7 @@ def plan(
     from meshwright.cli.plan_file import check_plan_file
     from meshwright.core.errors import InputError
     from meshwright.jobs.output import make_console
+    from meshwright.planner.limits import Limits
     from meshwright.planner.plan import check_offload
 
     if flags.file is not None:
@@ -101,9 +103,7 @@ def plan(
         return
     if model is None:
         raise InputError("no MODEL was given: name one, such as gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304")
-    limits: dict[str, Any] = {
-        "hosts": hosts, "nproc": nproc, "devices": devices, "memory": memory, "search": search, "prefer_fastest": prefer_fastest,
-    }  # fmt: skip
+    limits = Limits(hosts, nproc, devices, memory, search, prefer_fastest)
     name = cluster or "local"
     if from_deepspeed is not None or from_accelerate is not None:
         from meshwright.cli.plan_foreign import improve_on
@@ -121,7 +121,7 @@ def _search(
     model: str,
     cluster: str,
     flags: PlanFlags,
-    limits: dict[str, Any],
+    limits: Limits,
     files: tuple[str | None, str | None],
     as_json: bool,
 ) -> None:
@@ -131,7 +131,7 @@ def _search(
 
     if console.is_terminal:  # a spinner is a thread, and beside one no second process could capture the other casting
         console.print("following the model …", end="\r")
-    asked = PlanQuestion.ask(NamedModel(model), cluster, flags.request, **limits, say=say_on(console))
+    asked = PlanQuestion.ask(NamedModel(model), cluster, flags.request, limits, say_on(console))
     result = answered(asked, console, as_json)
     output, html = files
     if html is not None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from meshwright.core.request import PlanRequest
     from meshwright.core.result import SearchResult
     from meshwright.interop.foreign import Foreign
+    from meshwright.planner.limits import Limits
 
 
 def improve_on(
@@ -21,7 +22,7 @@ def improve_on(
     model: str,
     cluster: str,
     flags: PlanRequest,
-    limits: dict[str, Any],
+    limits: Limits,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -32,7 +33,7 @@ def improve_on(
     from meshwright.planner.foreign import ForeignQuestion
     from meshwright.planner.subject import NamedModel
 
-    asked = ForeignQuestion.ask(foreign, NamedModel(model), cluster, flags, **limits, say=say_on(console))
+    asked = ForeignQuestion.ask(foreign, NamedModel(model), cluster, flags, limits, say_on(console))
     found, graph = asked.better.cluster, asked.better.graph
     _show_theirs(console, foreign, asked.plan, asked.estimate, found)
     result = answered(asked.better, console, as_json)

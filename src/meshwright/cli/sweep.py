@@ -52,8 +52,9 @@ def sweep(
 
     from meshwright.core.errors import InputError
     from meshwright.jobs.output import make_console, print_json, say_on
+    from meshwright.planner.limits import Limits
     from meshwright.planner.subject import NamedModel
-    from meshwright.planner.sweep import SweepQuestion
+    from meshwright.planner.sweep import Axes, SweepQuestion
     from meshwright.report.sweep import sweep_view
 
     if flags.file is not None:
@@ -63,15 +64,15 @@ def sweep(
     sizes = parse_list(hosts, "--hosts") if hosts is not None else []
     batches = parse_list(global_batch, "--global-batch") if global_batch is not None else []
     console = make_console(as_json)
-    asked = SweepQuestion.ask(
-        NamedModel(model), cluster, flags.request, hosts=sizes, global_batches=batches, price=price, memory=memory,
-        search=search, prefer_fastest=prefer_fastest, say=say_on(console),
-    )  # fmt: skip
+    limits = Limits(memory=memory, search=search, prefer_fastest=prefer_fastest)
+    axes = Axes(tuple(sizes), tuple(batches))
+    asked = SweepQuestion.ask(NamedModel(model), cluster, flags.request, axes, limits, say_on(console))
     with console.status("searching …") as status:
         found = asked.answer(
+            price,
             lambda number, count, cluster: status.update(
                 f"searching {number} of {count}: {cluster.num_devices} devices"
-            )
+            ),
         )
     console.print(sweep_view(found))
     if output is not None:

@@ -135,7 +135,7 @@ def planned_run(result: SearchResult, asked: PlanQuestion) -> Run:
         plan=plan,
         estimate=result.estimate,
         cluster=cluster,
-        forecast=forecast(asked.graph_run_by(plan), plan, cluster, asked.recipe),
+        forecast=forecast(asked.graph_run_by(plan), plan, cluster, asked.limits.recipe),
         result=result,
     )
 

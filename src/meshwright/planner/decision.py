@@ -34,14 +34,14 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
 
 def _searched(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Cluster, world: int | None) -> Decision:
     from meshwright.cost.forecast import forecast
+    from meshwright.planner.limits import Limits
     from meshwright.planner.plan import PlanQuestion
     from meshwright.planner.subject import NamedModel
     from meshwright.training.optimizers import recipe_of
 
     recipe = recipe_of(settings)
-    asked = PlanQuestion(
-        NamedModel(settings.model), *graphs, cluster, settings.plan, settings.memory_bytes, world, recipe=recipe
-    )
+    limits = Limits(devices=world, recipe=recipe)
+    asked = PlanQuestion(NamedModel(settings.model), *graphs, cluster, settings.plan, settings.memory_bytes, limits)
     result = asked.answer()
     planned = forecast(asked.graph_run_by(result.plan), result.plan, cluster, recipe)
     return Decision(result.plan, result.estimate, result, planned)

@@ -15,6 +15,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.planner.clusters import LOCAL, Say, asked_cluster, budget_of, silent
 from meshwright.planner.flags import PlanFlags, request_of
+from meshwright.planner.limits import NO_LIMITS, Limits
 from meshwright.planner.plan import plain_precision
 from meshwright.planner.subject import Subject, subject_of
 
@@ -48,11 +49,9 @@ def estimate(
     plan: a whole plan, as a value or a file; without it, the plan flags (keywords, as of `mw.plan`) with plain defaults for the
     rest, on all devices of the cluster. All else as for `mw.plan`.
     """
-    asked = EstimateQuestion.ask(
-        subject_of(model, batch, loss, count), cluster, request_of(flags, estimate), plan=plan, hosts=hosts, nproc=nproc,
-        devices=devices, memory=memory, recipe=recipe, say=say,
-    )  # fmt: skip
-    return asked.answer()
+    limits = Limits(hosts, nproc, devices, memory, recipe=recipe)
+    subject, request = subject_of(model, batch, loss, count), request_of(flags, estimate)
+    return EstimateQuestion.ask(subject, cluster, request, plan, limits, say).answer()
 
 
 @dataclass(frozen=True)
@@ -71,22 +70,18 @@ class EstimateQuestion:
         subject: Subject,
         cluster: Cluster | str | PathLike[str],
         request: PlanRequest = NO_REQUEST,
-        *,
         plan: Plan | str | PathLike[str] | None = None,
-        hosts: int | None = None,
-        nproc: int | None = None,
-        devices: int | None = None,
-        memory: str | int | None = None,
-        recipe: Recipe | None = None,
+        limits: Limits = NO_LIMITS,
         say: Say = silent,
     ) -> EstimateQuestion:
-        found = asked_cluster(cluster, hosts, nproc, say)
+        """plan: a whole one; without it, the request with plain defaults for the rest."""
+        found = asked_cluster(cluster, limits.hosts, limits.nproc, say)
         if plan is None:
-            whole, graph = _plain(subject, request, found, devices)
+            whole, graph = _plain(subject, request, found, limits.devices)
         else:
             whole, graph = _given(subject, request, plan)
-        check_uses_all(whole, found, devices)
-        return cls(whole, graph, found, budget_of(memory), recipe)
+        check_uses_all(whole, found, limits.devices)
+        return cls(whole, graph, found, budget_of(limits.memory), limits.recipe)
 
     def answer(self) -> Estimate:
         from meshwright.cost.estimate import check_memory_of_all

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any
 
 import msgspec
 
@@ -15,6 +14,8 @@ from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import estimate
 from meshwright.interop.foreign import Foreign, filled, foreign_plan
+from meshwright.planner.clusters import Say, silent
+from meshwright.planner.limits import NO_LIMITS, Limits
 from meshwright.planner.plan import PlanQuestion
 from meshwright.planner.subject import Subject
 
@@ -35,14 +36,13 @@ class ForeignQuestion:
         subject: Subject,
         cluster: Cluster | str | PathLike[str],
         flags: PlanRequest,
-        *,
-        hosts: int | None = None,
-        **limits: Any,
+        limits: Limits = NO_LIMITS,
+        say: Say = silent,
     ) -> ForeignQuestion:
-        """limits: as of `PlanQuestion.ask`."""
         asked = msgspec.structs.replace(flags, precision=filled(foreign, flags).precision)
-        hosts = foreign.num_hosts if hosts is None else hosts
-        question = PlanQuestion.ask(subject, cluster, asked, hosts=hosts, recipe=foreign.recipe, **limits)
+        hosts = foreign.num_hosts if limits.hosts is None else limits.hosts
+        limits = replace(limits, hosts=hosts, recipe=foreign.recipe)
+        question = PlanQuestion.ask(subject, cluster, asked, limits, say)
         found = question.cluster
         _check_ranks(foreign, found)
         flags = msgspec.structs.replace(flags, precision=question.graph.precision)

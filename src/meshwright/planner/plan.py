@@ -23,6 +23,7 @@ from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
 from meshwright.planner.clusters import LOCAL, Say, asked_cluster, checked_budget, silent
 from meshwright.planner.flags import PlanFlags, request_of
+from meshwright.planner.limits import NO_LIMITS, Limits
 from meshwright.planner.subject import Subject, subject_of
 
 if TYPE_CHECKING:
@@ -71,11 +72,9 @@ def plan(
 
     Raises InfeasibleError, which names what does not fit and by how much.
     """
-    asked = PlanQuestion.ask(
-        subject_of(model, batch, loss, count), cluster, request_of(flags, plan), hosts=hosts, nproc=nproc, devices=devices,
-        memory=memory, search=search, prefer_fastest=prefer_fastest, recipe=recipe, say=say,
-    )  # fmt: skip
-    return asked.answer(watch)
+    limits = Limits(hosts, nproc, devices, memory, search, prefer_fastest, recipe)
+    subject, request = subject_of(model, batch, loss, count), request_of(flags, plan)
+    return PlanQuestion.ask(subject, cluster, request, limits, say).answer(watch)
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,7 @@ class PlanQuestion:
     cluster: Cluster
     request: PlanRequest
     budget_bytes: int | None = None
-    devices: int | None = None
-    search: str = "joint"
-    prefer_fastest: bool = False
-    recipe: Recipe | None = None
+    limits: Limits = NO_LIMITS
 
     @classmethod
     def ask(
@@ -99,22 +95,15 @@ class PlanQuestion:
         subject: Subject,
         cluster: Cluster | str | PathLike[str],
         request: PlanRequest,
-        *,
-        hosts: int | None = None,
-        nproc: int | None = None,
-        devices: int | None = None,
-        memory: str | int | None = None,
-        search: str = "joint",
-        prefer_fastest: bool = False,
-        recipe: Recipe | None = None,
+        limits: Limits = NO_LIMITS,
         say: Say = silent,
     ) -> PlanQuestion:
         """With the model captured as the plan will run it, and the cluster found."""
         check_offload(request)
-        found = asked_cluster(cluster, hosts, nproc, say)
-        budget = checked_budget(memory, found)
+        found = asked_cluster(cluster, limits.hosts, limits.nproc, say)
+        budget = checked_budget(limits.memory, found)
         graphs = subject.both_castings(subject.precision(request.precision, plain_precision(found)))
-        return cls(subject, *graphs, found, request, budget, devices, search, prefer_fastest, recipe)
+        return cls(subject, *graphs, found, request, budget, limits)
 
     def graph_run_by(self, plan: Plan) -> Graph:
         """Of both castings, the one that a plan runs."""
@@ -125,10 +114,13 @@ class PlanQuestion:
         from meshwright.searching.legality import search_legal
         from meshwright.searching.search import search
 
+        limits = self.limits
+
         def find(legal: tuple[LegalSharding, ...]) -> SearchResult:
             return search(
-                self.graph, self.cluster, self.request, recipe=self.recipe, budget_bytes=self.budget_bytes, world=self.devices,
-                other_casting=self.other_casting, legal=legal, method=self.search, prefer_fastest=self.prefer_fastest, watch=watch,
+                self.graph, self.cluster, self.request, recipe=limits.recipe, budget_bytes=self.budget_bytes,
+                world=limits.devices, other_casting=self.other_casting, legal=legal, method=limits.search,
+                prefer_fastest=limits.prefer_fastest, watch=watch,
             )  # fmt: skip
 
         with _seldom_collected():

@@ -16,6 +16,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.planner.clusters import LOCAL, Say, asked_cluster, silent
 from meshwright.planner.flags import SweptFlags, request_of
+from meshwright.planner.limits import NO_LIMITS, Limits
 from meshwright.planner.plan import PlanQuestion
 from meshwright.planner.subject import Subject, subject_of
 from meshwright.report.sweep import Sweep, SweepPoint
@@ -51,12 +52,22 @@ def sweep(
     hosts, global_batch: a number, or a list for one of the two. price: money per device-hour. All else as for `mw.plan`.
     A point where nothing fits has no plan, and says why.
     """
-    asked = SweepQuestion.ask(
-        subject_of(model, batch, loss, count), cluster, request_of(flags, sweep), hosts=_listed(hosts),
-        global_batches=_listed(global_batch), price=price, memory=memory, search=search, prefer_fastest=prefer_fastest,
-        recipe=recipe, say=say,
-    )  # fmt: skip
-    return asked.answer()
+    limits = Limits(memory=memory, search=search, prefer_fastest=prefer_fastest, recipe=recipe)
+    subject, request = subject_of(model, batch, loss, count), request_of(flags, sweep)
+    axes = Axes(_listed(hosts), _listed(global_batch))
+    return SweepQuestion.ask(subject, cluster, request, axes, limits, say).answer(price)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What is swept: one of the two has several numbers."""
+
+    hosts: tuple[int, ...] = ()
+    global_batches: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.hosts) > 1 and len(self.global_batches) > 1:
+            raise InputError("--hosts and --global-batch are both lists: sweep one, and give one number for the other")
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,6 @@ class SweepQuestion:
     """One question for each point; the model is captured once."""
 
     points: tuple[PlanQuestion, ...]
-    price: float | None = None
 
     @classmethod
     def ask(
@@ -72,26 +82,15 @@ class SweepQuestion:
         subject: Subject,
         cluster: Cluster | str | PathLike[str],
         request: PlanRequest,
-        *,
-        hosts: Sequence[int] = (),
-        global_batches: Sequence[int] = (),
-        price: float | None = None,
-        memory: str | int | None = None,
-        search: str = "joint",
-        prefer_fastest: bool = False,
-        recipe: Recipe | None = None,
+        axes: Axes,
+        limits: Limits = NO_LIMITS,
         say: Say = silent,
     ) -> SweepQuestion:
-        if len(hosts) > 1 and len(global_batches) > 1:
-            raise InputError("--hosts and --global-batch are both lists: sweep one, and give one number for the other")
-        if cluster == LOCAL and tuple(hosts) not in ((), (1,)):
+        if cluster == LOCAL and axes.hosts not in ((), (1,)):
             raise InputError("'local' is this machine alone: sweep --global-batch, or name a cluster for --hosts")
-        sizes: list[int | None] = [*hosts] or [None]
-        batches: list[int | None] = [*global_batches] or [request.global_batch]
-        first = PlanQuestion.ask(
-            subject, cluster, request, hosts=sizes[0], memory=memory, search=search, prefer_fastest=prefer_fastest,
-            recipe=recipe, say=say,
-        )  # fmt: skip
+        sizes: list[int | None] = [*axes.hosts] or [None]
+        batches: list[int | None] = [*axes.global_batches] or [request.global_batch]
+        first = PlanQuestion.ask(subject, cluster, request, replace(limits, hosts=sizes[0]), say)
         clusters = [
             first.cluster if size in (None, first.cluster.num_hosts) else asked_cluster(cluster, size) for size in sizes
         ]
@@ -100,16 +99,17 @@ class SweepQuestion:
             for found in clusters
             for size in batches
         ]
-        return cls(tuple(points), price)
+        return cls(tuple(points))
 
-    def answer(self, watch: Watch | None = None) -> Sweep:
+    def answer(self, price: float | None = None, watch: Watch | None = None) -> Sweep:
+        """price: money per device-hour. watch: told before each point."""
         found = []
         for number, point in enumerate(self.points, start=1):
             if watch is not None:
                 watch(number, len(self.points), point.cluster)
             found.append(_best_at(point))
         first = self.points[0]
-        return Sweep(model=first.graph.model, cluster=first.cluster.name, points=tuple(found), price=self.price)
+        return Sweep(model=first.graph.model, cluster=first.cluster.name, points=tuple(found), price=price)
 
 
 def _best_at(asked: PlanQuestion) -> SweepPoint:
