@@ -127,6 +127,11 @@ def join(device: DeviceChoice = "auto", backend: BackendChoice = "auto", timeout
     return Rank(number, num_ranks, local_number, chosen)
 
 
+def rank_of(device: torch.device) -> Rank:
+    """This process in the group it has joined, with the device that its program runs on."""
+    return Rank(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")), device)
+
+
 def _alone(device: DeviceChoice, backend: BackendChoice) -> Rank:
     chosen = choose_device(device, 0, 1, backend)
     if not dist.is_initialized():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.program import Program
-from meshwright.runtime.ranks import join
+from meshwright.runtime.ranks import rank_of
 from meshwright.training.checkpoint import restore
 from meshwright.training.checkpoint import save as save_checkpoint
 from meshwright.training.position import Progress
@@ -23,7 +23,7 @@ def save(program: Program, folder: str | PathLike[str], *, step: int, keep: int 
     """
     if step < 0 or keep < 1:
         raise InputError(f"step={step}, keep={keep}: a checkpoint is of step 0 or later, and at least one is kept")
-    rank, plan = join(), program.plan
+    rank, plan = rank_of(program.device), program.plan
     progress = Progress(
         step=step, cursor=step * plan.global_batch, plan=plan.hash, graph=plan.graph, num_ranks=rank.num_ranks
     )
@@ -36,6 +36,6 @@ def load(program: Program, folder: str | PathLike[str]) -> int:
     Every rank calls it. The model must be the one that was saved; the plan and the number of ranks may be others. Messages, and
     random numbers by sample, go on counting from that step.
     """
-    progress = restore(program, program.plan.graph, Path(folder), join())
+    progress = restore(program, program.plan.graph, Path(folder), rank_of(program.device))
     program.first_step = progress.step
     return progress.step
