@@ -32,6 +32,7 @@ _HOMES = {
     "Recipe": "meshwright.core.recipe",
     "RunSummary": "meshwright.core.run.summary",
     "Schedule": "meshwright.core.pipeline.schedule",
+    "SearchProgress": "meshwright.core.progress",
     "SearchResult": "meshwright.core.result",
     "StepOutput": "meshwright.runtime.step",
     "Sweep": "meshwright.report.sweep",
@@ -45,6 +46,8 @@ _HOMES = {
     "parity": "meshwright.planner.parity",
     "plain_plan": "meshwright._api",
     "plan": "meshwright.planner.plan",
+    "plan_differences": "meshwright.report.differences",
+    "plan_in_words": "meshwright.report.plan_words",
     "predicted_vs_measured": "meshwright.report.tables",
     "probe": "meshwright.measure.probe",
     "save": "meshwright.training.program_state",
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     from meshwright.core.graph import Graph
     from meshwright.core.pipeline.schedule import Schedule
     from meshwright.core.plan import Plan
+    from meshwright.core.progress import SearchProgress
     from meshwright.core.recipe import Recipe
     from meshwright.core.request import PlanRequest
     from meshwright.core.result import SearchResult
@@ -74,6 +78,8 @@ if TYPE_CHECKING:
     from meshwright.planner.parity import parity
     from meshwright.planner.plan import plan
     from meshwright.planner.sweep import sweep
+    from meshwright.report.differences import plan_differences
+    from meshwright.report.plan_words import plan_in_words
     from meshwright.report.sweep import Sweep
     from meshwright.report.tables import predicted_vs_measured
     from meshwright.runtime.deferred import deferred
@@ -99,6 +105,7 @@ __all__ = [
     "Recipe",
     "RunSummary",
     "Schedule",
+    "SearchProgress",
     "SearchResult",
     "StepOutput",
     "Sweep",
@@ -113,6 +120,8 @@ __all__ = [
     "parity",
     "plain_plan",
     "plan",
+    "plan_differences",
+    "plan_in_words",
     "predicted_vs_measured",
     "probe",
     "save",
