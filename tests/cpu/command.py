@@ -25,7 +25,8 @@ from injection import ranks_of
 from meshwright.runtime.template import Template
 from meshwright.training.metrics import read_metrics
 
-PATIENCE_SECONDS = 180.0
+PATIENCE_SECONDS = 500.0
+"""For one wait: beside two busy loops on two cores, a run on a Ray cluster of two hosts took more than 180 s."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -161,6 +162,11 @@ def settings(tmp_path: Path) -> Callable[..., Path]:
 
 def losses(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+
+
+def has_saved(folder: Path) -> bool:
+    """Whether a run has a checkpoint. Which one, nobody can wait for: on a busy machine it may be pruned before anyone looks."""
+    return any((folder / "checkpoints").glob("step-*"))
 
 
 def wait_for(condition: Callable[[], bool], run: Started) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import ASSETS, ROOT
-from command import TORCHRUN, Cli, Started, losses, wait_for
+from command import TORCHRUN, Cli, Started, has_saved, losses, wait_for
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
@@ -148,7 +148,7 @@ def test_a_rank_that_is_killed_is_named(
     start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path
 ) -> None:
     run = start("train", settings(**SLOW, checkpoint={"every": 1}))
-    wait_for(lambda: (tmp_path / "run/checkpoints/step-00000002").exists(), run)
+    wait_for(lambda: has_saved(tmp_path / "run"), run)
     ranks = run.ranks()
     assert sorted(ranks) == [0, 1]
     os.kill(ranks[1], signal.SIGKILL)

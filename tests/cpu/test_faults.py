@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from cases import ASSETS
-from command import PATIENCE_SECONDS, Cli, Started, losses, wait_for
+from command import PATIENCE_SECONDS, Cli, Started, has_saved, losses, wait_for
 from hosts import INTERFACE, Hosts, call, two_hosts
 from hosts import why_not as hosts_missing
 from injection import alive, children, drafts, inject, ranks_of, shared_memory, why_not
@@ -51,7 +51,7 @@ def past_a_checkpoint(folder: Path, run: Started, steps: int = 7) -> None:
     """Until the ranks of this moment have trained a while, and a checkpoint is written: that goes on beside the training."""
     before = num_lines(folder)
     wait_for(lambda: num_lines(folder) >= before + steps and len(ranks_of(run.process.pid)) > 0, run)
-    wait_for(lambda: any((folder / "checkpoints").glob("step-*")), run)
+    wait_for(lambda: has_saved(folder), run)
 
 
 def put_upon(kind: str, run: Started) -> None:

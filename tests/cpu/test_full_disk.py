@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cases import ASSETS
-from command import Cli, Started, losses, wait_for
+from command import Cli, Started, has_saved, losses, wait_for
 
 from meshwright.training.folder import RunFolder
 from meshwright.training.metrics import Metrics, read_metrics
@@ -80,7 +80,7 @@ def test_a_run_that_has_ended_waits_for_room(
         folder = disk / "run"
         file = settings(**RUN, out=str(folder))
         run = start("train", file)
-        wait_for(lambda: (folder / "checkpoints/step-00000005").exists(), run)
+        wait_for(lambda: has_saved(folder), run)
         full = fill(disk)
         wait_for(lambda: WAITS in said(run), run)
         refused = cli("train", file, "--resume", "--steps", STEPS + 5)
@@ -119,7 +119,7 @@ def test_what_is_in_the_way_is_waited_for_and_ctrl_c_ends_the_wait(
     for is_put_back in (True, False):
         folder = tmp_path / str(is_put_back)
         run = start("train", settings(**RUN, out=str(folder)))
-        wait_for(lambda folder=folder: (folder / "checkpoints/step-00000005").exists(), run)
+        wait_for(lambda folder=folder: has_saved(folder), run)
         away = put_in_the_way(folder)
         wait_for(lambda run=run: WAITS in said(run), run)
         if is_put_back:
@@ -143,7 +143,7 @@ def test_the_second_place_of_the_settings(
     folder, second = tmp_path / "run", tmp_path / "second"
     checkpoint = {"every": 5, "elsewhere": str(second)}
     run = start("train", settings(**{**RUN, "checkpoint": checkpoint}))
-    wait_for(lambda: (folder / "checkpoints/step-00000005").exists(), run)
+    wait_for(lambda: has_saved(folder), run)
     away = put_in_the_way(folder)
     ended = run.end()
     assert ended.code == 0, ended.err
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_failed_is_tried_again_soon(
     for step in (100, 101, 103):
         wait_for(lambda step=step: f"checkpoint of step {step} could not be written" in said(run), run)
     put_back(folder, away)
-    wait_for(lambda: any((folder / "checkpoints").glob("step-*")), run)
+    wait_for(lambda: has_saved(folder), run)
     run.process.send_signal(signal.SIGINT)
     assert run.end().code == 130
 
@@ -179,7 +179,7 @@ def test_a_folder_that_is_removed_is_made_anew(
 ) -> None:
     folder = tmp_path / "run"
     run = start("train", settings(**RUN))
-    wait_for(lambda: (folder / "checkpoints/step-00000005").exists(), run)
+    wait_for(lambda: has_saved(folder), run)
     shutil.rmtree(folder)
     ended = run.end()
     assert ended.code == 0, ended.err

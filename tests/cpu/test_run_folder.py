@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cases import ASSETS
-from command import Cli, Started, losses, wait_for
+from command import Cli, Started, has_saved, losses, wait_for
 from injection import alive
 
 from meshwright.runtime.process import Process, process_of
@@ -33,7 +33,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(
 ) -> None:
     file, folder = settings(**RUN, steps=5000), tmp_path / "run"
     run = start("train", file)
-    wait_for(lambda: num_lines(folder) >= 6 and (folder / "checkpoints/step-00000005").exists(), run)
+    wait_for(lambda: num_lines(folder) >= 6 and has_saved(folder), run)
     for arguments in (("train", file), ("train", file, "--resume"), ("train", "--resume", folder)):
         second = cli(*arguments)
         assert second.code == 2, second.err
@@ -73,7 +73,7 @@ def test_what_a_killed_launcher_left_goes_at_the_next_start(
 ) -> None:
     folder = tmp_path / "run"
     run = start("train", settings(**RUN, steps=5000))
-    wait_for(lambda: (folder / "checkpoints/step-00000005").exists(), run)
+    wait_for(lambda: has_saved(folder), run)
     ranks = run.ranks()
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.communicate()
