@@ -30,9 +30,9 @@ _HOMES = {
     "PlanRequest": "meshwright.core.request",
     "Program": "meshwright.runtime.program",
     "Recipe": "meshwright.core.recipe",
-    "RunSummary": "meshwright.core.run.summary",
+    "RunSummary": "meshwright.jobs.summary",
     "Schedule": "meshwright.core.pipeline.schedule",
-    "SearchProgress": "meshwright.core.progress",
+    "SearchProgress": "meshwright.core.result",
     "SearchResult": "meshwright.core.result",
     "StepOutput": "meshwright.runtime.step",
     "Sweep": "meshwright.report.sweep",
@@ -65,12 +65,11 @@ if TYPE_CHECKING:
     from meshwright.core.graph import Graph
     from meshwright.core.pipeline.schedule import Schedule
     from meshwright.core.plan import Plan
-    from meshwright.core.progress import SearchProgress
     from meshwright.core.recipe import Recipe
     from meshwright.core.request import PlanRequest
-    from meshwright.core.result import SearchResult
-    from meshwright.core.run.summary import RunSummary
+    from meshwright.core.result import SearchProgress, SearchResult
     from meshwright.core.run.trace import Trace
+    from meshwright.jobs.summary import RunSummary
     from meshwright.jobs.train import train
     from meshwright.measure.parity import ParityResult
     from meshwright.measure.probe import probe

@@ -17,10 +17,10 @@ from meshwright.core.collective import Collective, total
 from meshwright.core.estimate import Estimate, MemoryParts, TimeParts
 from meshwright.core.graph import Precision
 from meshwright.core.recipe import Recipe
-from meshwright.core.run.downsampling import MOST_POINTS
 from meshwright.core.run.trace import Trace
 from meshwright.cost.estimate import estimate
 from meshwright.measure.record import StepRecorder
+from meshwright.rules.downsampling import MOST_POINTS
 from meshwright.runtime.apply import apply
 from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.runtime.program import Program

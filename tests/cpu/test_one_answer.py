@@ -15,9 +15,9 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.core.errors import InputError, MeshwrightError
-from meshwright.core.progress import SearchProgress
 from meshwright.core.request import PlanRequest
-from meshwright.core.run.summary import RunSummary
+from meshwright.core.result import SearchProgress
+from meshwright.jobs.summary import RunSummary
 from meshwright.planner.flags import PlanFlags
 
 GPT = "gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304"

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.core.estimate import MemoryParts, TimeParts
-from meshwright.core.run.downsampling import downsampled
 from meshwright.core.run.trace import MemoryPoint
 from meshwright.measure.allocations import Allocation, over_time, pair, peak
 from meshwright.measure.categories import Categories
 from meshwright.measure.intervals import Timeline
 from meshwright.measure.profile import Change, Profile, Span, parse
 from meshwright.measure.unseen import end_unseen
+from meshwright.rules.downsampling import downsampled
 from meshwright.runtime import watch as watch_module
 from meshwright.runtime.step import StepOutput, divided
 from meshwright.runtime.watch import SAMPLED_STEP, SHARE, Watch, stride

@@ -11,7 +11,8 @@ import pytest
 
 from meshwright.core import constants
 from meshwright.core.cluster import Cluster, catalogue, from_facts
-from meshwright.core.constants import MEANINGS, Constants, Origin, family_of
+from meshwright.core.constants import Constants, Origin, family_of
+from meshwright.report.explain import MEANINGS
 
 FIELDS = Constants.__struct_fields__
 NAMES = list(json.loads(resources.files("meshwright.core").joinpath("families.json").read_text())["families"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.core.errors import PlanError
-from meshwright.core.flow import OBJECTIVE, Flow, FlowEvent, FlowTensor, crossings, stages_of_events
+from meshwright.core.flow import OBJECTIVE, Flow, FlowEvent, FlowTensor
+from meshwright.rules.crossings import crossings, stages_of_events
 
 
 def flow_of(*calls: str) -> Flow:

@@ -12,10 +12,10 @@ from strategies import quick
 
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.plan import ScheduleKind
-from meshwright.core.run.downsampling import downsampled
 from meshwright.core.run.trace import MemoryPoint
 from meshwright.cost.estimate import estimate
 from meshwright.cost.forecast import MOST_ACTIONS, forecast
+from meshwright.rules.downsampling import downsampled
 
 GRAPH = chain_graph(8)
 

@@ -11,14 +11,14 @@ import pytest
 
 from meshwright.core.bounds import LARGEST_FILE_BYTES, MOST_BLOCKS, MOST_NESTED, MOST_RANKS
 from meshwright.core.cluster import Cluster, load_cluster
-from meshwright.core.divisors import divisors, near_divisors
 from meshwright.core.errors import InputError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Mesh, Plan, Stage
-from meshwright.core.run.metric_lines import parse_line
 from meshwright.interop.accelerate import load_accelerate
 from meshwright.interop.deepspeed import load_deepspeed
+from meshwright.rules.divisors import divisors, near_divisors
 from meshwright.rules.plain_plan import count_microbatches
+from meshwright.training.metrics import parse_line
 
 PLAN: dict[str, Any] = {
     "stages": (Stage(coordinate=0, blocks=("blocks.0-1",)),), "microbatch": 1, "num_microbatches": 1, "global_batch": 1,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import hand_graph, quick, values
 
-from meshwright.core.graph import ITEM_BYTES, Affine, DType, Graph, Parameter, identity
+from meshwright.core.graph import Affine, Graph, Parameter, identity
 from meshwright.rules.groups import shard_groups
 
 parameters = st.lists(values(Parameter), min_size=1, max_size=5, unique_by=lambda parameter: parameter.name).map(tuple)
@@ -46,11 +46,6 @@ def test_affine_passes_through_both_captures(fixed: int, per_sample: int, num_sa
 
 def test_affine_is_written_as_two_numbers() -> None:
     assert msgspec.to_builtins(hand_graph())["batch_bytes"] == [0.0, 64.0]
-
-
-def test_every_dtype_has_a_size() -> None:
-    assert set(ITEM_BYTES) == set(DType.__args__)
-    assert (ITEM_BYTES["bfloat16"], ITEM_BYTES["float64"], ITEM_BYTES["bool"]) == (2, 8, 1)
 
 
 @quick

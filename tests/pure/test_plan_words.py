@@ -12,12 +12,11 @@ from machines import chain_graph, flat_plan, machine, named_machine, plan_for
 from rich.console import Console, RenderableType
 from strategies import plans, quick
 
-from meshwright.core.claim import Claim
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import MemoryParts, TimeParts
 from meshwright.core.infeasible import Infeasible, WayOut
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, Stage
-from meshwright.core.result import RunnerUp, SearchResult
+from meshwright.core.result import Claim, RunnerUp, SearchResult
 from meshwright.cost.communication.links import Group
 from meshwright.cost.estimate import estimate
 from meshwright.report.differences import (

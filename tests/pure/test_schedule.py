@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from legal_schedule import check
 from strategies import quick
 
 from meshwright.core.errors import ScheduleError
 from meshwright.core.pipeline.schedule import Action, Schedule
-from meshwright.rules.schedule_check import check
 from meshwright.rules.schedules import make_schedule
 
 Rows = list[list[Action]]

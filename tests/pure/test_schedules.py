@@ -7,13 +7,13 @@ from dataclasses import fields
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from legal_schedule import check
 from strategies import quick, schedule_sizes
 
 from meshwright.core.errors import ScheduleError
 from meshwright.core.pipeline.kinds import KINDS, Kind, in_flight
 from meshwright.core.pipeline.placement import coordinate_of, stage_at
 from meshwright.core.plan import ScheduleKind
-from meshwright.rules.schedule_check import check
 from meshwright.rules.schedules import make_order, make_schedule
 
 Sizes = tuple[ScheduleKind, int, int, int]

@@ -24,7 +24,6 @@ from meshwright.core.units import GIB
 RateType = Literal["fp64", "fp32", "bf16", "fp16"]
 
 FLOP_KINDS: tuple[OpKind, ...] = ("matmul", "convolution", "attention")
-BYTE_KINDS: tuple[OpKind, ...] = ("elementwise", "transcendental", "normalisation", "reduction", "copy")
 
 ASSUMED_HOST_LINK_GB_PER_SECOND = 25.0
 """From a device to its host's memory where nobody published it: PCIe 4.0. Origin: assumed."""

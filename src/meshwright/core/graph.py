@@ -36,10 +36,6 @@ DType = Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "
 Region = Literal["", "attention", "expert"]
 """attention: what selective recompute redoes, the ops between the projections. expert: what lies over ep."""
 
-ITEM_BYTES: dict[str, int] = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
 PRECISION_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Of one element, in what a plan or an op computes in."""
 

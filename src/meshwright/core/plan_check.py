@@ -12,18 +12,16 @@ a block is recomputed in one mode, or its activations wait on the host      -> _
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from meshwright.core.bounds import MOST_ACTIONS
-from meshwright.core.divisors import divisors
 from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.pipeline.kinds import check_virtual
 from meshwright.core.pipeline.placement import coordinate_of
 
 if TYPE_CHECKING:
-    from meshwright.core.plan import Mesh, Plan, TensorSharding
+    from meshwright.core.plan import Plan, TensorSharding
 
 SHARDING_AXES = ("dp", "cp", "tp", "ep")
 """Axes a tensor's dim can lie over; stages, not tensors, lie over pp."""
@@ -38,16 +36,6 @@ def check_plan(plan: Plan) -> None:
     _check_sharding_group(plan)
     _check_recompute(plan)
     _check_activations(plan)
-
-
-def check_experts(counts: Iterable[int], mesh: Mesh) -> None:
-    """Experts that stand together are shared out evenly over ep."""
-    for count in counts:
-        if count % mesh.ep:
-            legal = [str(degree) for degree in divisors(count) if mesh.dp % degree == 0]
-            raise PlanError(
-                f"{count} experts do not divide over ep={mesh.ep}: with dp={mesh.dp} use {', '.join(legal)}"
-            )
 
 
 def _check_batch(plan: Plan) -> None:

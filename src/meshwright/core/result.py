@@ -1,15 +1,42 @@
-"""A SearchResult: the plan, what it is predicted to cost, and why every other candidate lost."""
+"""A SearchResult: the plan, what it is predicted to cost, why every other candidate lost, and what is proven (its Claim).
+
+While a search works, it tells how far it has come: SearchProgress.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from meshwright.core.bounds import LARGEST_RECORD_BYTES, CountOrZero, NotNegative
-from meshwright.core.claim import Claim
 from meshwright.core.codec import Value
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.core.units import format_bytes, format_seconds
+
+
+class Claim(Value, kw_only=True):
+    """What a search has proven about its plan, and over which plans.
+
+    It holds by the estimates alone: how far these are off is another question.
+    """
+
+    complete: bool = False
+    """Whether every plan that the flags can ask for was costed, or ruled out by a lower bound."""
+    gap: NotNegative | None = None
+    """No plan that was searched is faster than the one returned by more than this share; None: nothing is proven."""
+    left_out: tuple[str, ...] = ()
+    """Plans that were not searched, in words. The gap does not cover them."""
+
+    @property
+    def words(self) -> str:
+        """As one clause: `no plan that was searched is faster by these estimates; not searched: gpipe`."""
+        if self.gap is None:
+            proven = "a faster plan may exist"
+        else:
+            which = "plan that was searched" if self.left_out else "plan"
+            more = f"more than {self.gap:.1%} " if self.gap else ""
+            proven = f"no {which} is {more}faster by these estimates"
+        return "; ".join([proven, *([f"not searched: {', '.join(self.left_out)}"] if self.left_out else [])])
 
 
 class RunnerUp(Value, kw_only=True):
@@ -65,6 +92,34 @@ class SearchResult(Value, kw_only=True):
             *(f"  {describe(other.plan)}: {other.reason}" for other in self.runners_up[:5]),
         ]
         return "\n".join(lines)
+
+
+class SearchProgress(Value, kw_only=True):
+    """What a search does now, and the best plan it has found so far."""
+
+    stage: str
+    num_costed: int
+    """Plans that were costed."""
+    best_seconds: float | None = None
+    """Step time of the fastest plan that fits, so far."""
+    bound_seconds: float | None = None
+    """No plan that is still open can be faster than this."""
+
+    @property
+    def gap(self) -> float | None:
+        """How much slower the best plan may be than the fastest there is."""
+        if self.best_seconds is None or not self.bound_seconds:
+            return None
+        return max(0.0, self.best_seconds / self.bound_seconds - 1)
+
+    @property
+    def words(self) -> str:
+        """In a line."""
+        words = f"searching {self.stage}: {self.num_costed} costed"
+        if self.best_seconds is None:
+            return f"{words}, none fits so far"
+        gap = "" if self.gap is None else f", at most {self.gap:.0%} from the fastest there is"
+        return f"{words}, the best {format_seconds(self.best_seconds)} a step{gap}"
 
 
 def describe(plan: Plan) -> str:

@@ -20,13 +20,13 @@ from meshwright.core.graph import Graph
 from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.run.downsampling import downsampled
 from meshwright.core.run.forecast import Forecast, Planned
 from meshwright.core.run.trace import MemoryPoint
 from meshwright.cost.estimate import Estimator, stage_seconds
 from meshwright.cost.memory.peak_memory import MemoryCost, Moment
 from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.play import Span, enough_microbatches, play, timeline
+from meshwright.rules.downsampling import downsampled
 from meshwright.rules.schedules import make_order
 
 MOST_ACTIONS = 8192

@@ -14,10 +14,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from meshwright.core.affine import Affine
-from meshwright.core.flow import Flow, FlowTensor, crossings, stages_of_events
+from meshwright.core.flow import Flow, FlowTensor
 from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
 from meshwright.cost.local_block import LocalBlock
+from meshwright.rules.crossings import crossings, stages_of_events
 
 
 class Sent(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.core.bounds import LONGEST_LINE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.files.given_file import given_lines, open_given
-from meshwright.core.run.metric_lines import parse_line
+from meshwright.training.metrics import parse_line
 
 Line = dict[str, Any]
 

@@ -1,18 +1,44 @@
-"""What comes after a run: predicted against measured, and where everything is."""
+"""What comes after a run: its RunSummary, predicted against measured, and where everything is."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from meshwright.core.codec import Value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
 
-    from meshwright.core.run.summary import RunSummary
     from meshwright.planner.decision import Decision
     from meshwright.training.folder import RunFolder
     from meshwright.training.settings import Settings
+
+
+class RunSummary(Value, kw_only=True):
+    """The end of a training run: its loss and figures, predicted and measured, and where its files are."""
+
+    loss: float
+    """Of the last step."""
+    step_seconds: float | None
+    """Measured; None where the run recorded no step."""
+    tokens_per_second: float | None
+    predicted_step_seconds: float
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+    dropped_tokens: int
+    """Choices of experts that had no room."""
+    dropped_share: float
+    validation_loss: float | None
+    num_steps: int
+    stopped: str | None
+    """Why it ended before its last step."""
+    interrupted: bool = False
+    """By Ctrl-C or a signal, with a checkpoint."""
+    restarts: int
+    checkpoint: str
+    run_folder: str
 
 
 def show_summary(
@@ -45,7 +71,6 @@ def _lines(folder: RunFolder, summary: dict[str, Any], dropped: int, routed: int
 
 def figures(settings: Settings, decision: Decision, summary: dict[str, Any]) -> RunSummary:
     """What the run came to, with what was promised."""
-    from meshwright.core.run.summary import RunSummary
     from meshwright.core.run.trace import Trace
     from meshwright.training.folder import RunFolder
     from meshwright.training.metrics import dropped_tokens

@@ -6,7 +6,7 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Unpack
 
 from meshwright.core.request import PlanRequest
-from meshwright.core.run.summary import RunSummary
+from meshwright.jobs.summary import RunSummary
 from meshwright.planner.flags import PlanFlags, request_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from torch.profiler import record_function
 
 from meshwright.core.collective import total
-from meshwright.core.run.downsampling import downsampled
 from meshwright.measure import profile
 from meshwright.measure.allocations import over_time, pair, peak
 from meshwright.measure.categories import Categories
@@ -23,6 +22,7 @@ from meshwright.measure.intervals import Timeline
 from meshwright.measure.unseen import end_unseen
 from meshwright.measure.witness import CollectiveWatch, Witness
 from meshwright.models.objective import Batch
+from meshwright.rules.downsampling import downsampled
 from meshwright.runtime.held import held_bytes
 from meshwright.runtime.program import Program
 from meshwright.runtime.step import StepOutput

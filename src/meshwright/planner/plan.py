@@ -17,10 +17,9 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InputError
 from meshwright.core.graph import Graph, Precision
 from meshwright.core.plan import Plan
-from meshwright.core.progress import SearchProgress
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
-from meshwright.core.result import SearchResult
+from meshwright.core.result import SearchProgress, SearchResult
 from meshwright.planner.clusters import LOCAL, Say, asked_cluster, checked_budget, silent
 from meshwright.planner.flags import PlanFlags, request_of
 from meshwright.planner.limits import NO_LIMITS, Limits

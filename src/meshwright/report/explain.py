@@ -7,8 +7,46 @@ from rich.table import Table
 
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.codec import Value
-from meshwright.core.constants import MEANINGS
 from meshwright.core.units import format_bytes
+
+MEANINGS: dict[str, tuple[str, str]] = {
+    "num_multiprocessors": ("", "matmul tiles that run at once"),
+    "matmul_share": ("of peak", "rate of a large matmul whose tiles fill every wave"),
+    "matmul_ramp_seconds": ("s", "start and end of a tile of 256 × 128, in which it does no sums"),
+    "matmul_aligned_by_4_share": ("of rate", "matmul whose widths divide by 4 but not by 8"),
+    "matmul_aligned_by_2_share": ("of rate", "matmul whose widths divide by 2 but not by 4"),
+    "matmul_unaligned_share": ("of rate", "matmul with an odd width"),
+    "attention_share": ("of peak", "fused attention, long sequences, heads 128 wide, forward"),
+    "attention_backward_share": ("of peak", "the same, backward"),
+    "attention_ramp_length": ("tokens", "sequence length at which fused attention reaches half its rate"),
+    "narrow_head_share": ("of rate", "fused attention with heads 64 wide against 128"),
+    "elementwise_share": ("of memory bandwidth", "adding, multiplying"),
+    "cast_up_share": ("of memory bandwidth", "copies into a wider dtype"),
+    "transcendental_share": ("of memory bandwidth", "gelu, silu, exp"),
+    "normalisation_share": ("of memory bandwidth", "layer norm, forward"),
+    "normalisation_backward_share": ("of memory bandwidth", "layer norm, backward"),
+    "softmax_share": ("of memory bandwidth", "softmax and log-softmax"),
+    "reduction_share": ("of memory bandwidth", "sums"),
+    "fused_share": ("of memory bandwidth", "groups of ops that compiling fuses"),
+    "copy_share": ("of memory bandwidth", "copies, embeddings"),
+    "update_share": ("of memory bandwidth", "fused AdamW: seven fp32 tensors read or written"),
+    "kernel_floor_seconds": ("s", "least time of one kernel on the device"),
+    "launch_seconds": ("s", "host time of one eager op in forward, Python and views included"),
+    "backward_launch_seconds": ("s", "the same in backward"),
+    "compiled_launch_seconds": ("s", "the same for a kernel of compiled code"),
+    "intra_host_share": ("of the link", "what a collective reaches inside a host"),
+    "inter_host_share": ("of the link", "what a collective reaches between hosts"),
+    "hop_seconds": ("s", "latency of one hop of a ring between hosts"),
+    "inner_hop_seconds": ("s", "latency of one hop of a ring inside a host"),
+    "overlap_slowdown": ("of hidden time", "how much compute slows while communication runs beside it"),
+    "step_overhead_seconds": ("s", "what a step takes beside its microbatches: data, logging, waiting for the slowest"),
+    "context_bytes": ("bytes", "what the driver and libraries hold of a device"),
+    "communicator_bytes": ("bytes", "buffers of one group of ranks that communicate"),
+    "allocator_slack_share": ("of allocated", "what the allocator holds but tensors do not use"),
+    "compiled_slack_share": ("of allocated", "the same for compiled code, which makes fewer tensors"),
+    "assumed_inter_host_gb_per_second": ("GB/s", "a host's outer link where its owner published none"),
+}
+"""Of every constant of the cost model (core/constants.py): its unit and meaning."""
 
 
 class Figure(Value, kw_only=True):

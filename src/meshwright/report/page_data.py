@@ -15,7 +15,6 @@ import msgspec
 
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.names import compact_names
-from meshwright.core.run.downsampling import downsampled
 from meshwright.core.run.forecast import Forecast
 from meshwright.core.run.trace import MemoryPoint, Trace
 from meshwright.report.bars import measured_rows, planned_rows, short
@@ -23,6 +22,7 @@ from meshwright.report.overlap import overlap
 from meshwright.report.run import Run, median
 from meshwright.report.straggler import busy_seconds, sampled_seconds
 from meshwright.report.words import MEMORY_WORDS, TIME_WORDS
+from meshwright.rules.downsampling import downsampled
 
 MANY_RANKS = 16
 FEW_POINTS = 160

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from meshwright.core.divisors import near_divisors
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.names import compact_names
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute
 from meshwright.core.request import PlanRequest, parse_recompute
 from meshwright.rules.context import context_way
+from meshwright.rules.divisors import near_divisors
 from meshwright.rules.sharding import plain_sharding
 from meshwright.rules.stages import even_stages, plain_virtual
 from meshwright.rules.tokens import token_names

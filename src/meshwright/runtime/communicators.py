@@ -10,8 +10,8 @@ groups. That is as good as groups of their own for collectives, which all ranks 
 
 1F1B on one group for both directions waits for itself in this way, and ZB-V even with one group for all that goes down and one
 for all that goes up. So each *link*, one way between two coordinates, has a group of these two ranks. Both ends post the messages
-of a link in the same order (`rules/schedule_check.py`), nothing else is in its queue, and a piece of work waits only for receives:
-then a send that ends late holds up nobody, and a schedule that runs with buffered sends, which `check` proves, runs.
+of a link in the same order, nothing else is in its queue, and a piece of work waits only for receives: then a send that ends late
+holds up nobody, and a schedule that runs with buffered sends, which `tests/pure/legal_schedule.py` proves, runs.
 `tests/pure/test_rendezvous.py` plays all schedules over such a transport.
 
 Each rank sets its device before it joins (`runtime/ranks.py`), and that is the device of every group. The default group is not

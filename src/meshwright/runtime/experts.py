@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import ModelError, PlanError
 from meshwright.core.plan import Plan
-from meshwright.core.plan_check import check_experts
 from meshwright.models.experts import find_experts
+from meshwright.rules.experts import check_experts
 from meshwright.runtime.communicators import expert_groups
 from meshwright.runtime.places import Place, note_place
 

@@ -15,9 +15,9 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Offload, Plan, Stage
-from meshwright.core.progress import SearchProgress
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
+from meshwright.core.result import SearchProgress
 from meshwright.cost.estimate import estimate
 from meshwright.rules.limits import not_yet
 

@@ -12,17 +12,15 @@ from importlib import import_module
 
 import msgspec
 
-from meshwright.core.claim import Claim
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InfeasibleError, InputError, nearest
 from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Plan
-from meshwright.core.progress import SearchProgress
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
-from meshwright.core.result import RunnerUp, SearchResult, describe
+from meshwright.core.result import Claim, RunnerUp, SearchProgress, SearchResult, describe
 from meshwright.core.units import format_bytes
 from meshwright.cost.origin import error_band
 from meshwright.searching.choice import Costed, chosen, each_once, ordered, varied

@@ -23,10 +23,10 @@ from functools import cached_property
 from itertools import islice
 from math import prod
 
-from meshwright.core.divisors import divisors
 from meshwright.core.pipeline.kinds import SEARCHED, kind_of
 from meshwright.core.plan import ContextWay, Mesh, ScheduleKind, ZeroStage
 from meshwright.core.request import PlanRequest
+from meshwright.rules.divisors import divisors
 from meshwright.searching.problem import OffloadKind, Problem
 from meshwright.searching.units import FEW_UNITS
 

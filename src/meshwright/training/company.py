@@ -23,11 +23,11 @@ from meshwright.core.files.given_file import given_lines, open_given, read_given
 from meshwright.core.plan import Plan
 from meshwright.core.result import SearchResult
 from meshwright.core.run.forecast import Forecast
-from meshwright.core.run.metric_lines import parse_line
 from meshwright.core.run.trace import Trace
 from meshwright.training.folder import RunFolder
 from meshwright.training.kept import all_of
 from meshwright.training.manifest import read_listed, read_manifest
+from meshwright.training.metrics import parse_line
 from meshwright.training.run_id import RunId
 from meshwright.training.settings import Settings
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from meshwright.core.bounds import MOST_COUNT
 from meshwright.core.codec import write_whole
 from meshwright.core.errors import InputError
 from meshwright.core.files.given_file import given_lines, open_given
-from meshwright.core.run.metric_lines import parse_line
 from meshwright.training.boards import Board
 from meshwright.training.folder import RunFolder
 from meshwright.training.lines import LineFile
@@ -116,3 +116,24 @@ def _entry(line: bytes) -> dict[str, Any]:
 def _step(line: bytes) -> float:
     """The step of a line; one that is not whole belongs to no step that is kept."""
     return float(_entry(line).get("step", "inf"))
+
+
+def parse_line(line: str | bytes) -> dict[str, Any]:
+    """One line of `metrics.jsonl`, an object of numbers with its `step`; or an `InputError` that says what is wrong with it."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        # no text, no JSON, thousands of digits, or nested too deeply
+        raise InputError("not valid JSON") from None
+    if not isinstance(entry, dict) or not _is_step(entry.get("step")) or not all(map(_is_number, entry.values())):
+        raise InputError("not what a step leaves")
+    return entry
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT
+
+
+def _is_number(value: object) -> bool:
+    """Any float: a run that diverges writes NaN. A whole number that no float holds is none that a step counts."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= MOST_COUNT)

@@ -2,7 +2,7 @@
 
 One list of actions per pp coordinate. The runtime loops over it, the cost model plays it, the report draws it.
 There are v · p stages, mapped to coordinates in a loop or a V (`core/pipeline/placement.py`). Who makes one: `rules/schedules.py`;
-who proves one legal: `rules/schedule_check.py`.
+who proves each kind legal: `tests/pure/legal_schedule.py`.
 
 Sends are buffered (torch's isend): a send ends at once, a receive waits for its send. Nothing but order tells two
 messages of a link apart, so the receives of each link come in the order of its sends. A link is one way between two

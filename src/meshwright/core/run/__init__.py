@@ -1,1 +1,1 @@
-"""What a run says of itself: its trace, its metrics, its faults, the state of its ranks; and the forecast it is compared with."""
+"""What a run says of itself: its trace, its faults, the state of its ranks; and the forecast it is compared with."""

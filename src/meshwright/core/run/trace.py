@@ -100,7 +100,7 @@ class Trace(Value, kw_only=True):
     sampled_at: Number | None = None
     """When that step began on this rank, in seconds of the host's clock since 1970: it lays all ranks on one clock."""
     memory_over_time: tuple[MemoryPoint, ...] = ()
-    """As many moments as a picture can show (core/run/downsampling.py); the peak is one of them."""
+    """As many moments as a picture can show (rules/downsampling.py); the peak is one of them."""
     num_steps: CountOrZero
     steps: tuple[StepRecord, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()

@@ -23,12 +23,12 @@ from typing import Any
 
 import msgspec
 
-from meshwright.core.divisors import divisors
 from meshwright.core.estimate import Estimate
 from meshwright.core.infeasible import Infeasible, WayOut
 from meshwright.core.names import compact_names
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, RecomputeMode
 from meshwright.core.units import ceil_div, format_bytes
+from meshwright.rules.divisors import divisors
 from meshwright.rules.limits import not_yet
 from meshwright.searching.infeasible.changes import Change, costed, first_that_fits
 from meshwright.searching.infeasible.offload_suggestions import offloads

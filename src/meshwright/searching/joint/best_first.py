@@ -12,7 +12,7 @@ from math import inf
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, ScheduleKind
-from meshwright.core.progress import SearchProgress
+from meshwright.core.result import SearchProgress
 from meshwright.searching.bounds.memory import cut_fits
 from meshwright.searching.bounds.step_seconds import SLACK, Needs
 from meshwright.searching.cuts.best_cut import FEW_CUTS, best_cut, every_cut, num_cuts

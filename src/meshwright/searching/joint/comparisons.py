@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.core.divisors import divisors
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
+from meshwright.rules.divisors import divisors
 from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.joint.short_searches import FEW_OPENED
 from meshwright.searching.problem import Problem, narrowed

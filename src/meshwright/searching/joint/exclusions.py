@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from meshwright.core.divisors import divisors
 from meshwright.core.pipeline.kinds import KINDS
+from meshwright.rules.divisors import divisors
 from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import MOST_VIRTUAL, SMALL_DP, is_deep, worlds

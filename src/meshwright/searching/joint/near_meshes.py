@@ -15,9 +15,9 @@ from math import inf
 
 import msgspec
 
-from meshwright.core.divisors import divisors
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Mesh, Plan
+from meshwright.rules.divisors import divisors
 from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.joint.candidates import Drafts
 from meshwright.searching.joint.short_searches import FEW_OPENED

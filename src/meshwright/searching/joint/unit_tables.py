@@ -10,7 +10,6 @@ from functools import cached_property
 from itertools import product
 from math import inf
 
-from meshwright.core.divisors import divisors
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.plan import BlockSharding, ContextWay, Mesh, Plan, Stage
@@ -19,6 +18,7 @@ from meshwright.cost.degrees import check_degrees
 from meshwright.cost.local_block import LocalBlock, make_local_blocks
 from meshwright.cost.memory.local_parameters import Items, items_of
 from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of, work_key
+from meshwright.rules.divisors import divisors
 from meshwright.rules.tokens import token_names
 from meshwright.searching.bounds.step_seconds import Bounds
 from meshwright.searching.problem import Problem

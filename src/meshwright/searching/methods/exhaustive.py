@@ -34,7 +34,6 @@ from math import comb
 
 import msgspec
 
-from meshwright.core.divisors import divisors
 from meshwright.core.errors import PlanError, ScheduleError
 from meshwright.core.estimate import Estimate
 from meshwright.core.names import compact_names
@@ -43,6 +42,7 @@ from meshwright.core.plan import Mesh, Offload, Plan, Recompute, ZeroStage
 from meshwright.core.request import PlanRequest
 from meshwright.cost.compute.recomputed_ops import core_ops
 from meshwright.cost.degrees import check_degrees, check_divides
+from meshwright.rules.divisors import divisors
 from meshwright.rules.limits import check_runs, not_yet
 from meshwright.rules.plain_plan import plain_plan, recompute_rules
 from meshwright.searching.memory_saving.optimizer_offload import FEW_SHARES, coarse_shares, shares_of
