@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cases import ASSETS, ROOT
 from command import TORCHRUN, Cli, Started, has_saved, losses, wait_for
 
@@ -130,13 +131,16 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_goes_on(
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-def test_ctrl_c_in_a_terminal(start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path) -> None:
-    """A terminal sends SIGINT to the parent and to every rank at once."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_all_processes_of_a_run(
+    start: Callable[..., Started], settings: Callable[..., Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    """As a terminal sends it, or a job system: to the parent and to every rank at once."""
     run = start("train", settings(**SLOW, plan={"global_batch": 8, "zero": 3}), "--json")
     metrics = tmp_path / "run/metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, run)
     for pid in (run.process.pid, *run.ranks().values()):
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, number)
     ended = run.end()
     assert ended.code == 130, ended.err
     assert ended.json["stopped"] == "interrupted"

@@ -39,7 +39,8 @@ def train(
     memory: MemoryOption = None,
     timeout: TimeoutOption = None,
     restarts: Annotated[
-        int | None, typer.Option("--restarts", min=0, help="Go on from the last checkpoint after a fault, so often.")
+        int | None,
+        typer.Option("--restarts", min=0, help="Restart from the last checkpoint after a fault, up to N times."),
     ] = None,
     fewer_ranks: Annotated[
         bool, typer.Option("--fewer-ranks", help="After a fault, go on without the rank that was lost.")
@@ -62,7 +63,7 @@ def train(
     Ctrl-C stops within two steps, with a checkpoint; --resume goes on from it, on any number of ranks: `train FILE.toml --resume`,
     or `train --resume RUN` with the settings that the run folder holds.
     """
-    from meshwright.jobs.output import make_console
+    from meshwright.jobs.output import make_run_console
     from meshwright.jobs.train import run
 
     given = {
@@ -79,6 +80,6 @@ def train(
         "device": device,
         "backend": backend,
     }
-    found = run(file, flags.request, flags.file, given, resume, verify, make_console(as_json), as_json)
+    found = run(file, flags.request, flags.file, given, resume, verify, make_run_console(as_json), as_json)
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -2,12 +2,68 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from errno import EAGAIN, EDQUOT, ENOSPC
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+PASSING = (EAGAIN, EDQUOT, ENOSPC)
+"""Errors of a stream that may take text again later."""
+
+
+class LastingStream(io.TextIOBase):
+    """Standard output or standard error of a run: a run goes on when nobody can read what it prints any more.
+
+    A terminal may be closed, `| head` may end, the disk of a redirected log may be full. The text is lost; the metrics are not,
+    since they have a file of their own. What is gone for good is replaced by /dev/null, for whatever else writes there.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        """stream: None where the process was started without one."""
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._unheard():
+            if self._stream is not None:
+                self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._unheard():
+            if self._stream is not None:
+                self._stream.flush()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise io.UnsupportedOperation("fileno")
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding if self._stream is not None else "utf-8"
+
+    @contextmanager
+    def _unheard(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in PASSING:
+                self._leave()
+
+    def _leave(self) -> None:
+        assert self._stream is not None
+        with suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 def make_console(as_json: bool) -> Console:
@@ -18,7 +74,18 @@ def make_console(as_json: bool) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if as_json else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else 140, markup=False)  # texts of others have brackets
+    is_terminal = stream is not None and stream.isatty()
+    return Console(file=stream, width=None if is_terminal else 140, markup=False)  # texts of others have brackets
+
+
+def make_run_console(as_json: bool, *, quiet: bool = False, force_terminal: bool | None = None) -> Console:
+    """The console of a run, of its launcher and its ranks: the run does not end with its terminal."""
+    from rich.console import Console
+
+    stream = LastingStream(sys.stderr if as_json else sys.stdout)
+    width = None if stream.isatty() or force_terminal else 140
+    file = cast("IO[str]", stream)  # all of it that a console uses
+    return Console(file=file, width=width, force_terminal=force_terminal, quiet=quiet, markup=False)
 
 
 def say_on(console: Console) -> Callable[[str], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,9 +37,8 @@ def train_rank(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_rank(payload: dict[str, Any], rank: Rank) -> dict[str, Any]:
-    from rich.console import Console
-
     from meshwright.core.plan import Plan
+    from meshwright.jobs.output import make_run_console
     from meshwright.measure.record import StepRecorder
     from meshwright.training.folder import RunFolder
     from meshwright.training.job import Job
@@ -52,12 +50,7 @@ def run_rank(payload: dict[str, Any], rank: Rank) -> dict[str, Any]:
     check_still_ours(folder.path, run_id)
     settings, plan = Settings.load(folder.settings), Plan.load(folder.plan)
     job = Job(settings, plan, folder, payload["resume"], payload["verify"], run_id)
-    console = Console(
-        file=sys.stderr if payload["as_json"] else sys.stdout,
-        force_terminal=payload["terminal"] or None,
-        quiet=payload["quiet"],
-        markup=False,
-    )
+    console = make_run_console(payload["as_json"], quiet=payload["quiet"], force_terminal=payload["terminal"] or None)
     outcome = run(job, rank, StepRecorder(), console)
     return {
         "loss": outcome.loss,

@@ -44,7 +44,7 @@ def train(
     every plan flag (as of `mw.plan`); plan is a plan file. quiet: no progress on standard error. Under torchrun the process is
     one rank of the run, and ends with it. Raises what the command would say.
     """
-    from rich.console import Console
+    from meshwright.jobs.output import make_run_console
 
     given = {
         "nproc": nproc, "steps": steps, "out": None if out is None else fspath(out), "seed": seed, "memory": memory,
@@ -53,7 +53,7 @@ def train(
     }  # fmt: skip
     return run(
         fspath(file), request_of(flags, train), None if plan is None else fspath(plan), given, resume, verify,
-        Console(stderr=True, markup=False, quiet=quiet), quiet=quiet,
+        make_run_console(as_json=True, quiet=quiet), quiet=quiet,
     )  # fmt: skip
 
 

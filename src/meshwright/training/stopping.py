@@ -1,4 +1,7 @@
-"""Why a run ends before its last step: Ctrl-C, SIGTERM, or its time is up. One rank's wish; ranks stop together (`loop.py`)."""
+"""Why a run ends before its last step: Ctrl-C, SIGTERM, a closed terminal, or its time is up.
+
+One rank wishes to stop; all ranks stop together (`loop.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopWish:
@@ -25,12 +30,14 @@ class StopWish:
 
     @contextmanager
     def heed_signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the run within two steps, once all ranks know, with a checkpoint."""
+        """Ctrl-C, SIGTERM and SIGHUP end the run within two steps, once all ranks know, with a checkpoint. A signal that is
+        ignored, as SIGHUP is under nohup, stays ignored."""
 
         def interrupt(*_: Any) -> None:
             self.num_signals += 1
 
-        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, interrupt) for number in numbers}
         try:
             yield
         finally:
