@@ -16,7 +16,7 @@ from split_samples import Sample
 from thread_ranks import on_every_rank
 from torch import Tensor, nn
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.core.plan import ContextWay
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Addend, Cut, Layout, lay

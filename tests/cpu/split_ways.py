@@ -11,7 +11,7 @@ from split_runs import Ways, World
 from split_samples import Sample
 from torch import Tensor, nn
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.runtime.split.layout import Addend, Cut, Layout, Share
 
 Choose = Callable[[Sequence[Any]], Any]

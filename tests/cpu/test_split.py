@@ -18,7 +18,7 @@ from pool import RankPool, this_rank
 from torch import Tensor, nn
 
 from meshwright.capturing.capture import capture_source
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import BlockSharding, Plan, Stage, TensorSharding
 from meshwright.core.request import PlanRequest

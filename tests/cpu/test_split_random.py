@@ -13,7 +13,7 @@ from pool import RankPool
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.runtime._torch import DisableTorchFunction
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.layout import Addend, Cut, Share, lay

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.runtime.split import collectives
 from meshwright.runtime.split.collectives import Ranks
 from meshwright.runtime.split.splitter import NotSplit

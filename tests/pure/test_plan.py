@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import degrees, hand_graph, hand_plan, plans, quick, requests
 
+from meshwright.core.axes import AXES
 from meshwright.core.errors import InputError, PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Mesh, Offload, Plan, Recompute, Stage, TensorSharding
 from meshwright.core.request import PlanRequest, parse_recompute
+from meshwright.planner.flags import SweptFlags
 from meshwright.rules.plain_plan import count_microbatches, plain_mesh, plain_plan, recompute_rules, share_of_batch
 
 TWO_ON_ONE = (Stage(coordinate=0, blocks=("blocks.0-3",)), Stage(coordinate=0, blocks=("blocks.4-7",)))
@@ -21,6 +23,19 @@ TWO_ON_ONE = (Stage(coordinate=0, blocks=("blocks.0-3",)), Stage(coordinate=0, b
 
 def four_stages(*coordinates: int) -> tuple[Stage, ...]:
     return tuple(Stage(coordinate=c, blocks=(f"blocks.{number}",)) for number, c in enumerate(coordinates))
+
+
+def test_ranks_are_numbered_with_tp_innermost_and_ep_inside_dp() -> None:
+    mesh = Mesh(pp=2, dp=6, cp=3, tp=5, ep=2)
+    assert mesh.world == 180
+    assert {axis: mesh.stride(axis) for axis in AXES} == {"tp": 1, "cp": 5, "dp": 15, "ep": 15, "pp": 90}
+    assert Mesh(dp=2, ep=2).used == {"dp": 2, "ep": 2}
+    assert (Mesh(dp=2).divides_model, Mesh(dp=2, ep=2).divides_model) == (False, True)
+
+
+def test_every_axis_is_a_flag_and_a_field_of_a_request() -> None:
+    assert set(AXES) <= set(PlanRequest.__struct_fields__)
+    assert set(AXES) <= set(SweptFlags.__annotations__)
 
 
 TENSOR = TensorSharding(tensor="weight", dims=("", "tp"))

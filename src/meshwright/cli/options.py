@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from meshwright.core.axes import AXES, AxisKind
 from meshwright.core.pipeline.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ TimeoutOption = Annotated[
     ),
 ]
 
+
+def _axis_words(kind: AxisKind) -> str:
+    divides = f"; divides {kind.inside}" if kind.inside else ""
+    return f"{kind.title.capitalize()}-parallel ranks{divides}."
+
+
 _DEGREES = {
-    "dp": "Data-parallel ranks.",
-    "tp": "Tensor-parallel ranks.",
-    "pp": "Pipeline-parallel ranks.",
-    "cp": "Context-parallel ranks.",
-    "ep": "Expert-parallel ranks; divides dp.",
+    **{str(axis): _axis_words(kind) for axis, kind in AXES.items()},
     "virtual": "Stages on each pipeline rank.",
     "zero": "ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.",
     "hybrid": "Ranks in one sharding group of ZeRO.",

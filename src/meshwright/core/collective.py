@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from meshwright.core.axes import Axis
 from meshwright.core.bounds import CountOrZero
 from meshwright.core.codec import Value
 
 CollectiveKind = Literal[
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all", "send"
 ]
-Axis = Literal["pp", "dp", "cp", "tp", "ep"]
 
 COUNT_BYTES = 8
 """Before the first backward of a step the ranks add up how many tokens the global batch holds (one float64)."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
+from math import prod
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from meshwright.core.axes import AXES, MODEL_AXES, RANK_AXES, Axis
 from meshwright.core.bounds import MOST_BLOCKS, MOST_RANKS, CountOrZero, Degree, Samples, Share
 from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import PlanError
@@ -34,8 +36,8 @@ ContextWay = Literal["heads", "ring"]
 """How attention over tokens that lie over cp is done: rules/attention.py."""
 
 
-class Mesh(Value, kw_only=True):
-    """The named grid of ranks."""
+class Mesh(Value, kw_only=True, dict=True):
+    """The named grid of ranks: the degree of each axis (core/axes.py)."""
 
     pp: Degree = 1
     dp: Degree = 1
@@ -48,11 +50,35 @@ class Mesh(Value, kw_only=True):
         if self.dp % self.ep:
             raise PlanError(f"ep={self.ep} does not divide dp={self.dp}: experts live on subgroups of the dp ranks")
         if self.world > MOST_RANKS:
-            raise PlanError(f"pp · dp · cp · tp = {self.world} ranks: a plan has at most {MOST_RANKS}")
+            raise PlanError(f"{' · '.join(RANK_AXES)} = {self.world} ranks: a plan has at most {MOST_RANKS}")
+
+    @cached_property
+    def world(self) -> int:
+        """How many ranks it has."""
+        return prod(getattr(self, axis) for axis in RANK_AXES)
+
+    @cached_property
+    def degrees(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @cached_property
+    def used(self) -> dict[str, int]:
+        """Degrees above 1."""
+        return {axis: degree for axis, degree in self.degrees.items() if degree > 1}
 
     @property
-    def world(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
+    def divides_model(self) -> bool:
+        """Whether several ranks run one model together."""
+        return any(axis in self.used for axis in MODEL_AXES)
+
+    def stride(self, axis: Axis) -> int:
+        """How far apart neighbours along an axis are, in numbers of ranks."""
+        inner = RANK_AXES[RANK_AXES.index(AXES[axis].inside or axis) + 1 :]
+        return prod(self.degrees[other] for other in inner)
+
+
+if set(Mesh.__struct_fields__) != set(AXES):
+    raise TypeError(f"a mesh has the axes {', '.join(Mesh.__struct_fields__)}, the table of axes {', '.join(AXES)}")
 
 
 class Stage(Value, kw_only=True):

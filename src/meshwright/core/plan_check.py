@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from meshwright.core.axes import TENSOR_AXES
 from meshwright.core.bounds import MOST_ACTIONS
 from meshwright.core.errors import PlanError
 from meshwright.core.names import expand_names
@@ -22,9 +23,6 @@ from meshwright.core.pipeline.placement import coordinate_of
 
 if TYPE_CHECKING:
     from meshwright.core.plan import Plan, TensorSharding
-
-SHARDING_AXES = ("dp", "cp", "tp", "ep")
-"""Axes a tensor's dim can lie over; stages, not tensors, lie over pp."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -92,10 +90,10 @@ def _check_sharding(plan: Plan) -> None:
 
 def _check_axes(tensor: TensorSharding) -> None:
     for axis in tensor.dims:
-        if axis and axis not in SHARDING_AXES:
+        if axis and axis not in TENSOR_AXES:
             raise PlanError(
                 f"a dim of tensor '{tensor.tensor}' is sharded over '{axis}': "
-                f"use one of {', '.join(SHARDING_AXES)}, or leave it empty where the dim is whole"
+                f"use one of {', '.join(TENSOR_AXES)}, or leave it empty where the dim is whole"
             )
 
 

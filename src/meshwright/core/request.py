@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.core.axes import AXES
 from meshwright.core.bounds import Degree, Samples, Share
 from meshwright.core.codec import Value, check_fields
 from meshwright.core.errors import InputError
@@ -53,6 +54,10 @@ class PlanRequest(Value, kw_only=True):
             parse_recompute(self.recompute)
         if self.offload not in (None, "none", "optimizer", "parameters"):
             raise InputError(f"offload '{self.offload}' is not one of none, optimizer, parameters")
+
+    @property
+    def degrees(self) -> dict[str, int | None]:
+        return {axis: getattr(self, axis) for axis in AXES}
 
     def offloading(self, what: str | None = None) -> Offload:
         """What leaves the device; what: where the request leaves it open."""

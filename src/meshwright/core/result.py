@@ -124,8 +124,7 @@ class SearchProgress(Value, kw_only=True):
 
 def describe(plan: Plan) -> str:
     """A plan in a few words: `dp 8 · ZeRO 2 · 4 microbatches of 2 · recompute full · bf16`."""
-    axes = [f"{axis} {degree}" for axis in ("pp", "dp", "cp", "tp", "ep") if (degree := getattr(plan.mesh, axis)) > 1]
-    parts = axes or ["one device"]
+    parts = [f"{axis} {degree}" for axis, degree in plan.mesh.used.items()] or ["one device"]
     if plan.zero:
         parts.append(f"ZeRO {plan.zero}" + (f" in groups of {plan.hybrid}" if plan.hybrid else ""))
     elif plan.mesh.dp > 1:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import msgspec
 
+from meshwright.core.axes import RANK_AXES
 from meshwright.core.bounds import LARGEST_NUMBER, MOST_SAMPLES
 from meshwright.core.codec import Value
 from meshwright.core.errors import InputError, nearest, shortened
@@ -197,11 +199,10 @@ def batch_of(foreign: Foreign, request: PlanRequest, dp: int) -> tuple[int, int]
 
 
 def _dp(request: PlanRequest, world: int, where: str) -> int:
-    others = (request.tp or 1) * (request.pp or 1) * (request.cp or 1)
+    given = {axis: degree for axis in RANK_AXES if (degree := request.degrees[axis])}
+    others = prod(degree for axis, degree in given.items() if axis != "dp")
     if world % others or (request.dp is not None and request.dp * others != world):
-        degrees = " · ".join(
-            f"{axis} {value}" for axis in ("dp", "cp", "tp", "pp") if (value := getattr(request, axis))
-        )
+        degrees = " · ".join(f"{axis} {degree}" for axis, degree in given.items())
         raise InputError(
             f"{where}: degrees {degrees} do not make {world} ranks: change a degree, or the number of ranks"
         )

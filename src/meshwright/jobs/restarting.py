@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meshwright.core.axes import AXES
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -20,9 +22,7 @@ if TYPE_CHECKING:
 
 LOSING = ("killed", "hung", "lost", "corrupt")
 """Faults after which a rank may be done without."""
-LAID = (
-    "dp", "tp", "pp", "cp", "ep", "virtual", "hybrid", "sequence_parallel", "context", "microbatch", "schedule",
-)  # fmt: skip
+LAID = (*AXES, "virtual", "hybrid", "sequence_parallel", "context", "microbatch", "schedule")
 """What a request says about how a model lies over ranks: given up where it does not suit the ranks that are left."""
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.core.estimate import TimeParts
 from meshwright.core.run.trace import Interval, Part, PartSeconds, Stream
 from meshwright.measure.profile import Profile, Span

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from meshwright.core.collective import Axis, CollectiveKind
+from meshwright.core.axes import Axis
+from meshwright.core.collective import CollectiveKind
 from meshwright.measure.profile import Profile, Span
 
 RUNS_AS: tuple[tuple[str, tuple[CollectiveKind, ...]], ...] = (

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
-from meshwright.core.collective import Axis, Collective, CollectiveKind
+from meshwright.core.axes import Axis
+from meshwright.core.collective import Collective, CollectiveKind
 from meshwright.runtime._torch import TorchDispatchMode, sums_within_groups, tree_leaves
 from meshwright.runtime.axis import named_axis
 from meshwright.runtime.clip import local

@@ -66,8 +66,7 @@ def as_one_process() -> Iterator[None]:
 
 def seen_under(plan: Plan) -> AbstractContextManager[None]:
     """What the model's code sees while it runs as the plan says."""
-    mesh = plan.mesh
-    return as_replicas() if max(mesh.tp, mesh.cp, mesh.pp, mesh.ep) == 1 else as_one_process()
+    return as_one_process() if plan.mesh.divides_model else as_replicas()
 
 
 @contextmanager

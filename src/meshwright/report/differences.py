@@ -8,6 +8,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.core.axes import AXES, MODEL_AXES, Axis
 from meshwright.core.codec import Value
 from meshwright.core.estimate import Estimate
 from meshwright.core.pipeline.kinds import kind_of
@@ -51,7 +52,7 @@ def plan_differences(first: Plan, second: Plan) -> tuple[Difference, ...]:
 def difference_words(plan: Plan, than: Plan) -> str:
     """How a plan differs from another, in a few words: `tp 4 · pp 8 · microbatch 1`. What follows from these is left out."""
     differing = {difference.part for difference in plan_differences(than, plan)}
-    parts = [f"{axis} {getattr(plan.mesh, axis)}" for axis in ("tp", "cp", "pp", "ep") if axis in differing]
+    parts = [f"{axis} {plan.mesh.degrees[axis]}" for axis in reversed(MODEL_AXES) if axis in differing]
     if "dp" in differing and (not parts or plan.world != than.world):
         parts.append(f"dp {plan.mesh.dp}")
     if "stages" in differing and not {"pp", "stages a rank"} & differing:
@@ -122,8 +123,8 @@ def _row(table: Table, name: str, change: Change, show: Callable[[float], str], 
     table.add_row(name, show(change.first), show(change.second), share, style="bold" if bold else None)
 
 
-def _degree(axis: str) -> Callable[[Plan], str]:
-    return lambda plan: str(getattr(plan.mesh, axis))
+def _degree(axis: Axis) -> Callable[[Plan], str]:
+    return lambda plan: str(plan.mesh.degrees[axis])
 
 
 def _answer(field: str) -> Callable[[Plan], str]:
@@ -145,11 +146,7 @@ def _offload(plan: Plan) -> str:
 _PARTS: dict[str, Callable[[Plan], str]] = {
     "model": lambda plan: plan.model,
     "graph": lambda plan: plan.graph,
-    "tp": _degree("tp"),
-    "cp": _degree("cp"),
-    "dp": _degree("dp"),
-    "ep": _degree("ep"),
-    "pp": _degree("pp"),
+    **{axis: _degree(axis) for axis in reversed(AXES)},
     "stages a rank": lambda plan: str(plan.virtual),
     "stages": _stages,
     "sequence parallel": _answer("sequence_parallel"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from meshwright.core.axes import Axis
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph
 from meshwright.core.names import compact_names, expand_names, is_list_item
@@ -168,7 +169,7 @@ def _numbers(plan: Plan) -> str:
     return f"computes in {plan.precision}{compiled}{synced}"
 
 
-def _where(plan: Plan, cluster: Cluster, axis: str) -> str:
+def _where(plan: Plan, cluster: Cluster, axis: Axis) -> str:
     return place_words(axis_group(plan.mesh, axis), cluster, plan.world)
 
 

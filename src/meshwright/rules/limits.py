@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.core.axes import MODEL_AXES
 from meshwright.core.errors import PlanError
 from meshwright.core.names import is_list_item
 from meshwright.core.pipeline.kinds import KINDS
@@ -72,7 +73,7 @@ def _streaming(plan: Plan) -> list[tuple[str, str, bool]]:
         return []
     mesh, offload = plan.mesh, plan.offload
     repeated = {name for name in plan.blocks if is_list_item(name)}
-    others = [f"{axis}={degree}" for axis in ("pp", "tp", "cp", "ep") if (degree := getattr(mesh, axis)) > 1]
+    others = [f"{axis}={degree}" for axis, degree in mesh.used.items() if axis in MODEL_AXES]
     sharded = plan.zero == 3 and plan.hybrid is None
     return [
         (f"offload of parameters with {' and '.join(others)}", "set these axes to 1, or offload to none", bool(others)),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import prod
+
+from meshwright.core.axes import RANK_AXES
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.names import compact_names
@@ -73,18 +76,19 @@ def _plain_offload(request: PlanRequest) -> Offload:
 
 def plain_mesh(request: PlanRequest, world: int) -> Mesh:
     """The requested degrees; an open dp takes the ranks the other axes leave."""
-    others = (request.pp or 1) * (request.cp or 1) * (request.tp or 1)
-    if request.dp is None and world % others:
-        raise PlanError(
-            f"pp · cp · tp = {others} does not divide {world} ranks: change a degree or the number of ranks"
-        )
-    mesh = Mesh(
-        pp=request.pp or 1, dp=request.dp or world // others, cp=request.cp or 1, tp=request.tp or 1, ep=request.ep or 1
-    )
+    degrees = {axis: degree or 1 for axis, degree in request.degrees.items()}
+    if request.dp is None:
+        others = prod(degrees[axis] for axis in RANK_AXES)
+        if world % others:
+            raise PlanError(
+                f"pp · cp · tp = {others} does not divide {world} ranks: change a degree or the number of ranks"
+            )
+        degrees["dp"] = world // others
+    mesh = Mesh(**degrees)
     if mesh.world != world:
+        words = " · ".join(f"{axis} {degrees[axis]}" for axis in RANK_AXES)
         raise PlanError(
-            f"the plan needs pp {mesh.pp} · dp {mesh.dp} · cp {mesh.cp} · tp {mesh.tp} = {mesh.world} ranks, "
-            f"but there are {world}: change a degree, or run {mesh.world} ranks"
+            f"the plan needs {words} = {mesh.world} ranks, but there are {world}: change a degree, or run {mesh.world} ranks"
         )
     return mesh
 

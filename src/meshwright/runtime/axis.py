@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 
 _named: list[Axis] = []
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.core.plan import Plan
 from meshwright.runtime.axis import along
 from meshwright.runtime.places import places_of

@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright.core.axes import RANK_AXES
 from meshwright.core.plan import Plan
 from meshwright.runtime._torch_distributed import forget_meshes
 
-AXES = ("pp", "dp", "cp", "tp")
 STATE_DIMS = ("replicas", "shards")
 
 Link = tuple[int, int]
@@ -76,8 +76,8 @@ def _noted_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def axes_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     """Ranks by axis, pp outermost and tp innermost: neighbours share a host."""
-    degrees = (plan.mesh.pp, plan.mesh.dp, plan.mesh.cp, plan.mesh.tp)
-    return _noted_mesh(init_device_mesh(device_type, degrees, mesh_dim_names=AXES))
+    degrees = tuple(plan.mesh.degrees[axis] for axis in RANK_AXES)
+    return _noted_mesh(init_device_mesh(device_type, degrees, mesh_dim_names=RANK_AXES))
 
 
 def data_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.runtime.messages.exchange import all_ranks, device_of_messages
 from meshwright.runtime.places import Place
 from meshwright.runtime.split.collectives import Ranks

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import RANK_AXES, Axis
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import identity
 from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
-from meshwright.runtime.communicators import AXES, axes_mesh
+from meshwright.runtime.communicators import axes_mesh
 from meshwright.runtime.experts import expert_spread_of
 from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.standing import name_world
@@ -24,7 +24,7 @@ def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """Ranks by axis, pp outermost and tp innermost: neighbours share a host."""
     check_world(plan)
     mesh = axes_mesh(plan, device.type)
-    name_world(next((axis for axis in AXES if getattr(plan.mesh, axis) == plan.world), "all ranks"))
+    name_world(next((axis for axis in RANK_AXES if plan.mesh.degrees[axis] == plan.world), "all ranks"))
     return mesh
 
 
@@ -39,8 +39,7 @@ def axis_groups(module: nn.Module, mesh: DeviceMesh) -> dict[Axis, dist.ProcessG
     """This rank's group along each axis; ep where the module's experts lie over it."""
     experts = expert_spread_of(module)
     found: dict[Axis, dist.ProcessGroup] = {"ep": experts.ep} if experts else {}
-    axes: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
-    return {**found, **{axis: mesh.get_group(axis) for axis in axes}}
+    return {**found, **{axis: mesh.get_group(axis) for axis in reversed(RANK_AXES)}}
 
 
 def check_world(plan: Plan) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.core.axes import MODEL_AXES
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.runtime._torch import gradient_hooks
@@ -34,7 +35,7 @@ def check_hooks(module: nn.Module, plan: Plan) -> None:
 
 def what_replaces_parameters(plan: Plan) -> str:
     """The part of the plan under which the user's own tensors are not those that are trained."""
-    axes = [f"{axis}={degree}" for axis in ("tp", "cp", "pp", "ep") if (degree := getattr(plan.mesh, axis)) > 1]
+    axes = [f"{axis}={degree}" for axis, degree in plan.mesh.used.items() if axis in MODEL_AXES]
     if axes:
         return axes[0]
     if plan.zero:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 
 NOTE = "_meshwright_places"
 

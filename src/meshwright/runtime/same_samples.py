@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core.axes import RANK_AXES
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.runtime._torch import tree_leaves
@@ -37,7 +38,7 @@ class SameSamples:
                 raise InputError(self._words(known[0], rank))
 
     def _words(self, one: int, other: int) -> str:
-        axes = [axis for axis in ("tp", "cp", "pp") if getattr(self.plan.mesh, axis) > 1]
+        axes = [axis for axis in RANK_AXES if axis != "dp" and axis in self.plan.mesh.used]
         return (
             f"ranks {one} and {other} were given different samples in batch {self.num_batches}, but they run one model together "
             f"({', '.join(axes)}) and need the same ones: make the data in the same order on all ranks (torch.manual_seed with one "

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.core.plan import Plan
 from meshwright.runtime.clip import axes_of_parameters, clip
 from meshwright.runtime.data_parallel import inner, reduce_scalars, shard_group

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import log
 
+from meshwright.core.axes import MODEL_AXES
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 
@@ -20,8 +21,7 @@ EQUAL_SHARE = 1e-9
 
 def complexity(plan: Plan) -> int:
     """Two for each axis beside dp and for offload, one for every other mechanism."""
-    mesh = plan.mesh
-    axes = sum(degree > 1 for degree in (mesh.pp, mesh.tp, mesh.cp, mesh.ep))
+    axes = sum(axis in MODEL_AXES for axis in plan.mesh.used)
     others = (
         plan.zero > 0,
         plan.zero > 2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -93,11 +93,10 @@ class Problem:
     def of_one_device(self) -> Problem | None:
         """The same problem on one device; None where a device alone is like one of many, or where more than one must be used."""
         request = self.request
-        fixed = [request.dp, request.pp, request.tp, request.cp, request.ep]
         if (
             self.world not in (None, 1)
             or self.cluster.device.alone is None
-            or any((degree or 1) > 1 for degree in fixed)
+            or any((degree or 1) > 1 for degree in request.degrees.values())
         ):
             return None
         asked = msgspec.structs.replace(request, global_batch=self.global_batch)
@@ -141,7 +140,7 @@ def _with_offload(what: OffloadKind) -> Plan:
     return Plan(stages=stages, offload=Offload(what=what), microbatch=1, num_microbatches=1, global_batch=1)
 
 
-def narrowed(problem: Problem, fixed: dict[str, object]) -> Problem | None:
+def narrowed(problem: Problem, fixed: Mapping[str, object]) -> Problem | None:
     """The problem with these parts of the request fixed too; None where the request fixes another value."""
     asked = msgspec.structs.asdict(problem.request)
     if any(asked[name] not in (None, value) for name, value in fixed.items()):

@@ -23,6 +23,7 @@ from functools import cached_property
 from itertools import islice
 from math import prod
 
+from meshwright.core.axes import RANK_AXES
 from meshwright.core.pipeline.kinds import SEARCHED, kind_of
 from meshwright.core.plan import ContextWay, Mesh, ScheduleKind, ZeroStage
 from meshwright.core.request import PlanRequest
@@ -86,7 +87,7 @@ class Point:
 def worlds(problem: Problem) -> list[int]:
     """How many devices may be used, the most first: where their number is open, whole hosts, or part of one."""
     request = problem.request
-    degrees = (request.dp, request.pp, request.tp, request.cp)
+    degrees = [request.degrees[axis] for axis in RANK_AXES]
     if all(degree is not None for degree in degrees):
         world = prod(degree or 1 for degree in degrees)
         return [world] if world <= problem.devices and problem.world in (None, world) else []

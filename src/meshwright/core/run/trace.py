@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from meshwright.core.axes import Axis
 from meshwright.core.bounds import LARGEST_RECORD_BYTES, CountOrZero, Degree, Number
 from meshwright.core.codec import Value
-from meshwright.core.collective import Axis, Collective, CollectiveKind
+from meshwright.core.collective import Collective, CollectiveKind
 from meshwright.core.estimate import MemoryParts, TimeParts
 
 Stream = Literal["compute", "communication", "transfer"]

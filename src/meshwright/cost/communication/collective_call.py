@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshwright.core.collective import Axis, Collective, CollectiveKind, total
+from meshwright.core.axes import Axis
+from meshwright.core.collective import Collective, CollectiveKind, total
 from meshwright.cost.communication.links import Group
 
 ALONE = Group(1)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.core.axes import Axis
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.collective import CollectiveKind
 from meshwright.core.errors import InputError
@@ -44,19 +45,9 @@ class Group:
         return -(-self.size // self.per_host(cluster))
 
 
-def axis_group(mesh: Mesh, axis: str) -> Group:
+def axis_group(mesh: Mesh, axis: Axis) -> Group:
     """The ranks along one axis."""
-    match axis:
-        case "tp":
-            return Group(mesh.tp)
-        case "cp":
-            return Group(mesh.cp, mesh.tp)
-        case "ep":
-            return Group(mesh.ep, mesh.tp * mesh.cp)
-        case "dp":
-            return Group(mesh.dp, mesh.tp * mesh.cp)
-        case _:
-            return Group(mesh.pp, mesh.tp * mesh.cp * mesh.dp)
+    return Group(mesh.degrees[axis], mesh.stride(axis))
 
 
 def collective_seconds(kind: CollectiveKind, num_bytes: float, group: Group, cluster: Cluster) -> float:

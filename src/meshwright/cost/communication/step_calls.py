@@ -28,7 +28,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES, Axis
+from meshwright.core.axes import Axis
+from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES
 from meshwright.core.graph import Graph, Parameter
 from meshwright.core.names import expand_names, is_list_item
 from meshwright.core.plan import Plan

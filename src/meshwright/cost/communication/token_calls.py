@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Source
 from meshwright.cost.communication.block_ops import WORK_ALONG, BlockOps
 from meshwright.cost.communication.collective_call import Call

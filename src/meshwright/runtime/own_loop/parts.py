@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.core.errors import PlanError
 from meshwright.runtime._torch import (
     DisableTorchFunction,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.core.axes import Axis
 from meshwright.core.codec import Value
-from meshwright.core.collective import Axis
 from meshwright.core.errors import ModelError
 from meshwright.runtime.messages.form import decode, encode
 from meshwright.runtime.messages.seal import seal, unseal

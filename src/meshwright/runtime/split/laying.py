@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.runtime.split.layout import Cut, cuts, layout_of
 from meshwright.runtime.split.splitter import NotSplit, Splitter
 

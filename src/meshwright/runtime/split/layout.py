@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 
 NOTE = "_meshwright_layout"
 

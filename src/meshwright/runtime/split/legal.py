@@ -20,7 +20,7 @@ import msgspec
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.core.errors import MeshwrightError, PlanError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.runtime._torch import DisableTorchFunction
 from meshwright.runtime.split.laying import laid
 from meshwright.runtime.split.layout import Cut, lay, layout_of

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import ContextWay
 from meshwright.runtime._torch import _are_functorch_transforms_active, tree_leaves, unwrapped

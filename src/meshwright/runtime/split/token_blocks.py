@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.core.names import expand_names
 from meshwright.runtime._torch import DisableTorchFunction, tree_flatten, tree_unflatten
 from meshwright.runtime.split.layout import Cut, cuts, layout_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.names import expand_names
 from meshwright.core.plan import BlockSharding, Plan, TensorSharding

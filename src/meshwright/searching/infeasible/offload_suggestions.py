@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright.core.axes import MODEL_AXES
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Mesh, Offload, Plan
 from meshwright.rules.plain_plan import recompute_rules
@@ -44,7 +45,7 @@ def _streamed(problem: Problem, plan: Plan) -> list[Change]:
     except MeshwrightError:
         return []  # nothing repeats, or the batch does not divide over the ranks
     spread = f", with dp {plan.world} and ZeRO 3" if "mesh" in changes else ""
-    touched = ("offload", *(axis for axis in ("pp", "cp", "tp", "ep") if getattr(plan.mesh, axis) > 1), *changes)
+    touched = ("offload", *(axis for axis in plan.mesh.used if axis in MODEL_AXES), *changes)
     tried = []
     for stash in STASHES:
         waiting = ", block inputs on the host too" if stash == "host" else ""

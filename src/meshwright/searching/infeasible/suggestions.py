@@ -26,7 +26,7 @@ import msgspec
 from meshwright.core.estimate import Estimate
 from meshwright.core.infeasible import Infeasible, WayOut
 from meshwright.core.names import compact_names
-from meshwright.core.plan import Mesh, Offload, Plan, Recompute, RecomputeMode
+from meshwright.core.plan import Offload, Plan, Recompute, RecomputeMode
 from meshwright.core.units import ceil_div, format_bytes
 from meshwright.rules.divisors import divisors
 from meshwright.rules.limits import not_yet
@@ -207,7 +207,7 @@ def _on_more(problem: Problem, plan: Plan, factor: int, zero: int) -> Change | N
         plan,
         ("dp", *(("zero",) if zero != plan.zero else ())),
         cluster=larger.cluster.hash,
-        mesh=Mesh(pp=mesh.pp, dp=dp, cp=mesh.cp, tp=mesh.tp, ep=mesh.ep),
+        mesh=msgspec.structs.replace(mesh, dp=dp),
         microbatch=microbatch,
         num_microbatches=share // microbatch,
         zero=zero,

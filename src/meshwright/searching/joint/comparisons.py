@@ -43,9 +43,8 @@ def _otherwise(plan: Plan, problem: Problem) -> Iterator[dict[str, object]]:
         degree = getattr(mesh, axis)
         yield {axis: degree // 2 if degree > 1 and degree % 2 == 0 else 2 * degree}
     if mesh.dp * mesh.cp > 1:
-        same = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep}
         for stage in sorted({0, 1, 2, 3} - {plan.zero}):
-            yield {**same, "zero": stage}
+            yield {**mesh.degrees, "zero": stage}
     yield {"recompute": "none" if plan.recompute else "full"}
     if plan.microbatch > 1:
         smaller = divisors(plan.microbatch)[-2]

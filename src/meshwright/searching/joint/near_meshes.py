@@ -15,6 +15,7 @@ from math import inf
 
 import msgspec
 
+from meshwright.core.axes import RANK_AXES
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Mesh, Plan
 from meshwright.rules.divisors import divisors
@@ -33,7 +34,6 @@ MOST_ON_BEST = 12
 NEAR = 1.1
 """Points that are expected to take longer than the best plan times this are not costed. Neighbours of a mesh where all plans take
 longer are not looked at."""
-AXES = ("pp", "dp", "cp", "tp")
 
 Costed = list[tuple[Plan, Estimate]]
 
@@ -77,7 +77,7 @@ class NearMeshes:
 
     def _narrowed(self, mesh: Mesh) -> Problem | None:
         """The problem on this mesh; None where the request does not allow it."""
-        narrow = narrowed(self.problem, {axis: getattr(mesh, axis) for axis in (*AXES, "ep")})
+        narrow = narrowed(self.problem, mesh.degrees)
         asked = narrow is not None and self.problem.world in (None, mesh.world)
         return narrow if narrow is not None and asked and mesh in meshes(narrow, mesh.world) else None
 
@@ -136,8 +136,8 @@ def _by_turns(expected: list[tuple[float, Point]]) -> list[tuple[float, Point]]:
 
 
 def _next_to(mesh: Mesh) -> Iterator[Mesh]:
-    degrees = {axis: getattr(mesh, axis) for axis in AXES}
-    for giver, taker in permutations(AXES, 2):
+    degrees = mesh.degrees
+    for giver, taker in permutations(RANK_AXES, 2):
         for part in _primes(degrees[giver]):
             moved = {**degrees, giver: degrees[giver] // part, taker: degrees[taker] * part}
             if moved["dp"] % mesh.ep == 0:

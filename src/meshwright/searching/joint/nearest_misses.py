@@ -11,6 +11,7 @@ from math import prod
 
 import msgspec
 
+from meshwright.core.axes import RANK_AXES
 from meshwright.core.errors import PlanError, ScheduleError
 from meshwright.core.estimate import Estimate
 from meshwright.core.infeasible import WayOut
@@ -90,7 +91,7 @@ def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) ->
 
 def _nothing(problem: Problem, drafts: Drafts) -> PlanError:
     """The error where no candidate agrees with the request. It gives the reason that a plain plan is refused for."""
-    degrees = {axis: getattr(problem.request, axis) for axis in ("pp", "dp", "cp", "tp")}
+    degrees = {axis: problem.request.degrees[axis] for axis in RANK_AXES}
     needed = prod(degree or 1 for degree in degrees.values())
     asked = " · ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree is not None)
     if needed > problem.devices:

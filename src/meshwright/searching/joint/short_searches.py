@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from meshwright.core.axes import AXES, MODEL_AXES
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.cost.origin import error_band
@@ -51,7 +53,7 @@ def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]
     if best is None or best.fastest is None:
         return costed
     mesh = best.fastest[0].mesh
-    same = narrowed(problem, {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep})
+    same = narrowed(problem, mesh.degrees)
     assert same is not None
     then = BestFirst(
         same, drafts, known=costed, most_costed=2 * MOST_DIVED, most_opened=FEW_OPENED, stage="the best mesh so far"
@@ -64,18 +66,14 @@ def simpler_plans(problem: Problem, found: BestFirst) -> list[tuple[Plan, Estima
     """Plans without one of the mechanisms of the fastest, as far as they are as fast within the estimate's error."""
     assert found.fastest is not None
     plan, mesh = found.fastest[0], found.fastest[0].mesh
-    same = {axis: getattr(mesh, axis) for axis in ("dp", "pp", "tp", "cp", "ep")}
-    restrictions: list[tuple[bool, dict[str, object]]] = [
-        (plan.world > 1, {"dp": 1, "pp": 1, "tp": 1, "cp": 1, "ep": 1}),
-        (mesh.pp > 1, {"pp": 1}),
-        (mesh.tp > 1, {"tp": 1}),
-        (mesh.cp > 1, {"cp": 1}),
-        (mesh.ep > 1, {"ep": 1}),
+    restrictions: list[tuple[bool, Mapping[str, object]]] = [
+        (plan.world > 1, dict.fromkeys(AXES, 1)),
+        *((axis in mesh.used, {str(axis): 1}) for axis in MODEL_AXES),
         (plan.zero > 0, {"zero": 0}),
         (plan.schedule != "1f1b", {"schedule": "1f1b"}),
         (plan.sequence_parallel, {"sequence_parallel": False}),
         (bool(plan.recompute), {"recompute": "none"}),
-        (plan.offload.what != "none", {**same, "offload": "none"}),
+        (plan.offload.what != "none", {**mesh.degrees, "offload": "none"}),
         (plan.compile, {"compile": False}),
     ]
     costed = []

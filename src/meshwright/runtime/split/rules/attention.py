@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.rules.context import FUSED_DIMS, key_repeats
 from meshwright.runtime.split.laying import laid
 from meshwright.runtime.split.layout import Cut, cuts, lay, layout_of

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 
 from torch import Tensor, nn
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.runtime.split.laying import cut_as
 from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, layout_of
 from meshwright.runtime.split.saved import keeping_parts

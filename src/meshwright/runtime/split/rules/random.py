@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.runtime.draws.mode import Part, active_draws
 from meshwright.runtime.split.aliases import sum_in_place
 from meshwright.runtime.split.layout import Cut, Layout, cuts, lay, layout_of, whole_shape

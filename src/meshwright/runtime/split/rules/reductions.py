@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.runtime.split.laying import ELSEWHERE, Target, laid
 from meshwright.runtime.split.layout import Addend, Layout, cuts, lay, layout_of, whole_size
 from meshwright.runtime.split.rules.arguments import Args, Options, by_name, dim_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.core.collective import Axis
+from meshwright.core.axes import Axis
 from meshwright.runtime.split.layout import Addend, Cut, Layout, cuts, lay, layout_of, part_size
 from meshwright.runtime.split.rules.arguments import Args, Options
 from meshwright.runtime.split.rules.whole import without_rule
