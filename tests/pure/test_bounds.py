@@ -99,7 +99,7 @@ def bounds_above(found: BestFirst, plan: Plan) -> Iterator[tuple[str, float]]:
         counts.append(counts[-1] + sum(name in repeated for name in names))
     cut = tuple(counts[1:])
     assert cut_fits(bounds.table, point, room, cut)
-    best = best_cut(bounds.table, point, room)
+    best = best_cut(bounds.table, point, room, bounds.hops(shape))
     assert best is not None
     yield "every cut", bounds.of_every_cut(point, room, best[1])
     yield "cut", bounds.of_cut(point, cut, room, best[1])

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, prod
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -29,6 +29,7 @@ from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.stages import StageCosts
+from meshwright.searching.bounds.recompute_curve import recompute_curve
 from meshwright.searching.problem import Problem
 
 Row = NDArray[np.float64]
@@ -56,6 +57,11 @@ class Beside:
         last = float(self.by_unit[-1])
         return last if p == 1 or len(self.by_unit) == 1 else (p - 1) * self.between + last
 
+    def least_of(self, p: int) -> float:
+        """Bytes on each of p coordinates."""
+        last = float(self.by_unit[-1])
+        return last if p == 1 or len(self.by_unit) == 1 else min(self.between, last)
+
 
 @dataclass(frozen=True)
 class UnitTable:
@@ -75,7 +81,7 @@ class UnitTable:
     peaks: dict[str, Row]
     """One value per unit, no prefix sums: bytes while the unit runs, in addition to what is kept."""
     sent: Row
-    """Bytes that a unit hands to the next, the fewest first."""
+    """Bytes that each unit but the last hands to the next. No prefix sums."""
     elements: Row
     """Elements of parameters as tp splits them. A tied tensor counts at its first name; experts are counted apart."""
     expert_elements: Row
@@ -84,16 +90,33 @@ class UnitTable:
     like_between: bool
     """Whether the repeated blocks of the first and the last unit are like those of units between them."""
 
+    def least_recompute_seconds(self, saved_bytes: float) -> float:
+        """Seconds of recompute, over all units, that save so many bytes of a microbatch at least."""
+        if saved_bytes <= 0:
+            return 0.0
+        return max(float(np.interp(saved_bytes, *curve)) for curve in self._recompute_curves)
+
     @cached_property
-    def seconds_per_saved_byte(self) -> float:
-        """Seconds of recompute per byte saved, for the unit and mode where this is least."""
-        begins, ends = self.alone
-        plain, kept = self.backward(begins, ends), self.kept_by(begins, ends, "none")
-        found = [inf]
-        for mode in ("selective", "full"):
-            saved, longer = kept - self.kept_by(begins, ends, mode), self.backward(begins, ends, mode) - plain
-            found += [float(ratio) for ratio in longer[saved > 0] / saved[saved > 0]]
-        return min(found) if min(found) < inf else 0.0
+    def _recompute_curves(self) -> list[tuple[Row, Row]]:
+        """Of launches and of kernels: a stage takes the longer of both sums, so each of them bounds it."""
+        rows = [self.recompute_launch, self.recompute_kernel]
+        if self.is_cpu:
+            rows = [{mode: rows[0][mode] + rows[1][mode] for mode in MODES}]
+        saved = {mode: np.diff(self.kept["none"] - self.kept[mode]) for mode in MODES}
+        inner = {mode: self.inner_backward[mode] - self.inner_backward["none"] for mode in MODES}
+        return [recompute_curve(saved, {mode: np.diff(row[mode] + inner[mode]) for mode in MODES}) for row in rows]
+
+    @cached_property
+    def divisions(self) -> tuple[tuple[int, float, float], ...]:
+        """For every size of message between units: how many of them are no larger, the size, and the seconds of the heaviest row of
+        units that a stage holds whole where no larger message is sent."""
+        found = []
+        for size in np.unique(self.sent):
+            between = np.flatnonzero(self.sent <= size) + 1
+            begins, ends = np.array([0, *between]), np.array([*between, self.num_units])
+            rows = self.forward(begins, ends) + self.backward(begins, ends)
+            found.append((len(between), float(size), float(rows.max())))
+        return tuple(found)
 
     @cached_property
     def alone(self) -> tuple[Places, Places]:
@@ -227,7 +250,7 @@ def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, mic
     return UnitTable(
         is_cpu=problem.cluster.device.kind == "cpu",
         peaks={mode: columns[mode].pop("peak") for mode in MODES},
-        sent=np.sort(np.array(sent, dtype=np.float64)[divided.kinds][:-1]),
+        sent=np.array(sent, dtype=np.float64)[divided.kinds][:-1],
         elements=_sums(dense),
         expert_elements=_sums(expert),
         gathered_elements=np.array(divided.gathered),

@@ -9,9 +9,9 @@ A rank holds of every element of its parameters, by ZeRO stage, N ranks to a sha
         gradients where an earlier microbatch left some, or replicas keep buckets               -> has_gradients
     and for the unit that runs its peak beside its gathered parameters, or these twice (3)                  -> UnitTable.beside
 
-All p coordinates together have p · budget bytes. With S bytes of state and at least h microbatches in flight on each, they can
-keep (p · budget - S) / h bytes of activations of one microbatch. What is more than that is recomputed, at no less than the
-least seconds a byte of any unit                                                                -> recompute_seconds
+Coordinate i has the budget and h_i microbatches in flight. It gives 1 / h_i of the bytes that its state leaves to each of them. State
+takes least of that where most microbatches are in flight. Activations of one microbatch that find no room on any coordinate are
+recomputed                                                                                      -> recompute_seconds
 The unit that runs saves nothing by recompute: what it did not keep is there again              -> Room.running
 A cut must fit on every coordinate with everything recomputed                                   -> cut_fits
 Where a coordinate has several stages, each has a unit at least, and the fullest must fit       -> _several_fit
@@ -128,7 +128,7 @@ def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
     left = _left_bytes(table, point, room)
     if left is None:
         return inf
-    return max(0.0, table.all_kept["none"] - left) * table.seconds_per_saved_byte
+    return table.least_recompute_seconds(table.all_kept["none"] - left)
 
 
 def may_fit(table: UnitTable, point: Point, room: Room) -> bool:
@@ -138,16 +138,33 @@ def may_fit(table: UnitTable, point: Point, room: Room) -> bool:
 
 def _left_bytes(table: UnitTable, point: Point, room: Room) -> float | None:
     """What all coordinates together can keep of a microbatch; None where nothing makes it fit."""
-    shape, p = point.shape, point.shape.pp
-    held = in_flight(point.schedule, p, shape.num_microbatches, point.virtual)
-    times = max(1.0, min(held) / point.virtual)  # with the microbatch at hand
-    left = p * room.budget_bytes - room.state_bytes(table)
-    kept = left - room.working(table).on_all(p)
-    if kept < 0 or left < room.running(table).on_all(p) + times * table.all_kept["full"]:
+    shape = point.shape
+    held: tuple[float, ...] = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
+    most = max(held)
+    state = room.state_bytes(table)
+    if point.virtual > 1:
+        held = (max(1.0, min(held) / point.virtual),) * shape.pp
+    kept = _kept_bytes(room, state, room.working(table), held)
+    if kept is None:
         return None
-    if point.virtual > 1 and not _several_fit(table, point, room, max(held)):
+    recomputed = _kept_bytes(room, state, room.running(table), held)
+    if recomputed is None or recomputed < table.all_kept["full"]:
         return None
-    return kept / times
+    if point.virtual > 1 and not _several_fit(table, point, room, most):
+        return None
+    return kept
+
+
+def _kept_bytes(room: Room, state: float, beside: Beside, held: tuple[float, ...]) -> float | None:
+    """Bytes of one microbatch that all coordinates together have room for; None where there is none for their state. held:
+    microbatches in flight on each."""
+    p = len(held)
+    free = room.budget_bytes - beside.least_of(p)
+    state += beside.on_all(p) - p * beside.least_of(p)
+    if free <= 0 or state > p * free:
+        return None
+    filled = np.clip(state - free * np.arange(p), 0.0, free)
+    return float(((free - filled) / np.sort(held)[::-1]).sum())
 
 
 def least_bytes(table: UnitTable, point: Point, room: Room) -> float:
@@ -180,7 +197,7 @@ def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
     return bool(np.all(state + (np.array(held) - 1) * least + largest <= room.budget_bytes))
 
 
-def _several_fit(table: UnitTable, point: Point, room: Room, held: int) -> bool:
+def _several_fit(table: UnitTable, point: Point, room: Room, held: float) -> bool:
     dense, expert = table.unit_elements
     state = point.virtual * float((dense * room.element_bytes + expert * room.expert_element_bytes).min())
     kept = held * float(table.unit_kept.min())

@@ -136,7 +136,7 @@ class Bounds:
         least = self.of_point(point, room)
         if not largest or point.shape.num_microbatches == 1:
             return least
-        return max(least, SLACK * (self._through(point.schedule) + largest + self.after(point)))
+        return max(least, SLACK * (self._through(point) + largest + self.after(point)))
 
     # ------------------------------------------------------------ the schedule
 
@@ -168,13 +168,33 @@ class Bounds:
             return m * total
         kind = kind_of(schedule)
         first = total - (float(self.table.weights[-1]) if kind.splits_backward else 0.0)
-        hop = self._hop(shape, 1)
-        hops = (p - 1) * hop * (1 if kind.splits_backward else 2)
-        inside = 1 if kind.placement == "v" else 0  # the stages where a V turns share a coordinate
-        longest = self._hop(shape, p * virtual - 1 - inside)
-        played = self._with_bubble(shape, schedule, forward, total)
+        num_messages = p * virtual - 1 - (kind.placement == "v")  # where a V turns, two stages share a coordinate
+        one_way = self._one_way(shape, num_messages)
+        chain = first + 2 * one_way
         busiest = m * self.busiest_seconds(p, kind.placement)  # another may recompute all there is to
-        return max(first + hops, m * total / p, busiest, m * max(virtual * hop, longest), played)
+        least_hop = self._hop(shape, float(self.table.sent.min())) if len(self.table.sent) else 0.0
+        links = m * virtual * least_hop
+        played = self._with_bubble(shape, schedule, forward, total, one_way)
+        return max(chain, m * total / p, busiest, links, played, self._divided(shape, num_messages, chain))
+
+    def _divided(self, shape: Shape, num_messages: int, chain: float) -> float:
+        """Every cut either sends a large message with each microbatch, or has a stage that holds all units between smaller ones."""
+        m = shape.num_microbatches
+        found = (
+            max(chain + (m - 1) * self._hop(shape, size), m * heaviest)
+            for number, size, heaviest in self.table.divisions
+            if number >= num_messages
+        )
+        return min(found, default=0.0)
+
+    def _one_way(self, shape: Shape, num_messages: int) -> float:
+        """Of the messages of a microbatch from the first stage to the last, were they the smallest that any cut sends."""
+        sizes, times = np.unique(np.sort(self.table.sent)[:num_messages], return_counts=True)
+        return sum(int(count) * self._hop(shape, float(size)) for size, count in zip(sizes, times, strict=True))
+
+    def hops(self, shape: Shape) -> Row:
+        """Seconds that each unit's message takes, were it the last of a stage; nothing for the last unit."""
+        return np.array([*(self._hop(shape, float(size)) for size in self.table.sent), 0.0])
 
     def busiest_seconds(self, p: int, placement: Placement) -> float:
         """Of a microbatch on the coordinate with the most work, wherever stages end. Launches and kernels are each looked at alone:
@@ -197,12 +217,8 @@ class Bounds:
         kernels = np.diff(table.forward_kernel + table.backward_kernel)
         return [launches + kernels + inner] if table.is_cpu else [launches + inner, kernels + inner]
 
-    def _hop(self, shape: Shape, number: int) -> float:
-        """Of a message: so many cuts have one that takes as long, wherever they are."""
-        sent = self.table.sent
-        if not len(sent) or number < 1:
-            return 0.0
-        size = float(sent[min(number, len(sent)) - 1])
+    def _hop(self, shape: Shape, size: float) -> float:
+        """Of a message of so many bytes."""
         key = (size, shape.mesh)
         if key not in self._hops:
             self._hops[key] = send_seconds(size, axis_group(shape.mesh, "pp"), self.problem.cluster)
@@ -212,16 +228,21 @@ class Bounds:
     def _hops(self) -> dict[tuple[float, Mesh], float]:
         return {}
 
-    def _through(self, schedule: ScheduleKind) -> float:
-        """Of the first microbatch, before the heaviest stage does the others; gradients of weights may come later."""
-        return self.forward_seconds + (0.0 if kind_of(schedule).splits_backward else self.backward_seconds)
+    def _through(self, point: Point) -> float:
+        """Of the first microbatch, before the heaviest stage does the others; gradients of inputs may be made between these."""
+        one_way = self._one_way(point.shape, point.shape.pp - 1)
+        if kind_of(point.schedule).splits_backward:
+            return self.forward_seconds + one_way
+        return self.forward_seconds + self.backward_seconds + 2 * one_way
 
-    def _with_bubble(self, shape: Shape, schedule: ScheduleKind, forward: float, total: float) -> float:
+    def _with_bubble(
+        self, shape: Shape, schedule: ScheduleKind, forward: float, total: float, one_way: float
+    ) -> float:
         p, m, kind = shape.pp, shape.num_microbatches, kind_of(schedule)
         if kind.has_turns:
             chunk = self._least_forward if kind.splits_backward else min(self.unit_seconds)
             return m * total / p + (p - 1) / 2 * chunk
-        through = forward if kind.splits_backward else total
+        through = forward + one_way if kind.splits_backward else total + 2 * one_way
         if m == 1 and not kind.splits_backward:
             return through  # what a stage weighs then follows from the cut alone
         return through + shared_out(total, *waiting(schedule, p, m, self.forward_share))

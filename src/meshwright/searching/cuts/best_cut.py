@@ -5,6 +5,7 @@ One stage a coordinate: dynamic programming over (stage, units before its end), 
     weight of stage i   what it adds to the played schedule beyond one microbatch through the model (bounds/step_seconds.py):
                         gpipe (m-1) (f+b);  1f1b (m-1) b + max(0, m-p+i) f;  zb m (f+b) - (p-i) f
                         b: with as much recompute as the stage needs to fit at least; no cut where none suffices -> _Loads
+                        no less than the messages of m-1 microbatches to the next stage, one after the other
 Several stages a coordinate: some that are even in one way or another, and their neighbours, played; even coordinates where
                              some must recompute                                                      -> played_cuts.py
 Few cuts in all: every one                                                                            -> every_cut
@@ -40,13 +41,13 @@ def every_cut(num_units: int, num_stages: int) -> Iterator[Cut]:
         yield (*ends, num_units)
 
 
-def best_cut(table: UnitTable, point: Point, room: Room) -> tuple[Cut, float] | None:
+def best_cut(table: UnitTable, point: Point, room: Room, hops: Row) -> tuple[Cut, float] | None:
     """One good cut, with the weight that the heaviest stage of every cut has at least, 0 where that is not known; None where no cut
-    fits."""
+    fits. hops: seconds of each unit's message to the next."""
     if point.num_stages == 1:
         return (table.num_units,), 0.0
     if point.virtual == 1:
-        return _least_largest(_Loads(table, point, room), table.num_units, point.num_stages)
+        return _least_largest(_Loads(table, point, room, hops), table.num_units, point.num_stages)
     if recompute_seconds(table, point, room) > 0:  # by which stages differ as no play knows before it is decided
         return levelled_cut(table, point), 0.0
     played = played_cut(table, point)
@@ -70,13 +71,15 @@ class _Rows:
     saved: dict[str, Row]
     longer: dict[str, Row]
     """By mode of recompute: bytes of one microbatch it saves, seconds it adds."""
+    hop: Row
+    """Seconds of the message to the next stage."""
 
 
 class _Loads:
     """The weight of every row of units as stage i."""
 
-    def __init__(self, table: UnitTable, point: Point, room: Room) -> None:
-        self.table, self.point, self.room = table, point, room
+    def __init__(self, table: UnitTable, point: Point, room: Room, hops: Row) -> None:
+        self.table, self.point, self.room, self.hops = table, point, room, hops
         shape = point.shape
         self.held = in_flight(point.schedule, shape.pp, shape.num_microbatches, 1)
 
@@ -94,10 +97,12 @@ class _Loads:
             kept=kept,
             saved={mode: kept - table.kept_by(begins, ends, mode) for mode in AGAIN},
             longer={mode: table.backward(begins, ends, mode) - plain for mode in AGAIN},
+            hop=self.hops[ends - 1],
         )
 
     def of(self, stage: int, rows: _Rows) -> Row:
-        return self._weight(stage, rows.forward, rows.backward + self._again(stage, rows))
+        link = (self.point.shape.num_microbatches - 1) * rows.hop
+        return np.maximum(link, self._weight(stage, rows.forward, rows.backward + self._again(stage, rows)))
 
     def _weight(self, stage: int, forward: Row, backward: Row) -> Row:
         shape = self.point.shape

@@ -266,7 +266,7 @@ class BestFirst:
         if num_cuts(units, point.num_stages) <= FEW_CUTS:
             found = ((cut, 0.0) for cut in every_cut(units, point.num_stages))
         else:
-            best = best_cut(bounds.table, point, room)
+            best = best_cut(bounds.table, point, room, bounds.hops(point.shape))
             found = [best] if best is not None else []
             if best is not None and point.num_stages > 1:
                 self._leave(bounds.of_every_cut(point, room, best[1]))

@@ -54,11 +54,11 @@ def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
 def _cost(found: BestFirst, point: Point) -> None:
     """Costs the point with an even cut. Where this does not fit, costs it also with the best cut for the memory of its stages."""
     found.cost(point, even_cut(len(found.drafts.units), point.num_stages))
-    table = found.drafts.tables.table(point.shape, sharded=point.casts_ahead)
-    if table is None or found.fastest is not None or point.num_stages == 1:
+    bounds = found.drafts.tables.bounds(point.shape, sharded=point.casts_ahead)
+    if bounds is None or found.fastest is not None or point.num_stages == 1:
         return
-    room = found.drafts.room(point)
-    best = best_cut(table, point, room.likely) or best_cut(table, point, room)
+    room, hops = found.drafts.room(point), bounds.hops(point.shape)
+    best = best_cut(bounds.table, point, room.likely, hops) or best_cut(bounds.table, point, room, hops)
     if best is not None:
         found.cost(point, best[0])
 
