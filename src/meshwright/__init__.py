@@ -37,6 +37,7 @@ _HOMES = {
     "StepOutput": "meshwright.runtime.step",
     "Sweep": "meshwright.report.sweep",
     "Trace": "meshwright.core.run.trace",
+    "TrainingSystem": "meshwright.core.training_system",
     "apply": "meshwright._api",
     "capture": "meshwright._api",
     "clip_grad_norm_": "meshwright.runtime.own_loop.loop",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from meshwright.core.request import PlanRequest
     from meshwright.core.result import SearchProgress, SearchResult
     from meshwright.core.run.trace import Trace
+    from meshwright.core.training_system import TrainingSystem
     from meshwright.jobs.summary import RunSummary
     from meshwright.jobs.train import train
     from meshwright.measure.parity import ParityResult
@@ -109,6 +111,7 @@ __all__ = [
     "StepOutput",
     "Sweep",
     "Trace",
+    "TrainingSystem",
     "__version__",
     "apply",
     "capture",

@@ -11,6 +11,7 @@ from transformer import Sizes, transformer_graph
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Mesh
 from meshwright.core.recipe import Recipe
+from meshwright.core.training_system import TrainingSystem
 from meshwright.cost.communication.block_calls import block_calls
 from meshwright.cost.communication.stage_transfers import transfer_calls
 from meshwright.cost.estimate import estimate
@@ -201,7 +202,7 @@ def test_a_rank_sends_what_it_holds(layout: dict[str, Any], share: int) -> None:
 
 def test_tp_ranks_may_send_a_share_that_is_put_together_again() -> None:
     """Megatron's scatter and gather: the next stage gathers the activation, this one the gradient that comes back."""
-    first, last = sends(LONG, Recipe(whole_transfers=False), pp=2, tp=2)
+    first, last = sends(LONG, Recipe(system=TrainingSystem(whole_transfers=False)), pp=2, tp=2)
     assert first == [("send", "pp", "forward", 4, STREAM // 2), ("all_gather", "tp", "backward", 4, STREAM // 2)]
     assert last == [("send", "pp", "backward", 4, STREAM // 2), ("all_gather", "tp", "forward", 4, STREAM // 2)]
 

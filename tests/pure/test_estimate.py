@@ -27,6 +27,7 @@ from meshwright.core.errors import InfeasibleError, InputError, PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Mesh, Offload, Plan, Stage
 from meshwright.core.recipe import Recipe
+from meshwright.core.training_system import TrainingSystem
 from meshwright.core.units import GIB
 from meshwright.cost.estimate import Estimator, check_memory_of_all, estimate
 
@@ -136,7 +137,7 @@ def test_what_runs_once_a_step_hides_behind_one_microbatch_only(zero: int, part:
 def test_gradients_that_are_not_overlapped_show_whole() -> None:
     graph = chain_graph(4, (64, 8))
     cluster = machine(4, bytes_per_second=1e9, latency_seconds=1e-12)
-    found = estimate(graph, flat_plan(graph, 4), cluster, Recipe(overlaps_reduction=False))
+    found = estimate(graph, flat_plan(graph, 4), cluster, Recipe(system=TrainingSystem(overlaps_reduction=False)))
     assert found.time_seconds.exposed_reduce == pytest.approx(2 * 3 / 4 * 4 * PSI / 1e9)
 
 
@@ -208,7 +209,9 @@ def test_a_slow_link_between_stages_shows_as_transfer() -> None:
     plan = plan_for(graph, pp=2, microbatch=1, global_batch=4)
     free, slow = (estimate(graph, plan, machine(2, bytes_per_second=speed)) for speed in (1e12, 1e4))
     assert slow.time_seconds.transfer > free.time_seconds.transfer
-    held = estimate(graph, plan, machine(2, bytes_per_second=1e4), Recipe(blocking_transfers=True))
+    held = estimate(
+        graph, plan, machine(2, bytes_per_second=1e4), Recipe(system=TrainingSystem(blocking_transfers=True))
+    )
     assert held.step_seconds >= slow.step_seconds
 
 

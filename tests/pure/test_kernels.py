@@ -16,6 +16,7 @@ from meshwright.core.constants import Constants
 from meshwright.core.errors import InputError
 from meshwright.core.graph import Affine, Op
 from meshwright.core.recipe import Recipe
+from meshwright.core.training_system import TrainingSystem
 from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
 from meshwright.cost.compute.block_compute import ComputeCost, Work
 from meshwright.cost.compute.kernel_costs import KernelCosts
@@ -205,7 +206,7 @@ def test_backward_launches_are_cheaper_where_that_was_measured() -> None:
 
 
 def test_a_host_that_waits_for_every_kernel_launches_there_and_back() -> None:
-    waiting = Recipe(blocking_launches=True)
+    waiting = Recipe(system=TrainingSystem(blocking_launches=True))
     assert pass_seconds("cuda", 5.0, recipe=waiting) == pytest.approx(2 * 5.0 + 1e-3)
     assert pass_seconds("cuda", 5.0, "backward", waiting) == pytest.approx(2 * (2 * 5.0 + 1e-3))
 

@@ -31,6 +31,7 @@ from meshwright.core.estimate import MemoryParts
 from meshwright.core.graph import Affine, Graph, MemoryEvent, Parameter, Pass, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
+from meshwright.core.training_system import TrainingSystem
 from meshwright.cost.estimate import estimate
 from meshwright.cost.local_block import make_local_blocks
 from meshwright.cost.memory.footprint import Footprints
@@ -42,7 +43,8 @@ from meshwright.rules.schedules import make_order
 
 ADAM = Recipe(optimizer_slots=2, optimizer_scalar_bytes=0)
 """The textbook's Adam: two tensors, its step counts left out."""
-MIXED = Recipe(parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=4, optimizer_scalar_bytes=0)
+MASTERS = TrainingSystem(parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=4)
+MIXED = Recipe(optimizer_scalar_bytes=0, system=MASTERS)
 """16-bit parameters and gradients, an fp32 master: 2 + 2 + 12 bytes a parameter."""
 PSI = 4 * 64 * 8
 """Parameters of `chain_graph(4, (64, 8))`, which every power of two up to 64 divides."""
@@ -179,7 +181,7 @@ def test_the_known_point_of_the_zero_paper(zero: int, gigabytes: float) -> None:
     ("recipe", "bytes_per_parameter"),
     [
         (MIXED, 16),
-        (msgspec.structs.replace(MIXED, gradient_item_bytes=6), 20),
+        (msgspec.structs.replace(MIXED, system=msgspec.structs.replace(MASTERS, gradient_item_bytes=6)), 20),
         (ADAM, 16),
         (msgspec.structs.replace(ADAM, optimizer_slots=1), 12),
         (msgspec.structs.replace(ADAM, optimizer_slots=0), 8),
@@ -398,7 +400,7 @@ def test_what_a_stage_received_may_be_held_twice() -> None:
     plan = plan_for(graph, pp=2, microbatch=1, global_batch=4, schedule="gpipe")
     once, twice = (
         max(parts.activations for parts in parts_of(graph, plan, recipe, coordinate=1))
-        for recipe in (ADAM, msgspec.structs.replace(ADAM, copies_received=True))
+        for recipe in (ADAM, msgspec.structs.replace(ADAM, system=TrainingSystem(copies_received=True)))
     )
     assert (once, twice) == (4 * (2 * KEPT + OUTPUT), 4 * (2 * KEPT + 2 * OUTPUT))
 

@@ -14,6 +14,7 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Offload
 from meshwright.core.recipe import Recipe
+from meshwright.core.training_system import TrainingSystem
 from meshwright.cost.estimate import estimate
 
 LAYERS, HIDDEN, SEQ = 8, 64, 32
@@ -105,7 +106,9 @@ def test_a_block_crosses_twice_a_step_however_many_microbatches() -> None:
 
 def test_a_fast_link_and_host_leave_compute_alone() -> None:
     graph = model(LAYERS)
-    whole = msgspec.structs.replace(RECIPE, whole_recompute=True)  # a streamed block runs again to its end
+    whole = msgspec.structs.replace(
+        RECIPE, system=TrainingSystem(whole_recompute=True)
+    )  # a streamed block runs again to its end
     plain = estimate(graph, flat_plan(graph, recompute="full"), hosted(), whole).time_seconds
     found = cost().time_seconds
     assert found.transfer == 0

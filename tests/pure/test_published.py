@@ -158,7 +158,7 @@ def test_zero_without_data_parallel_ranks_is_none() -> None:
 
 
 def test_bf16_in_deepspeed_keeps_more_gradients() -> None:
-    half, brain = (read(run_of(source_table="tr11", precision=word), A100).recipe for word in ("fp16", "bf16"))
+    half, brain = (read(run_of(source_table="tr11", precision=word), A100).recipe.system for word in ("fp16", "bf16"))
     assert (half.gradient_item_bytes or 0) < (brain.gradient_item_bytes or 0)
 
 
@@ -179,9 +179,9 @@ def test_16_bits_are_bf16_where_the_device_has_it(word: str, facts: Facts, preci
 
 @pytest.mark.parametrize("table", ["tr11", "sc21-table1", "mosaicml-fsdp", "torchtitan-llama3"])
 def test_fp32_needs_no_master(table: str) -> None:
-    recipe = read(run_of(source_table=table, precision="fp32"), A100).recipe
-    assert recipe.master_item_bytes == 0
-    assert recipe.parameter_item_bytes is recipe.gradient_item_bytes is recipe.reduce_item_bytes is None
+    system = read(run_of(source_table=table, precision="fp32"), A100).recipe.system
+    assert system.master_item_bytes == 0
+    assert system.parameter_item_bytes is system.gradient_item_bytes is system.reduce_item_bytes is None
 
 
 @pytest.mark.parametrize(

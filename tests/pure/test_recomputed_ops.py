@@ -10,6 +10,7 @@ from transformer import Sizes, transformer_graph
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Offload, Plan
 from meshwright.core.recipe import Recipe
+from meshwright.core.training_system import TrainingSystem
 from meshwright.cost.compute.block_compute import ComputeCost
 from meshwright.cost.compute.recomputed_ops import ActivationMode, recompute_modes, recomputed_ops
 from meshwright.cost.local_block import make_local_blocks
@@ -17,7 +18,7 @@ from meshwright.cost.memory.footprint import Footprints
 
 EAGER = transformer_graph(attention="eager", dropout=True, hidden=512, heads=8, seq=256)
 FUSED = transformer_graph(hidden=512, heads=8, seq=256)
-OPS = Recipe(selective_ops=True)
+OPS = Recipe(system=TrainingSystem(selective="selective ops"))
 
 
 def names(mode: ActivationMode, graph: Graph = FUSED) -> list[str]:
@@ -43,7 +44,7 @@ def test_full_ends_with_what_backward_needs() -> None:
     cost = ComputeCost(FUSED, plan, named_machine(), Recipe())
     last = [number for number, op in enumerate(kind.ops) if op.phase == "forward"][-2:]
     assert [kind.ops[number].kind for number in last] == ["matmul", "elementwise"]
-    whole = seconds(plan, Recipe(whole_recompute=True))
+    whole = seconds(plan, Recipe(system=TrainingSystem(whole_recompute=True)))
     assert whole - seconds(plan, Recipe()) == pytest.approx(
         sum(cost.op_seconds(local_block, number) for number in last)
     )
@@ -69,7 +70,8 @@ def test_the_recipe_says_what_selective_means() -> None:
     plan = plan_for(FUSED, recompute="selective")
     assert set(recompute_modes(plan, Recipe()).values()) == {"selective"}
     assert set(recompute_modes(plan, OPS).values()) == {"selective ops"}
-    assert set(recompute_modes(plan, Recipe(selective_core=True)).values()) == {"selective core"}
+    core = Recipe(system=TrainingSystem(selective="selective core"))
+    assert set(recompute_modes(plan, core).values()) == {"selective core"}
     assert set(recompute_modes(plan_for(FUSED, recompute="full"), OPS).values()) == {"full"}
     assert recompute_modes(plan_for(FUSED), OPS) == {}
 

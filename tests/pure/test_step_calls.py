@@ -17,6 +17,7 @@ from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM
 from meshwright.core.graph import Graph, Kind, Parameter
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
+from meshwright.core.training_system import TrainingSystem
 from meshwright.cost.communication.collective_call import Call
 from meshwright.cost.communication.links import Group
 from meshwright.cost.communication.step_calls import bucket_bytes, step_calls
@@ -44,8 +45,9 @@ def state_calls(graph: Graph, plan: Plan, recipe: Recipe | None = None) -> list[
 def moved_values(graph: Graph, plan: Plan, recipe: Recipe | None = None) -> float:
     """Values each rank sends in a step, counted as N/(N-1) of what a ring sends: the ZeRO paper's count."""
     times = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": plan.mesh.dp}
-    item = recipe.gather_item_bytes if recipe and recipe.gather_item_bytes else 2 if plan.precision == "bf16" else 4
-    reduced = recipe.gradient_item_bytes if recipe and recipe.gradient_item_bytes else 4
+    system = (recipe or Recipe()).system
+    item = system.gather_item_bytes or (2 if plan.precision == "bf16" else 4)
+    reduced = system.gradient_item_bytes or 4
     items = {"all_gather": item, "all_reduce": reduced, "reduce_scatter": reduced}
     return sum(
         call.count * times[call.kind] * call.num_bytes / items[call.kind] for call in state_calls(graph, plan, recipe)
@@ -63,7 +65,7 @@ def test_traffic_of_a_step(zero: int, passes: int, num_ranks: int, precision: st
 @pytest.mark.parametrize(("zero", "passes"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_traffic_in_sixteen_bits(zero: int, passes: int) -> None:
     graph = chain_graph(4, (64, 8))
-    recipe = Recipe(parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=4)
+    recipe = Recipe(system=TrainingSystem(parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=4))
     assert moved_values(graph, flat_plan(graph, 64, zero=zero, precision="bf16"), recipe) == passes * PSI
 
 
@@ -81,7 +83,7 @@ def test_what_lies_outside_the_blocks_stays_gathered_from_forward_to_backward() 
 def test_zero_1_that_reduces_whole_gradients() -> None:
     """DeepSpeed's pipelines: an all-reduce and a gather, 3Ψ, both after backward."""
     graph = chain_graph(4, (64, 8))
-    found = state_calls(graph, flat_plan(graph, 4, zero=1), Recipe(reduces_whole=True))
+    found = state_calls(graph, flat_plan(graph, 4, zero=1), Recipe(system=TrainingSystem(reduces_whole=True)))
     assert [(call.kind, call.num_bytes, call.phase) for call in found] == [
         ("all_reduce", 4 * PSI, "update"),
         ("all_gather", 4 * PSI // 4, "update"),

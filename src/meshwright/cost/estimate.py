@@ -126,7 +126,7 @@ class Estimator:
     @property
     def transfers(self) -> Transfers:
         """How messages pass between stages: on a CPU they are gloo's."""
-        if self.recipe.blocking_transfers:
+        if self.recipe.system.blocking_transfers:
             return "blocking"
         return "requested" if self.cluster.device.kind == "cpu" else "asynchronous"
 

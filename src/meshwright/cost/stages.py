@@ -205,7 +205,7 @@ class StageCosts:
         backward = self._lanes(passes, "backward", again, reduces)
         gather = exposed_seconds(forward, play_forward(forward), self.slowdown)
         reduce = exposed_seconds(backward, play_backward(backward), self.slowdown)
-        if not self.recipe.overlaps_reduction:
+        if not self.recipe.system.overlaps_reduction:
             reduce = sum(reduces.values()) + sum(again.values())
         shown = {
             "gather_each" if each else "gather_once": gather,
@@ -248,7 +248,7 @@ class StageCosts:
 
         Bytes read and written: 2 n + 2 p n around an all-gather, 2 n around a reduce-scatter.
         """
-        if self.plan.zero == 0 or self.recipe.master_item_bytes or call.kind not in ("all_gather", "reduce_scatter"):
+        if self.plan.zero == 0 or not self.recipe.system.packs or call.kind not in ("all_gather", "reduce_scatter"):
             return 0.0
         copied = 2 * call.num_bytes * (1 + call.group.size if call.kind == "all_gather" else 1)
         return self.compute.costs.copy_seconds(copied, self.plan.precision) + self.cluster.device.shard_call_seconds

@@ -24,6 +24,7 @@ from meshwright.core.graph import Casting, Graph, Precision
 from meshwright.core.plan import Plan, ScheduleKind
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
+from meshwright.core.training_system import TrainingSystem
 from meshwright.interop.published import Run
 from meshwright.rules.plain_plan import plain_plan
 
@@ -50,19 +51,22 @@ MISTRAL = (8, 14336)
 LAUNCHED_ONE_BY_ONE = ("tr11",)
 """Tables whose published scripts set CUDA_LAUNCH_BLOCKING."""
 
-RECIPES: dict[System, Recipe] = {
-    "deepspeed": Recipe(
-        fused_update=True, parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=8, reduces_whole=True,
+TRAINING_SYSTEMS: dict[System, TrainingSystem] = {
+    "deepspeed": TrainingSystem(
+        parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=8, reduces_whole=True,
         blocking_transfers=True, overlaps_reduction=False, copies_received=True, fused_ops=True,
-        bucket_bytes=2 * 500_000_000 * 2, selective_core=True, whole_recompute=True,
+        bucket_bytes=2 * 500_000_000 * 2, selective="selective core", whole_recompute=True,
     ),
-    "megatron": Recipe(
-        fused_update=True, parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=4, whole_transfers=False,
-        blocking_transfers=True, overlaps_reduction=False, fused_ops=True, selective_core=True, whole_recompute=True,
+    "megatron": TrainingSystem(
+        parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=4, whole_transfers=False,
+        blocking_transfers=True, overlaps_reduction=False, fused_ops=True, selective="selective core",
+        whole_recompute=True,
     ),
-    "fsdp": Recipe(gather_item_bytes=4, reduce_item_bytes=2, fused_loss=True, selective_core=True, whole_recompute=True),
-    "torchtitan": Recipe(
-        fused_update=True, gather_item_bytes=2, reduce_item_bytes=4, selective_ops=True, plain_loss=True, whole_recompute=True,
+    "fsdp": TrainingSystem(
+        gather_item_bytes=4, reduce_item_bytes=2, loss="fused", selective="selective core", whole_recompute=True,
+    ),
+    "torchtitan": TrainingSystem(
+        gather_item_bytes=2, reduce_item_bytes=4, loss="plain", selective="selective ops", whole_recompute=True,
     ),
 }  # fmt: skip
 
@@ -109,7 +113,7 @@ def read(run: Run, facts: Facts) -> Reading:
         casting="parameters",
         num_ranks=run.num_gpus,
         request=_request(run, precision),
-        recipe=_recipe(run, system, precision),
+        recipe=Recipe(system=_training_system(run, system, precision)),
     )
 
 
@@ -147,15 +151,15 @@ def _request(run: Run, precision: Precision) -> PlanRequest:
     )  # fmt: skip
 
 
-def _recipe(run: Run, system: System, precision: Precision) -> Recipe:
-    recipe = msgspec.structs.replace(RECIPES[system], blocking_launches=run.source_table in LAUNCHED_ONE_BY_ONE)
+def _training_system(run: Run, name: System, precision: Precision) -> TrainingSystem:
+    system = msgspec.structs.replace(TRAINING_SYSTEMS[name], blocking_launches=run.source_table in LAUNCHED_ONE_BY_ONE)
     if precision == "fp32":  # one copy of everything, as Meshwright's own
         return msgspec.structs.replace(
-            recipe, parameter_item_bytes=None, gradient_item_bytes=None, master_item_bytes=0, gather_item_bytes=None,
+            system, parameter_item_bytes=None, gradient_item_bytes=None, master_item_bytes=0, gather_item_bytes=None,
             reduce_item_bytes=None,
         )  # fmt: skip
-    if system == "fsdp" and "PURE" in run.notes:
-        return msgspec.structs.replace(recipe, gather_item_bytes=2)
-    if system == "deepspeed" and run.precision == "bf16":  # its bf16 optimizer sums gradients in fp32
-        return msgspec.structs.replace(recipe, gradient_item_bytes=8, reduce_item_bytes=4, master_item_bytes=4)
-    return recipe
+    if name == "fsdp" and "PURE" in run.notes:
+        return msgspec.structs.replace(system, gather_item_bytes=2)
+    if name == "deepspeed" and run.precision == "bf16":  # its bf16 optimizer sums gradients in fp32
+        return msgspec.structs.replace(system, gradient_item_bytes=8, reduce_item_bytes=4, master_item_bytes=4)
+    return system

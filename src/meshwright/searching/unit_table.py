@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.cost.communication.stage_transfers import sent_bytes
-from meshwright.cost.compute.recomputed_ops import ActivationMode, selective_mode
+from meshwright.cost.compute.recomputed_ops import ActivationMode
 from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.local_parameters import cut_shape, split_dims
 from meshwright.cost.memory.peak_memory import MemoryCost
@@ -264,7 +264,7 @@ def _modes(problem: Problem, graph: Graph, mode: str) -> dict[str, ActivationMod
     """Every repeated block → this mode."""
     if mode == "none":
         return {}
-    again = selective_mode(problem.recipe) if mode == "selective" else "full"
+    again: ActivationMode = problem.recipe.system.selective if mode == "selective" else "full"
     return dict.fromkeys(graph.repeated_blocks, again)
 
 

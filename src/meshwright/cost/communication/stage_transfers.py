@@ -18,7 +18,7 @@ from meshwright.cost.passes import StagePasses, handed_on_bytes, sent_sizes
 
 def sends_shares(plan: Plan, recipe: Recipe) -> bool:
     """Whether each tp rank sends its share of a whole activation, and the next stage's ranks gather the shares."""
-    return plan.mesh.tp > 1 and not (recipe.whole_transfers or plan.sequence_parallel)
+    return plan.mesh.tp > 1 and not (recipe.system.whole_transfers or plan.sequence_parallel)
 
 
 def sent_bytes(passes: StagePasses, plan: Plan, local_blocks: dict[str, LocalBlock], recipe: Recipe) -> float:

@@ -101,7 +101,7 @@ def _state_calls(
         yield from _streamed(plan, parameters, items, everyone)
     elif plan.zero == 0:
         yield from _replicated(_as_filled(graph, plan, parameters), items, everyone)
-    elif plan.zero == 1 and recipe.reduces_whole:
+    elif plan.zero == 1 and recipe.system.reduces_whole:
         yield from _reduced_whole(parameters, items, group, everyone)
     else:
         yield from _sharded(plan, parameters, items, group)

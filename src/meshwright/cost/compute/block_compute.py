@@ -76,7 +76,7 @@ class ComputeCost:
     @property
     def _recomputes_whole(self) -> bool:
         """Whether a recompute runs every op of the block. A streamed block does: its output must exist to receive its gradient."""
-        return self.recipe.whole_recompute or self.plan.offload.what == "parameters"
+        return self.recipe.system.whole_recompute or self.plan.offload.what == "parameters"
 
     def _work(self, local_block: LocalBlock, block: str, one: Pass, numbers: Iterable[int]) -> Work:
         ops, numbers = local_block.kind.ops, list(numbers)
@@ -88,7 +88,7 @@ class ComputeCost:
             work = self._compiled_work(local_block, numbers)
         else:
             work = Work(launches, sum(ops[number].count * self.op_seconds(local_block, number) for number in numbers))
-        if self.recipe.blocking_launches:  # the host waits for every kernel, and launches nothing meanwhile
+        if self.recipe.system.blocking_launches:  # the host waits for every kernel, and launches nothing meanwhile
             return Work(0.0, work.kernel + 2 * launches)
         return work
 

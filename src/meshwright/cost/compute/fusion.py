@@ -52,10 +52,10 @@ class Fused:
 
 
 def is_fused(block: str, plan: Plan, recipe: Recipe) -> bool:
-    """Whether the ops of a block run fused: all of a compiled plan; the recipe may say otherwise of the loss."""
-    if block == "" and (recipe.fused_loss or recipe.plain_loss):
-        return recipe.fused_loss
-    return plan.compile or recipe.fused_ops
+    """Whether the ops of a block run fused: all of a compiled plan; other systems may run the loss in another way."""
+    if block == "" and recipe.system.loss is not None:
+        return recipe.system.loss == "fused"
+    return plan.compile or recipe.system.fused_ops
 
 
 @cached_per_kind

@@ -1,6 +1,6 @@
 """The recompute plan of a block: the forward ops that backward runs again, and the results that forward need not keep.
 
-full             every op; or every op before the last that backward needs (`last_needed`), unless `Recipe.whole_recompute`
+full             every op; or every op before the last that backward needs (`last_needed`), unless `TrainingSystem.whole_recompute`
 selective        the ops of the attention core that the dropped results are computed from. Dropped are results of core ops that
                  backward needs; a result that an op after the core reads is kept anyway   -> dropped_ops
 selective core   every op of the attention core
@@ -25,7 +25,7 @@ ActivationMode = Literal["none", "selective", "selective core", "selective ops",
 def recompute_modes(plan: Plan, recipe: Recipe) -> dict[str, ActivationMode]:
     """Block → how it is recomputed. Blocks that keep all their activations are left out."""
     return {
-        **dict.fromkeys(plan.recomputed("selective"), selective_mode(recipe)),
+        **dict.fromkeys(plan.recomputed("selective"), recipe.system.selective),
         **dict.fromkeys(plan.recomputed("full"), "full"),
     }
 
@@ -34,13 +34,6 @@ def activation_modes(plan: Plan, recipe: Recipe) -> dict[str, ActivationMode]:
     """Block → how it keeps its activations: recomputed blocks, and blocks whose activations are offloaded. Like a block under full
     recompute, an offloaded block keeps only its output on the device."""
     return {**recompute_modes(plan, recipe), **dict.fromkeys(expand_names(plan.offload.activations), "offloaded")}
-
-
-def selective_mode(recipe: Recipe) -> ActivationMode:
-    """The mode that a plan's selective recompute stands for."""
-    if recipe.selective_ops:
-        return "selective ops"
-    return "selective core" if recipe.selective_core else "selective"
 
 
 @cached_per_kind

@@ -38,15 +38,16 @@ class Items:
 
 def items_of(plan: Plan, recipe: Recipe) -> Items:
     stored = 8 if plan.precision == "fp64" else 4
-    narrow = plan.stores_16_bits and not recipe.parameter_item_bytes
-    parameter = recipe.parameter_item_bytes or (PRECISION_BYTES[plan.precision] if narrow else stored)
-    gradient = recipe.gradient_item_bytes or parameter
+    system = recipe.system
+    narrow = plan.stores_16_bits and not system.parameter_item_bytes
+    parameter = system.parameter_item_bytes or (PRECISION_BYTES[plan.precision] if narrow else stored)
+    gradient = system.gradient_item_bytes or parameter
     return Items(
         parameter=parameter,
         gradient=gradient,
-        state=recipe.optimizer_slots * stored + (stored if narrow else recipe.master_item_bytes),
-        gathered=recipe.gather_item_bytes or PRECISION_BYTES[plan.precision],
-        reduced=recipe.reduce_item_bytes or gradient,
+        state=recipe.optimizer_slots * stored + (stored if narrow else system.master_item_bytes),
+        gathered=system.gather_item_bytes or PRECISION_BYTES[plan.precision],
+        reduced=system.reduce_item_bytes or gradient,
     )
 
 

@@ -213,7 +213,7 @@ class MemoryCost:
         """Bytes of the activation from the previous stage: no pass of this stage allocates it, though one frees it."""
         if number == 0 or self._same_coordinate(number - 1):
             return 0.0
-        copies = 2 if self.recipe.copies_received else 1
+        copies = 2 if self.recipe.system.copies_received else 1
         return copies * handed_on_bytes(self.stages[number - 1], self.local_blocks, self.plan.microbatch)
 
     def _returned(self, number: int) -> float:

@@ -44,9 +44,7 @@ class RankState:
         self._before = dict(zip(alone[1:], alone, strict=False))
         self._after = dict(pairwise(alone))
         self.copies = (
-            graph.casting == "parameters"
-            and not recipe.master_item_bytes
-            and self.items.gathered < self.items.parameter
+            graph.casting == "parameters" and recipe.system.packs and self.items.gathered < self.items.parameter
         )
         """Whether 16-bit copies of all parameters are kept in addition to the ones the optimizer updates."""
         self._padded: dict[tuple[str, bool], int] = {}
@@ -72,7 +70,7 @@ class RankState:
         self.num_shipped = len(sizes)
         kept = 1 - self.shipped / max(self.trainable, 1)
         stored = 1 if plan.offload.what != "parameters" else kept
-        stays_whole = recipe.master_item_bytes and plan.zero < 3  # a 16-bit parameter does
+        stays_whole = not recipe.system.packs and plan.zero < 3  # a 16-bit parameter does
         stored_elements = total_elements(self.parameters) if stays_whole else held_elements(self.parameters, plan)
         self.parameter_bytes = stored_elements * self.items.parameter
         self.state_bytes = self.trainable * self.items.state + recipe.optimizer_scalar_bytes * sum(
@@ -103,7 +101,7 @@ class RankState:
             state = self.shipped * (items.state + items.gradient)
             return state + self.parameter_bytes * offloaded_parameter_share
         slots = items.gradient * (2 if plan.offload.delayed else 1)
-        master = 0 if plan.stores_16_bits or self.recipe.master_item_bytes else stored
+        master = 0 if plan.stores_16_bits or not self.recipe.system.packs else stored
         sums = stored if self.leaves_early and plan.num_microbatches > 1 else 0
         state = items.state - self.recipe.optimizer_slots * (stored - moment_bytes(plan))
         if plan.offload.where == "disk":
@@ -159,7 +157,7 @@ class RankState:
     @property
     def packs(self) -> bool:
         """Whether parameters are sharded as fully_shard does: packed flat for every collective."""
-        return self.plan.zero > 0 and not self.recipe.master_item_bytes
+        return self.plan.zero > 0 and self.recipe.system.packs
 
     @property
     def reduces(self) -> bool:
@@ -229,7 +227,7 @@ class RankState:
         the next group is reduced; from one microbatch to the next, that is the group of the parameters in no block.
         """
         if not self.packs:
-            return self.recipe.bucket_bytes
+            return self.recipe.system.bucket_bytes
         gathered = (block if phase == "forward" else self._before.get(block, "")) if self.plan.zero == 3 else ""
         reduced = self._after.get(block, "") if phase == "backward" and self.reduces else ""
         carried = self.plan.zero >= 2 and self.accumulates
@@ -248,7 +246,7 @@ class RankState:
 
     def during_update(self, device: Device) -> MemoryParts:
         """An optimizer that loops over tensors needs temporaries of one tensor; one that batches them (CUDA), of all tensors."""
-        whole = self.plan.zero == 0 or self.recipe.reduces_whole
+        whole = self.plan.zero == 0 or self.recipe.system.reduces_whole
         gradients = self.whole_gradients if whole else self.sharded_gradients
         if self.plan.offload.what == "parameters" or self.leaves_early:
             gradients = 0

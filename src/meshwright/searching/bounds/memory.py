@@ -92,7 +92,7 @@ def room_of(
 
 def _working(point: Point, items: Items, recipe: Recipe) -> tuple[float, float]:
     """Of an element of the unit that runs: gathered, and its gradient."""
-    if recipe.master_item_bytes or point.zero < 2 or point.offload == "parameters" or _leaves_early(point):
+    if not recipe.system.packs or point.zero < 2 or point.offload == "parameters" or _leaves_early(point):
         return 0.0, 0.0
     gathered = float(items.gathered) if point.zero == 3 else 0.0
     return gathered, gathered + items.gradient
@@ -105,7 +105,7 @@ def _element_bytes(point: Point, items: Items, recipe: Recipe, degree: int, grad
         return min(items.parameter, items.gathered) / degree
     state = 0.0 if point.offload == "optimizer" else items.state / degree
     gradient = items.gradient / (degree if point.zero >= 2 else 1) if gradients else 0.0
-    packs = point.zero in (1, 2) and not recipe.master_item_bytes
+    packs = point.zero in (1, 2) and recipe.system.packs
     return items.parameter / degree + state + gradient + (items.gathered if packs else 0)
 
 

@@ -304,7 +304,7 @@ class Bounds:
         if group.size == 1 or not num_bytes:
             return 0.0
         copied = 0.0
-        if not self.problem.recipe.master_item_bytes and self.problem.cluster.device.constants is not None:
+        if self.problem.recipe.system.packs and self.problem.cluster.device.constants is not None:
             rate = self.problem.cluster.device.bytes_per_second or inf
             times = 1 + group.size if kind == "all_gather" else 1
             copied = 2 * num_bytes * times / (rate * self.problem.cluster.device.constants.copy_share)
@@ -331,16 +331,18 @@ class Bounds:
         constants = self.problem.cluster.device.constants
         slowdown = constants.overlap_slowdown if constants else 0.0
         exposed = max(0.0, communication - compute)
-        return exposed + slowdown * (communication - exposed) if self.problem.recipe.overlaps_reduction else exposed
+        return (
+            exposed + slowdown * (communication - exposed) if self.problem.recipe.system.overlaps_reduction else exposed
+        )
 
     @cached_property
     def _gradient_bytes(self) -> int:
-        recipe = self.problem.recipe
-        return recipe.reduce_item_bytes or recipe.gradient_item_bytes or recipe.parameter_item_bytes or 4
+        system = self.problem.recipe.system
+        return system.reduce_item_bytes or system.gradient_item_bytes or system.parameter_item_bytes or 4
 
     @cached_property
     def _gathered_bytes(self) -> int:
-        return self.problem.recipe.gather_item_bytes or 2
+        return self.problem.recipe.system.gather_item_bytes or 2
 
     def after(self, point: Point) -> float:
         """The update, and what a step takes beside its work."""

@@ -168,7 +168,7 @@ class _UnitCosts:
 
     def _sent_bytes(self, number: int) -> float:
         """As the next device holds it."""
-        copies = 2 if self.problem.recipe.copies_received else 1
+        copies = 2 if self.problem.recipe.system.copies_received else 1
         return copies * handed_on_bytes(self.passes[number], self.local_blocks, self.plan.microbatch)
 
     def _send_seconds(self, number: int, mesh: Mesh) -> float:

@@ -78,7 +78,7 @@ class Objective:
             parts += [self._group_seconds(number, unit.kind, group) for group in sorted(groups)]
             kernel = plus(*parts, factor=times)
             launch = times * self.costs.launch_seconds(one.phase, num_launched, fused=fused)
-            if self.costs.recipe.blocking_launches:  # there and back, and nothing runs meanwhile
+            if self.costs.recipe.system.blocking_launches:  # there and back, and nothing runs meanwhile
                 kernel, launch = plus(kernel, {CONSTANT: 2 * launch}), 0.0
             self.kernels[one.phase] = plus(self.kernels[one.phase], kernel)
             self.launches[one.phase] += launch
