@@ -91,6 +91,27 @@ TWO = [
     Row(f"{HARD}:skipping", {"schedule": "interleaved", "recompute": "full"}),
     Row(f"{HARD}:backwards"),
 ]
+OWN_ENDS = [
+    *(
+        Row(TIED, {"ends": "own", "schedule": schedule})
+        for schedule in ("interleaved", "breadth-first", "zbv", "dualpipev")
+    ),
+    Row(TIED, {"ends": "own", "schedule": "interleaved", "virtual": 3, "recompute": "full"}, 3),
+    Row(TIED, {"ends": "fewer", "schedule": "1f1b", "recompute": "selective"}),
+    Row("hf_t5", {"ends": "own", "schedule": "interleaved"}),
+    *(
+        Row(TIED, {"ends": "own", "pp": 4, "schedule": schedule, "recompute": "full"})
+        for schedule in ("gpipe", "1f1b", "zb")
+    ),
+    Row("llama", {"ends": "own", "pp": 4}),
+    Row("llama", {"ends": "own", "schedule": "zbv"}),
+    Row("gpt2", {"ends": "own", "pp": 4, "schedule": "zb"}),
+    Row(f"{HARD}:encoder_decoder", {"ends": "own", "pp": 4}),
+    *(Row(TIED, {"ends": "own", "dp": 2, "zero": zero, "schedule": "interleaved"}) for zero in (0, 1, 2, 3)),
+    Row(TIED, {"ends": "own", "dp": 2, "zero": 1, "schedule": "zbv", "recompute": "full"}),
+    Row(TIED, {"ends": "own", "dp": 2, "zero": 1, "schedule": "dualpipev"}, 8),
+]
+"""Stages that hold the embedding or the head alone."""
 FOUR = [
     Row(DEEP, {"pp": 4}, 6),
     Row(DEEP, {"pp": 4, "schedule": "zb"}, 4),
@@ -111,7 +132,7 @@ def compare_on_rank(model: str, plan: Plan, num_steps: int = 2, tamper: Tamper |
     return compare(source_of(model), plan, num_steps, this_rank(), tamper)
 
 
-@pytest.mark.parametrize("row", [*TWO, *FOUR], ids=str)
+@pytest.mark.parametrize("row", [*TWO, *OWN_ENDS, *FOUR], ids=str)
 def test_stages_agree_with_one_process(pool: Pools, row: Row) -> None:
     results = pool(row.num_ranks).run(compare_on_rank, row.model, row.plan())
     for result in results:
@@ -249,6 +270,8 @@ PREDICTED = [
     Row(f"{HARD}:encoder_decoder", {"schedule": "interleaved"}),
     Row(f"{HARD}:skipping", {"pp": 4}),
     *(Row(TIED, {"dp": 2, "zero": zero}) for zero in (0, 1, 2, 3)),
+    *(row for row in OWN_ENDS if row.model != "hf_t5"),  # whose dropout lies in functions
+    Row("t5", {"ends": "own", "schedule": "interleaved"}),
     Row(TIED, {"dp": 2, "zero": 2, "schedule": "zbv"}),
     Row(TIED, {"dp": 2, "zero": 1, "schedule": "interleaved"}),
 ]

@@ -15,7 +15,7 @@ from meshwright.rules.stages import cut_stages
 from meshwright.searching.cuts.best_cut import every_cut
 from meshwright.searching.problem import Problem
 from meshwright.searching.search import search
-from meshwright.searching.units import sizes_of
+from meshwright.searching.units import sizes_of, units_of
 
 LITTLE = 1.01
 
@@ -41,7 +41,7 @@ def test_no_cut_is_much_faster_than_the_one_that_is_found(
 
 
 def _seconds(problem: Problem, plan: Any, sizes: list[int]) -> float:
-    stages = cut_stages(problem.graph, sizes, plan.mesh.pp, plan.schedule)
+    stages = cut_stages(units_of(problem.graph), sizes, plan.mesh.pp, plan.schedule)
     try:
         return problem.cost(msgspec.structs.replace(plan, stages=stages)).step_seconds
     except PlanError:

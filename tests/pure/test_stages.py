@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import msgspec
@@ -14,6 +15,7 @@ from meshwright.core.errors import PlanError
 from meshwright.core.graph import Block, Graph
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Stage
+from meshwright.core.request import Ends
 from meshwright.rules.stages import even_stages, plain_virtual
 
 
@@ -49,6 +51,77 @@ def test_repeated_blocks_are_even_and_the_ends_hold_fewer(
 ) -> None:
     schedule = "interleaved" if virtual > 1 else "1f1b"
     assert layers(even_stages(gpt(num_layers), pp, virtual, schedule)) == counts
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "virtual", "ends", "counts"),
+    [
+        (126, 16, 8, "own", [0, *[1] * 126, 0]),  # Llama 3.1 405B
+        (126, 16, 8, "fewer", [0, *[1] * 126, 0]),
+        (126, 16, 1, "fewer", [7, *[8] * 14, 7]),
+        (30, 4, 1, "fewer", [7, 8, 8, 7]),
+        (4, 6, 1, "own", [0, 1, 1, 1, 1, 0]),
+        (4, 5, 1, "fewer", [0, 1, 2, 1, 0]),
+        (8, 4, 1, "own", [0, 4, 4, 0]),
+        (7, 5, 1, "own", [0, 2, 3, 2, 0]),
+        (4, 1, 1, "fewer", [4]),
+    ],
+)
+def test_ends_count_as_blocks_or_have_stages_of_their_own(
+    num_layers: int, pp: int, virtual: int, ends: Ends, counts: list[int]
+) -> None:
+    stages = even_stages(gpt(num_layers), pp, virtual, "interleaved" if virtual > 1 else "1f1b", ends)
+    assert layers(stages) == counts
+    assert stages[0].blocks[0] == "embed"
+    assert stages[-1].blocks[-2:] == ("norm", "head")
+
+
+@pytest.mark.parametrize(
+    ("pp", "ends", "said"),
+    [
+        (5, "even", "'hand' has 4 repeated blocks: set pp · virtual to 4 or less, set ends to own, or give the stages"),
+        (7, "even", "set pp · virtual to 4 or less, or give the stages"),
+        (7, "own", "4 repeated blocks beside its embedding and head: set pp · virtual to 6 or less"),
+        (7, "fewer", "set pp · virtual to 6 or less"),
+        (
+            2,
+            "own",
+            "ends='own' needs 3 stages or more, .* but pp=2 with virtual=1 makes 2: raise pp or virtual, or set ends",
+        ),
+        (1, "own", "needs 3 stages or more"),
+    ],
+)
+def test_more_stages_than_blocks_and_ends_are_refused(pp: int, ends: Ends, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        even_stages(msgspec.structs.replace(gpt(4), model="hand"), pp, 1, "1f1b", ends)
+
+
+@pytest.mark.parametrize(
+    ("names", "ends", "said"),
+    [
+        (
+            ("0", "1", "2"),
+            "own",
+            "no block before its first (the embedding) and none after its last (the head) repeated one",
+        ),
+        (("0", "1", "2"), "fewer", "and none after its last"),
+        (
+            ("0", "1", "2", "head"),
+            "own",
+            "no block before its first (the embedding) repeated one: make them modules beside",
+        ),
+        (("embed", "0", "1"), "own", "no block after its last (the head) repeated one"),
+        (("stem", "head"), "fewer", "has no repeated blocks"),
+    ],
+)
+def test_a_model_without_ends_of_its_own_is_refused(names: tuple[str, ...], ends: Ends, said: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(said)):
+        even_stages(graph_of(*names), 3, 1, "1f1b", ends)
+
+
+def test_an_end_that_is_there_counts_as_a_block() -> None:
+    stages = even_stages(graph_of("0", "1", "2", "head"), 2, 1, "1f1b", "fewer")
+    assert [len(expand_names(stage.blocks)) for stage in stages] == [2, 2]
 
 
 @quick

@@ -55,6 +55,8 @@ _DEGREES = {
 _WORDS = {
     "context": "heads or ring: how attention is done over context-parallel ranks.",
     "schedule": f"{', '.join(KINDS)}: the order of forwards and backwards over pp.",
+    "ends": "even, fewer or own: where pipeline stages put the embedding and the head. even: with an even share of the blocks. "
+    "fewer: each counts as a block, so the first and the last stage hold a block less. own: in stages of their own.",
     "recompute": "none, selective, full or every:K.",
     "precision": "fp64, fp32, bf16 or fp16.",
     "offload": "none, optimizer or parameters.",

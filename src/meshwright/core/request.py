@@ -17,6 +17,9 @@ from meshwright.core.errors import InputError
 from meshwright.core.graph import Precision
 from meshwright.core.plan import ContextWay, Offload, ScheduleKind, ZeroStage
 
+Ends = Literal["even", "fewer", "own"]
+"""Where the embedding and the head go when a model is cut into stages: rules/stages.py."""
+
 _EVERY = re.compile(r"every:([1-9]\d*)")
 
 
@@ -29,6 +32,7 @@ class PlanRequest(Value, kw_only=True):
     cp: Degree | None = None
     ep: Degree | None = None
     virtual: Degree | None = None
+    ends: Ends | None = None
     zero: ZeroStage | None = None
     hybrid: Degree | None = None
     sequence_parallel: bool | None = None

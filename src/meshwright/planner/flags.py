@@ -12,7 +12,7 @@ from meshwright.core.codec import decode
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.graph import Precision
 from meshwright.core.plan import ContextWay, ScheduleKind, ZeroStage
-from meshwright.core.request import PlanRequest
+from meshwright.core.request import Ends, PlanRequest
 
 
 class SweptFlags(TypedDict, total=False):
@@ -24,6 +24,7 @@ class SweptFlags(TypedDict, total=False):
     cp: int | None
     ep: int | None
     virtual: int | None
+    ends: Ends | None
     zero: ZeroStage | None
     hybrid: int | None
     sequence_parallel: bool | None

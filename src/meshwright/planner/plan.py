@@ -65,9 +65,9 @@ def plan(
     search: which method. prefer_fastest: take the fastest plan even where a simpler one is as fast within the estimate's error.
     recipe: what training adds, such as another optimizer. say: takes a line when something takes long. watch: told
     how far the search has come, a SearchProgress each time.
-    Every plan flag is a keyword and fixes that part: dp, tp, pp, cp, ep, virtual, zero, hybrid, sequence_parallel, context,
-    microbatch, global_batch, schedule, recompute, precision, offload, offload_share, offload_moments, offload_delayed, compile,
-    sync_batch_norm.
+    Every plan flag is a keyword and fixes that part: dp, tp, pp, cp, ep, virtual, ends, zero, hybrid, sequence_parallel,
+    context, microbatch, global_batch, schedule, recompute, precision, offload, offload_share, offload_moments, offload_delayed,
+    compile, sync_batch_norm.
 
     Raises InfeasibleError, which names what does not fit and by how much.
     """

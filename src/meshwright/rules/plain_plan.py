@@ -39,7 +39,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         graph=graph.identity,
         cluster=cluster,
         mesh=mesh,
-        stages=even_stages(graph, mesh.pp, virtual, schedule),
+        stages=even_stages(graph, mesh.pp, virtual, schedule, request.ends or "even"),
         sharding=plain_sharding(graph, mesh.tp) if mesh.tp > 1 else (),
         sequence_parallel=bool(request.sequence_parallel),
         context=request.context or context_way(graph, mesh.tp, mesh.cp),

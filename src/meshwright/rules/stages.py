@@ -1,48 +1,112 @@
-"""Cutting a model into stages: consecutive blocks, the repeated ones as evenly as they go.
+"""Cutting a model into stages. A stage is a row of *units*, the smallest parts that can be a stage of their own:
 
-    n repeated blocks on s = pp · virtual stages:  n mod s stages hold ⌈n/s⌉, the others ⌊n/s⌋                  -> even_counts
+    embedding   all named blocks before the first repeated one
+    a block     a repeated block, with the blocks after it that do not repeat
+    head        all named blocks after the last repeated one: norm and head
 
-The stages at the ends also hold the embedding and the head, so they are the first to hold fewer: the last, the first, the
-last but one, the second, … Blocks that do not repeat go with the repeated block before them, those before the first with
-the first stage. An encoder and a decoder are one row of repeated blocks. The block named '' belongs to no stage.
+`ends` says how units are shared out over s = pp · virtual stages. With n repeated blocks:                  -> unit_counts
+
+    even    embedding and head go with the first and the last stage, which hold repeated blocks too: ⌈n/s⌉ or ⌊n/s⌋
+    fewer   embedding and head count as one block each, so that the end stages hold fewer: n + 2 over s
+    own     embedding and head are stages of their own: n over s - 2
+
+Where a number does not divide, the stages at the ends are the first to hold fewer: the last, the first, the last but one, the
+second, …                                                                                                    -> even_counts
+An encoder and a decoder are one row of repeated blocks. The block named '' belongs to no stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 
 from meshwright.core.errors import PlanError
-from meshwright.core.graph import Block, Graph
+from meshwright.core.graph import Graph
 from meshwright.core.names import compact_names
 from meshwright.core.pipeline.kinds import ScheduleKind, kind_of, placement_of
 from meshwright.core.pipeline.placement import coordinate_of
 from meshwright.core.plan import Plan, Stage
+from meshwright.core.request import Ends
+
+FEWEST_OWN = 3
+"""Stages where embedding and head have their own."""
 
 
-def even_stages(graph: Graph, pp: int, virtual: int, schedule: ScheduleKind) -> tuple[Stage, ...]:
+@dataclass(frozen=True)
+class Units:
+    """What stages are made of, in order."""
+
+    blocks: tuple[tuple[str, ...], ...]
+    """The blocks of every unit."""
+    embedding: bool
+    """Whether the first unit holds no repeated block."""
+    head: bool
+    """Whether the last unit holds none."""
+
+    @property
+    def num_repeated(self) -> int:
+        return len(self.blocks) - self.embedding - self.head
+
+
+def units_of(graph: Graph) -> Units:
+    """A model without repeated blocks is one unit."""
+    named = [block.name for block in graph.blocks if block.name]
+    repeated = [place for place, block in enumerate(block for block in graph.blocks if block.name) if block.repeated]
+    places = {0, len(named), *repeated, *(place + 1 for place in repeated[-1:])}
+    rows = tuple(tuple(named[begin:end]) for begin, end in pairwise(sorted(places)))
+    if not repeated:
+        return Units(rows, embedding=False, head=False)
+    return Units(rows, embedding=repeated[0] > 0, head=repeated[-1] + 1 < len(named))
+
+
+def even_stages(graph: Graph, pp: int, virtual: int, schedule: ScheduleKind, ends: Ends = "even") -> tuple[Stage, ...]:
     """All named blocks on pp · virtual stages, laid in a loop or a V as the schedule asks."""
-    num_repeated = len(graph.repeated_blocks)
-    num_stages = pp * virtual
-    if num_stages > 1 and num_repeated < num_stages:
-        few = (
-            ""
-            if num_repeated
-            else " (modules of a list; one layer that is called again and again, as ALBERT's, is none)"
-        )
-        raise PlanError(
-            f"pp={pp} with virtual={virtual} needs {num_stages} stages, but '{graph.model}' has {num_repeated} repeated "
-            f"blocks{few}: set pp · virtual to {max(num_repeated, 1)} or less, or give the stages in a plan file"
-        )
-    return cut_stages(graph, even_counts(num_repeated, num_stages), pp, schedule)
+    units = units_of(graph)
+    check_ends(graph, ends)
+    _check_number(graph, units, pp, virtual, ends)
+    return cut_stages(units.blocks, unit_counts(units, pp * virtual, ends), pp, schedule)
 
 
-def cut_stages(graph: Graph, counts: Sequence[int], pp: int, schedule: ScheduleKind) -> tuple[Stage, ...]:
-    """All named blocks on as many stages as there are counts: that many repeated blocks on each."""
-    blocks = [block for block in graph.blocks if block.name]
+def cut_stages(
+    units: Sequence[Sequence[str]], counts: Sequence[int], pp: int, schedule: ScheduleKind
+) -> tuple[Stage, ...]:
+    """As many stages as there are counts: that many units on each. units: the blocks of each."""
+    rows = (chain.from_iterable(units[begin:end]) for begin, end in pairwise(accumulate(counts, initial=0)))
+    placement = placement_of(schedule)
     return tuple(
-        Stage(coordinate=coordinate_of(number, pp, placement_of(schedule)), blocks=compact_names(names))
-        for number, names in enumerate(_cut(blocks, counts))
+        Stage(coordinate=coordinate_of(number, pp, placement), blocks=compact_names(names))
+        for number, names in enumerate(rows)
     )
+
+
+def unit_counts(units: Units, num_stages: int, ends: Ends) -> list[int]:
+    """Units of each stage."""
+    if num_stages == 1:
+        return [len(units.blocks)]
+    if ends == "fewer":
+        return even_counts(len(units.blocks), num_stages)
+    if ends == "own":
+        return [1, *even_counts(units.num_repeated, num_stages - 2), 1]
+    counts = even_counts(units.num_repeated, num_stages)
+    counts[0] += units.embedding
+    counts[-1] += units.head
+    return counts
+
+
+def even_counts(num_units: int, num_stages: int) -> list[int]:
+    """Fewer at the ends."""
+    fewer, num_larger = divmod(num_units, num_stages)
+    from_the_ends = sorted(range(num_stages), key=lambda stage: (min(stage, num_stages - 1 - stage), -stage))
+    counts = [fewer] * num_stages
+    for stage in from_the_ends[num_stages - num_larger :]:
+        counts[stage] += 1
+    return counts
+
+
+def most_stages(units: Units, ends: Ends | None) -> int:
+    """How many stages a model can have. ends: None where they may be cut in any way."""
+    return units.num_repeated if ends == "even" else len(units.blocks)
 
 
 def check_blocks(graph: Graph, plan: Plan) -> None:
@@ -61,25 +125,42 @@ def plain_virtual(schedule: ScheduleKind) -> int:
     return kind_of(schedule).turns[0]
 
 
-def even_counts(num_repeated: int, num_stages: int) -> list[int]:
-    """Repeated blocks of each stage."""
-    fewer, num_larger = divmod(num_repeated, num_stages)
-    from_the_ends = sorted(range(num_stages), key=lambda stage: (min(stage, num_stages - 1 - stage), -stage))
-    counts = [fewer] * num_stages
-    for stage in from_the_ends[num_stages - num_larger :]:
-        counts[stage] += 1
-    return counts
+def check_ends(graph: Graph, ends: Ends | None) -> None:
+    """Whether the model has the ends that are asked for as parts of their own."""
+    if ends in (None, "even"):
+        return
+    units, repeated = units_of(graph), graph.repeated_blocks
+    missing = [
+        words
+        for has, words in (
+            (units.embedding, "before its first (the embedding)"),
+            (units.head, "after its last (the head)"),
+        )
+        if not has
+    ]
+    if not repeated or len(missing) > (ends == "fewer"):
+        none = f"no block {' and none '.join(missing)} repeated one" if repeated else "no repeated blocks"
+        raise PlanError(
+            f"ends='{ends}' counts embedding and head as parts of their own, but '{graph.model}' has {none}: make them modules "
+            "beside the list of blocks, leave ends out, or give the stages in a plan file"
+        )
 
 
-def _cut(blocks: list[Block], counts: Sequence[int]) -> Iterator[list[str]]:
-    """The names of each stage; one ends where the next one's first repeated block comes."""
-    remaining = iter(counts)
-    names: list[str] = []
-    room = next(remaining)
-    for block in blocks:
-        if block.repeated and room == 0:
-            yield names
-            names, room = [], next(remaining)
-        names.append(block.name)
-        room -= block.repeated
-    yield names
+def _check_number(graph: Graph, units: Units, pp: int, virtual: int, ends: Ends) -> None:
+    num_stages, num_repeated = pp * virtual, len(graph.repeated_blocks)
+    if ends == "own" and num_stages < FEWEST_OWN:
+        raise PlanError(
+            f"ends='own' needs {FEWEST_OWN} stages or more, for the embedding, the blocks and the head, but pp={pp} with "
+            f"virtual={virtual} makes {num_stages}: raise pp or virtual, or set ends to fewer"
+        )
+    most = most_stages(units, ends)
+    if num_stages <= most:
+        return
+    few = "" if num_repeated else " (modules of a list; one layer that is called again and again, as ALBERT's, is none)"
+    beside = "" if ends == "even" else " beside its embedding and head"
+    possible = ends == "even" and num_repeated and num_stages <= len(units.blocks)
+    other = f", set ends to {'own' if units.embedding and units.head else 'fewer'}" if possible else ""
+    raise PlanError(
+        f"pp={pp} with virtual={virtual} needs {num_stages} stages, but '{graph.model}' has {num_repeated} repeated "
+        f"blocks{few}{beside}: set pp · virtual to {most} or less{other}, or give the stages in a plan file"
+    )

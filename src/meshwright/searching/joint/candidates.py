@@ -59,7 +59,7 @@ class Drafts:
                 graph=graph.identity,
                 cluster=self.problem.cluster_hash,
                 mesh=shape.mesh,
-                stages=cut_stages(graph, sizes_of(cut), shape.pp, point.schedule),
+                stages=cut_stages(self.units, sizes_of(cut), shape.pp, point.schedule),
                 sharding=self.tables.sharding(shape) or (),
                 sequence_parallel=shape.sequence_parallel,
                 context=shape.context,

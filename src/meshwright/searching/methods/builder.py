@@ -20,6 +20,7 @@ from meshwright.rules.sharding import plain_sharding
 from meshwright.rules.stages import cut_stages, even_counts
 from meshwright.rules.tokens import token_names
 from meshwright.searching.problem import OffloadKind, Problem
+from meshwright.searching.units import units_of
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Builder:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.repeated = problem.graph.repeated_blocks
+        self._units = units_of(problem.graph)
         self._refused: dict[tuple[Mesh, bool, ContextWay], str] = {}
 
     def plan(
@@ -64,7 +66,7 @@ class Builder:
             graph=self._graph,
             cluster=self._cluster,
             mesh=point.mesh,
-            stages=cut_stages(problem.graph, counts, point.mesh.pp, point.schedule),
+            stages=cut_stages(self._units, counts, point.mesh.pp, point.schedule),
             sharding=self._sharding(point),
             sequence_parallel=point.sequence_parallel,
             context=point.context,
