@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import quick
 
-from meshwright.searching.bounds.recompute_curve import recompute_curve
+from meshwright.searching.recompute_curve import recompute_curve
 
 amounts = st.integers(-2, 20).map(float)
 units = st.lists(st.tuples(amounts, amounts, amounts, amounts, st.sampled_from([0, 1, 2])), min_size=1, max_size=8)

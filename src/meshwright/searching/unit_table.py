@@ -29,8 +29,8 @@ from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.stages import StageCosts
-from meshwright.searching.bounds.recompute_curve import recompute_curve
 from meshwright.searching.problem import Problem
+from meshwright.searching.recompute_curve import recompute_curve
 
 Row = NDArray[np.float64]
 Places = NDArray[np.int64]

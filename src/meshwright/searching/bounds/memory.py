@@ -9,8 +9,8 @@ A rank holds of every element of its parameters, by ZeRO stage, N ranks to a sha
         gradients where an earlier microbatch left some, or replicas keep buckets               -> has_gradients
     and for the unit that runs its peak beside its gathered parameters, or these twice (3)                  -> UnitTable.beside
 
-Coordinate i has the budget and h_i microbatches in flight. It gives 1 / h_i of the bytes that its state leaves to each of them. State
-takes least of that where most microbatches are in flight. Activations of one microbatch that find no room on any coordinate are
+Coordinate i has the budget and h_i microbatches in flight. What its state leaves is shared by these: 1 / h_i for each. State takes
+the smallest share where most microbatches are in flight. Activations of one microbatch that find no room on any coordinate are
 recomputed                                                                                      -> recompute_seconds
 The unit that runs saves nothing by recompute: what it did not keep is there again              -> Room.running
 A cut must fit on every coordinate with everything recomputed                                   -> cut_fits

@@ -235,9 +235,7 @@ class Bounds:
             return self.forward_seconds + one_way
         return self.forward_seconds + self.backward_seconds + 2 * one_way
 
-    def _with_bubble(
-        self, shape: Shape, schedule: ScheduleKind, forward: float, total: float, one_way: float
-    ) -> float:
+    def _with_bubble(self, shape: Shape, schedule: ScheduleKind, forward: float, total: float, one_way: float) -> float:
         p, m, kind = shape.pp, shape.num_microbatches, kind_of(schedule)
         if kind.has_turns:
             chunk = self._least_forward if kind.splits_backward else min(self.unit_seconds)
