@@ -187,3 +187,8 @@ def test_one_stage_needs_nothing_repeated() -> None:
         match=r"has 0 repeated blocks \(modules of a list; .* is none\): set pp · virtual to 1 or less, or give the stages",
     ):
         even_stages(graph_of("stem", "head"), 2, 1, "1f1b")
+
+
+def test_a_module_without_parts_is_one_stage() -> None:
+    """nn.Linear alone: its only block is the whole, which has no name."""
+    assert [stage.blocks for stage in even_stages(graph_of(), 1, 1, "1f1b")] == [()]

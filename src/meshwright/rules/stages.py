@@ -105,8 +105,8 @@ def even_counts(num_units: int, num_stages: int) -> list[int]:
 
 
 def most_stages(units: Units, ends: Ends | None) -> int:
-    """How many stages a model can have. ends: None where they may be cut in any way."""
-    return units.num_repeated if ends == "even" else len(units.blocks)
+    """How many stages a model can have: one at least, even without named blocks. ends: None where they may be cut in any way."""
+    return max(1, units.num_repeated if ends == "even" else len(units.blocks))
 
 
 def check_blocks(graph: Graph, plan: Plan) -> None:
