@@ -13,11 +13,12 @@ import torch.distributed as dist
 from cases import ROOT, graph_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshwright.core.axes import RANK_AXES
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime import communicators
-from meshwright.runtime.communicators import AXES, axes_mesh, data_mesh, link_groups, links_of
+from meshwright.runtime.communicators import axes_mesh, data_mesh, link_groups, links_of
 
 DEEP = "gpt:layers=8,hidden=16,heads=2,seq=8,vocab=30"
 HOME = ROOT / "src" / "meshwright" / "runtime" / "communicators.py"
@@ -49,7 +50,7 @@ def groups_of(plan: Plan, number: int) -> dict[tuple[int, int], tuple[int, ...]]
     with fake_rank(number, plan.world):
         mesh = axes_mesh(plan, "cpu")
         links = link_groups(plan, data_mesh(plan, mesh))
-        others = [dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES)]
+        others = [dist.group.WORLD, *(mesh.get_group(axis) for axis in RANK_AXES)]
         assert len({id(group) for group in links.values()}) == len(links)
         assert not {id(group) for group in links.values()} & {id(group) for group in others}
         coordinates = dist.get_process_group_ranks(mesh.get_group("pp"))
