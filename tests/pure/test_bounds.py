@@ -26,7 +26,7 @@ from meshwright.searching.cuts.best_cut import best_cut
 from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.joint.candidates import Drafts
 from meshwright.searching.methods.builder import Builder
-from meshwright.searching.methods.exhaustive import cuts, offloadings, points, recomputes
+from meshwright.searching.methods.exhaustive import offloadings, points, recomputes, stage_counts
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point, Shape, Way, family
 
@@ -94,9 +94,9 @@ def bounds_above(found: BestFirst, plan: Plan) -> Iterator[tuple[str, float]]:
     if point.offload == "parameters":
         return
     room, counts = drafts.room(point), [0]
-    repeated = set(found.problem.graph.repeated_blocks)
+    firsts = {blocks[0] for blocks in found.problem.units.blocks}
     for names in plan.blocks_by_stage:
-        counts.append(counts[-1] + sum(name in repeated for name in names))
+        counts.append(counts[-1] + sum(name in firsts for name in names))
     cut = tuple(counts[1:])
     assert cut_fits(bounds.table, point, room, cut)
     best = best_cut(bounds.table, point, room, bounds.hops(shape))
@@ -139,7 +139,7 @@ def some_plans(problem: Problem, random: Random) -> Iterator[tuple[Plan, Estimat
     """Anywhere in the space, with the shardings that the search proposes."""
     builder, every, tables = Builder(problem), list(points(problem)), Drafts(problem).tables
     for point in random.sample(every, min(MOST_PLANS, len(every))):
-        counts = random.choice(list(cuts(len(builder.repeated), point.num_stages)))
+        counts = random.choice(list(stage_counts(problem, point.num_stages)))
         rules = random.choice(recomputes(problem, counts))
         try:
             plan = builder.plan(point, counts, rules)

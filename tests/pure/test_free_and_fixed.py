@@ -29,6 +29,7 @@ FLAGS: dict[str, list[object]] = {
     "cp": [1, 2],
     "ep": [1, 2],
     "virtual": [1, 2],
+    "ends": ["even", "fewer", "own"],
     "zero": [0, 1, 2, 3],
     "hybrid": [2],
     "sequence_parallel": [False, True],

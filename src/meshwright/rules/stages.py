@@ -44,6 +44,9 @@ class Units:
     head: bool
     """Whether the last unit holds none."""
 
+    def __len__(self) -> int:
+        return len(self.blocks)
+
     @property
     def num_repeated(self) -> int:
         return len(self.blocks) - self.embedding - self.head
@@ -83,9 +86,9 @@ def cut_stages(
 def unit_counts(units: Units, num_stages: int, ends: Ends) -> list[int]:
     """Units of each stage."""
     if num_stages == 1:
-        return [len(units.blocks)]
+        return [len(units)]
     if ends == "fewer":
-        return even_counts(len(units.blocks), num_stages)
+        return even_counts(len(units), num_stages)
     if ends == "own":
         return [1, *even_counts(units.num_repeated, num_stages - 2), 1]
     counts = even_counts(units.num_repeated, num_stages)
@@ -104,9 +107,14 @@ def even_counts(num_units: int, num_stages: int) -> list[int]:
     return counts
 
 
+def may_have(units: Units, num_stages: int, ends: Ends | None) -> bool:
+    """Whether units can be shared out over so many stages. ends: None where they may be cut in any way."""
+    return num_stages <= most_stages(units, ends) and (ends != "own" or num_stages >= FEWEST_OWN)
+
+
 def most_stages(units: Units, ends: Ends | None) -> int:
     """How many stages a model can have: one at least, even without named blocks. ends: None where they may be cut in any way."""
-    return max(1, units.num_repeated if ends == "even" else len(units.blocks))
+    return max(1, units.num_repeated if ends == "even" else len(units))
 
 
 def check_blocks(graph: Graph, plan: Plan) -> None:
@@ -158,7 +166,7 @@ def _check_number(graph: Graph, units: Units, pp: int, virtual: int, ends: Ends)
         return
     few = "" if num_repeated else " (modules of a list; one layer that is called again and again, as ALBERT's, is none)"
     beside = "" if ends == "even" else " beside its embedding and head"
-    possible = ends == "even" and num_repeated and num_stages <= len(units.blocks)
+    possible = ends == "even" and num_repeated and num_stages <= len(units)
     other = f", set ends to {'own' if units.embedding and units.head else 'fewer'}" if possible else ""
     raise PlanError(
         f"pp={pp} with virtual={virtual} needs {num_stages} stages, but '{graph.model}' has {num_repeated} repeated "

@@ -20,6 +20,7 @@ from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchProgress
 from meshwright.cost.estimate import estimate
 from meshwright.rules.limits import not_yet
+from meshwright.rules.stages import Units, most_stages, units_of
 
 OffloadKind = Literal["none", "optimizer", "parameters"]
 OFFLOADED: tuple[OffloadKind, ...] = ("optimizer", "parameters")
@@ -73,6 +74,16 @@ class Problem:
     @property
     def global_batch(self) -> int:
         return self.request.global_batch or SAMPLES_PER_DEVICE * self.devices
+
+    @cached_property
+    def units(self) -> Units:
+        """What stages are made of."""
+        return units_of(self.graph)
+
+    @cached_property
+    def most_stages(self) -> int:
+        """How many stages the model can have, with its embedding and head where the request allows them."""
+        return most_stages(self.units, self.request.ends)
 
     @cached_property
     def has_experts(self) -> bool:

@@ -2,7 +2,7 @@
 
     mesh           pp · dp · cp · tp = W; W: all devices, or fewer where their number is open: whole hosts, or part of one; on many
                    hosts the next few numbers below all
-                   dp divides the batch, ep divides dp and the experts, pp · virtual ≤ repeated blocks
+                   dp divides the batch, ep divides dp and the experts, pp · virtual ≤ units: repeated blocks, embedding, head
     microbatch     a divisor of a dp rank's samples
     schedule       pp > 1: gpipe, 1f1b, zb, zbv, interleaved with v = 2 … MOST_VIRTUAL stages a coordinate, in deep models those
                    that make stages of equal size, and no gpipe: 1f1b is as fast and keeps less
@@ -28,6 +28,7 @@ from meshwright.core.pipeline.kinds import SEARCHED, kind_of
 from meshwright.core.plan import ContextWay, Mesh, ScheduleKind, ZeroStage
 from meshwright.core.request import PlanRequest
 from meshwright.rules.divisors import divisors
+from meshwright.rules.stages import may_have
 from meshwright.searching.problem import OffloadKind, Problem
 from meshwright.searching.units import FEW_UNITS
 
@@ -105,8 +106,7 @@ def worlds(problem: Problem) -> list[int]:
 
 def _can_fill(problem: Problem, world: int) -> bool:
     """Whether a sample on each dp rank, a block on each stage and tp inside hosts make so many ranks."""
-    most_stages = max(1, len(problem.graph.repeated_blocks))
-    return problem.global_batch * most_stages * problem.cluster.devices_per_host >= world
+    return problem.global_batch * problem.most_stages * problem.cluster.devices_per_host >= world
 
 
 def _halves(world: int) -> list[int]:
@@ -133,8 +133,7 @@ def context_degrees(problem: Problem, world: int, tp: int) -> list[int]:
 def meshes(problem: Problem, world: int, tensor: int | None = None, context: int | None = None) -> Iterator[Mesh]:
     """Every mesh of so many ranks that the request, the batch and the number of blocks allow. tensor, context: tp and cp alone."""
     request, batch = problem.request, problem.global_batch
-    most_stages = max(1, len(problem.graph.repeated_blocks))
-    for pp in _open(request.pp, [part for part in divisors(world) if part <= most_stages]):
+    for pp in _open(request.pp, [part for part in divisors(world) if part <= problem.most_stages]):
         for tp in _open(tensor or request.tp, divisors(world // pp) if world % pp == 0 else []):
             for cp in _open(context or request.cp, divisors(world // (pp * tp)) if world % (pp * tp) == 0 else []):
                 dp, left = divmod(world, pp * tp * cp)
@@ -182,10 +181,10 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
     """Schedules with their stages a coordinate."""
     request = problem.request
     if shape.pp == 1:
-        yield request.schedule or "1f1b", request.virtual or 1
+        if may_have(problem.units, request.virtual or 1, request.ends):
+            yield request.schedule or "1f1b", request.virtual or 1
         return
-    num_blocks = len(problem.graph.repeated_blocks)
-    most = min(MOST_VIRTUAL, num_blocks // shape.pp)
+    most = min(MOST_VIRTUAL, problem.most_stages // shape.pp)
     deep = is_deep(problem)
     for schedule in schedules(problem, shape.pp):
         kind = kind_of(schedule)
@@ -194,10 +193,16 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
         fewest, largest = kind.turns
         numbers = [fewest, *range(fewest + 1, min(largest, most) + 1)]
         if deep and len(numbers) > 1:  # stages of unlike size only where every one counts
-            numbers = [number for number in numbers if number == 2 or num_blocks % (number * shape.pp) == 0]
+            numbers = [number for number in numbers if number == 2 or _divides_evenly(problem, number * shape.pp)]
         for virtual in _open(request.virtual, numbers):
-            if virtual <= max(1, most):
+            if virtual <= max(1, most) and may_have(problem.units, virtual * shape.pp, request.ends):
                 yield schedule, virtual
+
+
+def _divides_evenly(problem: Problem, num_stages: int) -> bool:
+    """Whether stages have equally many blocks, with the ends counted as blocks or not."""
+    units = problem.units
+    return 0 in (units.num_repeated % num_stages, len(units) % num_stages)
 
 
 def schedules(problem: Problem, pp: int) -> list[ScheduleKind]:
@@ -208,7 +213,7 @@ def schedules(problem: Problem, pp: int) -> list[ScheduleKind]:
 
 
 def is_deep(problem: Problem) -> bool:
-    return len(problem.graph.repeated_blocks) > FEW_UNITS
+    return problem.units.num_repeated > FEW_UNITS
 
 
 def states(problem: Problem, shape: Shape) -> Iterator[tuple[ZeroStage, int | None, OffloadKind]]:

@@ -45,22 +45,36 @@ class Beside:
     """Bytes that each unit needs while it runs, in addition to what is kept for backward."""
 
     by_unit: Row
-    between: float
-    """The least value of a unit that can be the last of a stage, where this is not the last stage."""
 
     @cached_property
     def least(self) -> float:
         return float(self.by_unit.min())
 
+    @cached_property
+    def last(self) -> float:
+        """Of the last unit of the model, which some coordinate runs."""
+        return float(self.by_unit[-1])
+
+    @cached_property
+    def of_first_stage(self) -> float:
+        """The least value of a unit that can be the last of the first stage, where this is not the last stage too."""
+        return float(self.by_unit[:-1].min())
+
+    @cached_property
+    def of_middle_stage(self) -> float:
+        """The least value of a unit that can be the last of a stage that is neither the first nor the last."""
+        return float(self.by_unit[1:-1].min())
+
     def on_all(self, p: int) -> float:
-        """Bytes on p coordinates together. Each runs the last unit of a stage, and one of them the last unit of the model."""
-        last = float(self.by_unit[-1])
-        return last if p == 1 or len(self.by_unit) == 1 else (p - 1) * self.between + last
+        """Bytes on p coordinates together: each runs the last unit of a stage."""
+        p = min(p, len(self.by_unit))
+        if p == 1:
+            return self.last
+        return self.of_first_stage + self.last + ((p - 2) * self.of_middle_stage if p > 2 else 0.0)
 
     def least_of(self, p: int) -> float:
         """Bytes on each of p coordinates."""
-        last = float(self.by_unit[-1])
-        return last if p == 1 or len(self.by_unit) == 1 else min(self.between, last)
+        return self.last if min(p, len(self.by_unit)) == 1 else min(self.of_first_stage, self.last)
 
 
 @dataclass(frozen=True)
@@ -87,8 +101,6 @@ class UnitTable:
     expert_elements: Row
     gathered_elements: Row
     """One value per unit, no prefix sums: parameters of its smallest block, which are gathered while the block runs."""
-    like_between: bool
-    """Whether the repeated blocks of the first and the last unit are like those of units between them."""
 
     def least_recompute_seconds(self, saved_bytes: float) -> float:
         """Seconds of recompute, over all units, that save so many bytes of a microbatch at least."""
@@ -157,10 +169,9 @@ class UnitTable:
         key = (peak, own_bytes, gradient_bytes)
         if key not in self._besides:
             own = self.gathered_elements * own_bytes
-            rows = np.maximum(getattr(self, peak), own) + own + self.gathered_elements * gradient_bytes
-            # the first stage has a block like those between, and what comes before that is kept meanwhile
-            between = rows[1:-1] if self.like_between and len(rows) > 2 else rows[:-1]
-            self._besides[key] = Beside(rows, float(between.min()) if len(between) else 0.0)
+            self._besides[key] = Beside(
+                np.maximum(getattr(self, peak), own) + own + self.gathered_elements * gradient_bytes
+            )
         return self._besides[key]
 
     @cached_property
@@ -217,7 +228,6 @@ class Divided:
     """The first unit of every kind. Units with the same work are costed once."""
     kinds: Places
     """For every unit, the position in `unlike` of the unit it equals."""
-    like_between: bool
 
 
 def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microbatch) -> Divided:
@@ -236,7 +246,7 @@ def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microba
     kinds = np.array([unlike.index(first[form]) for form in forms], dtype=np.int64)
     splits = split_dims(graph, plan)
     sizes = (_elements(graph, plan, splits), _gathered(graph, plan, splits))
-    return Divided(microbatch.local_blocks, passes, *sizes, unlike, kinds, _like_between(graph, plan))
+    return Divided(microbatch.local_blocks, passes, *sizes, unlike, kinds)
 
 
 def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> UnitTable:
@@ -254,7 +264,6 @@ def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, mic
         elements=_sums(dense),
         expert_elements=_sums(expert),
         gathered_elements=np.array(divided.gathered),
-        like_between=divided.like_between,
         **{name: _sums(values) for name, values in by_mode["none"].shared().items()},  # type: ignore[arg-type]
         **{name: {mode: _sums(columns[mode][name]) for mode in MODES} for name in columns["none"]},  # type: ignore[arg-type]
     )
@@ -338,12 +347,6 @@ def _gathered(graph: Graph, plan: Plan, splits: Splits) -> list[float]:
         return float(sum(prod(cut_shape(one, plan.mesh, splits.get((one.block, one.own_name)))) for one in dense))
 
     return [min(size(block) for block in blocks) for blocks in plan.blocks_by_stage]
-
-
-def _like_between(graph: Graph, plan: Plan) -> bool:
-    repeated, kinds = set(graph.repeated_blocks), graph.kind_by_block
-    found = [{kinds[name].name for name in blocks if name in repeated} for blocks in plan.blocks_by_stage]
-    return len(found) > 2 and found[0] | found[-1] <= set[str]().union(*found[1:-1])
 
 
 def _no_rank_state(coordinate: int) -> RankState:

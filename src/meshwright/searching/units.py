@@ -1,34 +1,16 @@
-"""Units: what a stage is made of. A unit is a repeated block with the non-repeated blocks that follow it.
-
-Stages begin at repeated blocks. The blocks before the first repeated block belong to the first unit. A model without repeated
-blocks is one unit.
-"""
+"""Cuts of a row of units into stages. What the units are, rules/stages.py says: the embedding, repeated blocks, the head."""
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from meshwright.core.graph import Graph
-from meshwright.rules.stages import even_counts
+from meshwright.core.request import Ends
+from meshwright.rules.stages import Units, most_stages, unit_counts
 
 Cut = tuple[int, ...]
 """Where each stage ends: the number of units before it. The last one is the number of units."""
 FEW_UNITS = 12
-"""A model with at most this many units is not deep: the search tries every schedule and number of stages."""
-
-
-def units_of(graph: Graph) -> tuple[tuple[str, ...], ...]:
-    """The blocks of every unit, in order."""
-    found: list[list[str]] = [[]]
-    seen = False
-    for block in graph.blocks:
-        if not block.name:
-            continue
-        if block.repeated and seen:
-            found.append([])
-        seen = seen or block.repeated
-        found[-1].append(block.name)
-    return tuple(tuple(unit) for unit in found)
+"""A model with at most this many repeated blocks is not deep: the search tries every schedule and number of stages."""
 
 
 def sizes_of(cut: Cut) -> list[int]:
@@ -36,6 +18,7 @@ def sizes_of(cut: Cut) -> list[int]:
     return [end - begin for begin, end in pairwise((0, *cut))]
 
 
-def even_cut(num_units: int, num_stages: int) -> Cut:
-    """The cut that a plain plan has."""
-    return tuple(accumulate(even_counts(num_units, num_stages)))
+def even_cut(units: Units, num_stages: int, ends: Ends | None) -> Cut:
+    """The cut that a plain plan has. Where the ends are open and blocks are too few for all stages, the ends count as blocks."""
+    blocks_suffice = num_stages <= most_stages(units, "even")
+    return tuple(accumulate(unit_counts(units, num_stages, ends or ("even" if blocks_suffice else "fewer"))))

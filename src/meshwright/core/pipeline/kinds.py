@@ -34,8 +34,8 @@ follows from the weights of stages of equal work (searching/bounds/load_balance.
     1f1b          stage i has begun w_i = min(p-1-i, m) forwards when its first backward can start, and then does the rest:
                   T + (m-1) b_i + max(0, m-w_i-1) f_i
     zb            T_f + m t_i - (p-i) f_i
-    several turns coordinate i waits for i chunks forward, and i chunks backward follow its last: m T/p + (p-1)/2 · least chunk;
-                  where backward is in halves, the forwards alone
+    several turns coordinate i waits for i chunks forward, and i chunks backward follow its last: m T/p + the mean of these over
+                  all coordinates, (p-1)/2 · least chunk; where backward is in halves, the forwards alone
 """
 
 from __future__ import annotations

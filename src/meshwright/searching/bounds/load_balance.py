@@ -13,10 +13,12 @@ ROUNDING = 1e-6
 
 
 @lru_cache(maxsize=65536)
-def waiting(schedule: ScheduleKind, p: int, m: int, share: float) -> tuple[float, float]:
-    """The least weight c_i of a stage, and the sum of their inverses where all are above 0. share: of seconds, in forward."""
+def waiting(schedule: ScheduleKind, p: int, m: int, first_share: float, share: float) -> tuple[float, float]:
+    """The least weight c_i of a stage, and the sum of their inverses where all are above 0. The shares are those of seconds in
+    forward, of the first stage and of all others."""
     weigh = kind_of(schedule).stage_weight
-    weights = [weigh(stage, p, m, share, 1.0 - share) for stage in range(p)]
+    shares = [first_share, *[share] * (p - 1)]
+    weights = [weigh(stage, p, m, share, 1.0 - share) for stage, share in enumerate(shares)]
     return min(weights), sum(1 / weight for weight in weights) if min(weights) > 0 else 0.0
 
 

@@ -182,8 +182,6 @@ def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
     held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
     running = room.running(table).by_unit
     alone_bytes = running + table.unit_kept
-    if table.like_between:
-        alone_bytes = np.maximum(alone_bytes, alone_bytes[1:-1].min())
     state = np.zeros(shape.pp)
     least = np.full(shape.pp, np.inf)
     largest = np.zeros(shape.pp)
@@ -198,7 +196,9 @@ def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
 
 
 def _several_fit(table: UnitTable, point: Point, room: Room, held: float) -> bool:
+    """Each of its stages has a unit of its own."""
     dense, expert = table.unit_elements
-    state = point.virtual * float((dense * room.element_bytes + expert * room.expert_element_bytes).min())
+    states = np.sort(dense * room.element_bytes + expert * room.expert_element_bytes)
+    state = float(states[: point.virtual].sum())
     kept = held * float(table.unit_kept.min())
     return state + kept + room.running(table).least <= room.budget_bytes

@@ -68,16 +68,15 @@ class Bounds:
         return [float(seconds) for seconds in self.table.forward(*alone) + self.table.backward(*alone)]
 
     @cached_property
-    def forward_share(self) -> float:
-        """No stage spends more of its time in forward than this."""
+    def forward_shares(self) -> tuple[float, float]:
+        """No first stage, and no other stage, spends more of its time in forward than this."""
         table = self.table
-        rows = ((table.forward_launch, table.backward_launch), (table.forward_kernel, table.backward_kernel))
-        shares = [0.5]
-        for forward, backward in rows:
-            shares += [f / (f + b) for f, b in zip(np.diff(forward), np.diff(backward), strict=True) if f + b > 0]
-        forwards = table.forward(*table.alone)
-        shares += [float(own) / both for own, both in zip(forwards, self.unit_seconds, strict=True) if both > 0]
-        return min(1.0, max(shares))
+        forwards = [np.diff(table.forward_launch), np.diff(table.forward_kernel), table.forward(*table.alone)]
+        backwards = [np.diff(table.backward_launch), np.diff(table.backward_kernel), table.backward(*table.alone)]
+        both = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
+        shares = [np.divide(f, b, out=np.zeros_like(f), where=b > 0) for f, b in zip(forwards, both, strict=True)]
+        of_unit = np.clip(np.max(shares, axis=0), 0.5, 1.0)
+        return float(of_unit.max()), float(of_unit[1:].max(initial=0.5))
 
     def of_shape(self, shape: Shape) -> float:
         """Whatever the schedule and the state."""
@@ -238,16 +237,19 @@ class Bounds:
     def _with_bubble(self, shape: Shape, schedule: ScheduleKind, forward: float, total: float, one_way: float) -> float:
         p, m, kind = shape.pp, shape.num_microbatches, kind_of(schedule)
         if kind.has_turns:
-            chunk = self._least_forward if kind.splits_backward else min(self.unit_seconds)
-            return m * total / p + (p - 1) / 2 * chunk
+            return m * total / p + self._waiting(p, kind.splits_backward)
         through = forward + one_way if kind.splits_backward else total + 2 * one_way
         if m == 1 and not kind.splits_backward:
             return through  # what a stage weighs then follows from the cut alone
-        return through + shared_out(total, *waiting(schedule, p, m, self.forward_share))
+        return through + shared_out(total, *waiting(schedule, p, m, *self.forward_shares))
 
-    @cached_property
-    def _least_forward(self) -> float:
-        return float(self.table.forward(*self.table.alone).min())
+    def _waiting(self, p: int, splits_backward: bool) -> float:
+        """Of a coordinate on average, until the first microbatch is there, and after its last one has left: coordinate i waits
+        for the first i stages, each of them a unit at least."""
+        table = self.table
+        each = table.forward(*table.alone) if splits_backward else np.array(self.unit_seconds)
+        others = (p - 1) * (p - 2) / (2 * p) * float(each[1:-1].min()) if p > 2 else 0.0
+        return (p - 1) / p * float(each[0]) + others
 
     # ------------------------------------------------------------ the state
 

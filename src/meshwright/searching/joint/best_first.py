@@ -35,7 +35,7 @@ from meshwright.searching.space import (
     worlds,
 )
 from meshwright.searching.unit_table import UnitTable
-from meshwright.searching.units import Cut
+from meshwright.searching.units import Cut, even_cut
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
@@ -263,7 +263,10 @@ class BestFirst:
             yield 0.0, lambda: self.cost(point, (units,))
             return
         found: Iterable[tuple[Cut, float]]
-        if num_cuts(units, point.num_stages) <= FEW_CUTS:
+        ends = self.problem.request.ends
+        if ends is not None:
+            found = [(even_cut(self.drafts.units, point.num_stages, ends), 0.0)]
+        elif num_cuts(units, point.num_stages) <= FEW_CUTS:
             found = ((cut, 0.0) for cut in every_cut(units, point.num_stages))
         else:
             best = best_cut(bounds.table, point, room, bounds.hops(point.shape))

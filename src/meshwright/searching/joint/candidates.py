@@ -20,8 +20,8 @@ from meshwright.searching.bounds.step_seconds import Bounds, Needs
 from meshwright.searching.joint.unit_tables import Tables
 from meshwright.searching.memory_saving.parameter_streaming import Streamed, streamed_plans
 from meshwright.searching.problem import Problem
-from meshwright.searching.space import Point, schedules
-from meshwright.searching.units import FEW_UNITS, Cut, even_cut, sizes_of
+from meshwright.searching.space import Point, is_deep, schedules
+from meshwright.searching.units import Cut, even_cut, sizes_of
 
 ROUNDING = 1e-6
 """A share of the bytes. A plan that is over the budget by no more is costed, since rounding alone must not rule it out."""
@@ -31,9 +31,9 @@ class Drafts:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tables = Tables(problem)
-        self.units = self.tables.units
-        self.leaves_unlikely = len(self.units) > FEW_UNITS
-        """Whether points that are unlikely to fit are left out. Where units are few, all points that may fit are costed."""
+        self.units = problem.units
+        self.leaves_unlikely = is_deep(problem)
+        """Whether points that are unlikely to fit are left out. Where blocks are few, all points that may fit are costed."""
         self.refusals = self.tables.refusals
         """Why candidates were refused."""
         self.points: set[Point] = set()
@@ -59,7 +59,7 @@ class Drafts:
                 graph=graph.identity,
                 cluster=self.problem.cluster_hash,
                 mesh=shape.mesh,
-                stages=cut_stages(self.units, sizes_of(cut), shape.pp, point.schedule),
+                stages=cut_stages(self.units.blocks, sizes_of(cut), shape.pp, point.schedule),
                 sharding=self.tables.sharding(shape) or (),
                 sequence_parallel=shape.sequence_parallel,
                 context=shape.context,
@@ -87,7 +87,7 @@ class Drafts:
             return self.streamed(point) is not None
         key = (shape.compile, shape.tp * shape.cp > 1, shape.pp > 1, point.schedule, point.zero, point.offload)
         if key not in self._runs:
-            cut = even_cut(len(self.units), point.num_stages)
+            cut = even_cut(self.units, point.num_stages, self.problem.request.ends)
             asked = self.problem.request.offload is not None  # who asks for it may see what it would cost
             plan = self.plan(replace(point, offload="none") if asked else point, cut)
             if plan is None:
@@ -102,7 +102,8 @@ class Drafts:
         return self._streamed[point]
 
     def _find_streamed(self, point: Point) -> Streamed | None:
-        plan, bounds = self.plan(point, (len(self.units),)), self.tables.bounds(point.shape, sharded=point.casts_ahead)
+        plan = self.plan(point, (len(self.units),))
+        bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
         plans = [] if plan is None or bounds is None else list(streamed_plans(self.problem, plan))
         if bounds is None or not plans:
             return None

@@ -42,7 +42,7 @@ def _numbers_of_devices(found: BestFirst) -> Iterator[str]:
 def _may_have_stages(problem: Problem) -> bool:
     request = problem.request
     most = problem.devices // prod(degree or 1 for degree in (request.dp, request.tp, request.cp))
-    return request.pp != 1 and most > 1 and len(problem.graph.repeated_blocks) > 1
+    return request.pp != 1 and most > 1 and problem.most_stages > 1
 
 
 def _schedules(problem: Problem) -> Iterator[str]:
@@ -52,7 +52,7 @@ def _schedules(problem: Problem) -> Iterator[str]:
             is_left_out = not kind.is_searched or (is_deep(problem) and kind.keeps_all)
             if is_left_out and (request.virtual is None or kind.runs(request.virtual)):
                 yield f"schedule {name}"
-    most = len(problem.graph.repeated_blocks) // (request.pp or 2)
+    most = problem.most_stages // (request.pp or 2)
     if request.schedule in (None, "interleaved") and request.virtual is None:
         if most > MOST_VIRTUAL:
             yield f"more than {MOST_VIRTUAL} stages a coordinate"

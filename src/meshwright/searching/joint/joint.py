@@ -49,7 +49,7 @@ from meshwright.searching.joint.near_meshes import NearMeshes
 from meshwright.searching.joint.nearest_misses import changes_that_fit, nearest_misses
 from meshwright.searching.joint.short_searches import first_plans, simpler_plans
 from meshwright.searching.problem import Outcome, Problem
-from meshwright.searching.units import FEW_UNITS
+from meshwright.searching.space import is_deep
 
 MORE_OF_FEW = 10
 """Times as many nodes where there are few units: their estimates cost little, so be sure."""
@@ -58,7 +58,7 @@ MORE_OF_FEW = 10
 def joint(problem: Problem) -> Outcome:
     drafts = Drafts(problem)
     costed = first_plans(problem, drafts)
-    more = MORE_OF_FEW if len(drafts.units) <= FEW_UNITS else 1
+    more = 1 if is_deep(problem) else MORE_OF_FEW
     found = BestFirst(problem, drafts, known=costed, most_costed=more * MOST_COSTED, most_opened=more * MOST_OPENED)
     found.run()
     if found.fastest is None:

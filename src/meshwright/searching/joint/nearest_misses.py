@@ -53,7 +53,7 @@ def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
 
 def _cost(found: BestFirst, point: Point) -> None:
     """Costs the point with an even cut. Where this does not fit, costs it also with the best cut for the memory of its stages."""
-    found.cost(point, even_cut(len(found.drafts.units), point.num_stages))
+    found.cost(point, even_cut(found.drafts.units, point.num_stages, found.problem.request.ends))
     bounds = found.drafts.tables.bounds(point.shape, sharded=point.casts_ahead)
     if bounds is None or found.fastest is not None or point.num_stages == 1:
         return

@@ -25,7 +25,6 @@ from meshwright.searching.problem import Problem
 from meshwright.searching.sharding.shardings import Shardings
 from meshwright.searching.space import Shape, Way, may_compile
 from meshwright.searching.unit_table import Divided, UnitTable, divide_units, make_table
-from meshwright.searching.units import units_of
 
 Key = tuple[int, int, int, bool, int, bool, bool, ContextWay]
 
@@ -33,8 +32,8 @@ Key = tuple[int, int, int, bool, int, bool, bool, ContextWay]
 class Tables:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.units = units_of(problem.graph)
-        self._unit_stages = tuple(Stage(coordinate=number, blocks=unit) for number, unit in enumerate(self.units))
+        units = problem.units.blocks
+        self._unit_stages = tuple(Stage(coordinate=number, blocks=unit) for number, unit in enumerate(units))
         self.refusals: list[str] = []
         """Why degrees were refused."""
         self._shardings = Shardings(problem, self._kernels, self.refusals)
@@ -180,7 +179,7 @@ class Tables:
     def _unit_plan(self, shape: Shape, sharding: tuple[BlockSharding, ...], sharded: bool) -> Plan:
         """A plan with one stage per unit. It is not meant to run: with it the cost room costs units one by one."""
         return Plan(
-            mesh=Mesh(pp=len(self.units), dp=shape.ep, cp=shape.cp, tp=shape.tp, ep=shape.ep),
+            mesh=Mesh(pp=len(self._unit_stages), dp=shape.ep, cp=shape.cp, tp=shape.tp, ep=shape.ep),
             stages=self._unit_stages,
             sharding=sharding,
             sequence_parallel=shape.sequence_parallel,

@@ -17,10 +17,10 @@ from meshwright.cost.degrees import check_divides
 from meshwright.rules.limits import not_yet
 from meshwright.rules.plain_plan import count_microbatches, recompute_rules
 from meshwright.rules.sharding import plain_sharding
-from meshwright.rules.stages import cut_stages, even_counts
+from meshwright.rules.stages import cut_stages, may_have
 from meshwright.rules.tokens import token_names
 from meshwright.searching.problem import OffloadKind, Problem
-from meshwright.searching.units import units_of
+from meshwright.searching.units import even_cut, sizes_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class Builder:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.repeated = problem.graph.repeated_blocks
-        self._units = units_of(problem.graph)
         self._refused: dict[tuple[Mesh, bool, ContextWay], str] = {}
 
     def plan(
@@ -66,7 +65,7 @@ class Builder:
             graph=self._graph,
             cluster=self._cluster,
             mesh=point.mesh,
-            stages=cut_stages(self._units, counts, point.mesh.pp, point.schedule),
+            stages=cut_stages(problem.units.blocks, counts, point.mesh.pp, point.schedule),
             sharding=self._sharding(point),
             sequence_parallel=point.sequence_parallel,
             context=point.context,
@@ -87,15 +86,15 @@ class Builder:
 
     def even(self, point: Point, recompute: tuple[Recompute, ...] = ()) -> Plan:
         """The plan of a point whose stages are as even as they go."""
-        return self.plan(point, even_counts(len(self.repeated), point.num_stages), recompute)
+        return self.plan(
+            point, sizes_of(even_cut(self.problem.units, point.num_stages, self.problem.request.ends)), recompute
+        )
 
     def refusal(self, point: Point) -> str:
         """Why no plan of this point runs, however it is cut; empty where one does."""
-        if point.num_stages > max(1, len(self.repeated)):
-            return (
-                f"{point.num_stages} stages need as many repeated blocks, and '{self.problem.graph.model}' has "
-                f"{len(self.repeated)}"
-            )
+        problem = self.problem
+        if not may_have(problem.units, point.num_stages, problem.request.ends):
+            return f"{point.num_stages} stages need as many repeated blocks, and '{problem.graph.model}' has {len(self.repeated)}"
         try:
             plan = self.even(point, self._least_recompute(point))
         except PlanError as error:

@@ -14,7 +14,8 @@ A plan is a point, a cut and the rules of recompute. A point is one of          
                   whose inputs wait on the device or on the host                                        -> offloadings
     × compile     no; and yes, on a GPU
 
-n repeated blocks are cut into s = pp · v stages in all C(n-1, s-1) ways of giving each stage at least one -> cuts
+n units (rules/stages.py) are cut into s = pp · v stages in all C(n-1, s-1) ways of giving each stage at least one, or as the
+request places the ends                                                                                   -> cuts
 and recomputed in one of these ways, each set of blocks once:                                             -> recomputes
 
     none, all in full, every k-th in full for k = 2 … n; the attention of all, where the model has some
@@ -45,6 +46,7 @@ from meshwright.cost.degrees import check_degrees, check_divides
 from meshwright.rules.divisors import divisors
 from meshwright.rules.limits import check_runs, not_yet
 from meshwright.rules.plain_plan import plain_plan, recompute_rules
+from meshwright.rules.stages import Units, unit_counts
 from meshwright.searching.memory_saving.optimizer_offload import FEW_SHARES, coarse_shares, shares_of
 from meshwright.searching.methods.builder import Builder
 from meshwright.searching.methods.builder import Point as Point
@@ -93,7 +95,7 @@ def plans(problem: Problem) -> Iterator[Plan]:
     """All plans of the space, those among them that only the cost model refuses."""
     builder = Builder(problem)
     for point in points(problem):
-        for counts in cuts(len(builder.repeated), point.num_stages):
+        for counts in stage_counts(problem, point.num_stages):
             ways = offloadings(problem, builder.plan(point, counts))
             for rules, offload in product(recomputes(problem, counts), ways):
                 plan = builder.plan(point, counts, rules, offload)
@@ -113,7 +115,7 @@ def points(problem: Problem) -> Iterator[Point]:
             _sequence_parallels(problem.request, mesh),
             _shardings(problem.request, mesh),
             [size for size in divisors(share) if problem.request.microbatch in (None, size)],
-            _schedules(problem.request, mesh, len(builder.repeated)),
+            _schedules(problem.request, mesh, problem.most_stages),
             problem.offloads,
             _compiles(problem),
             context_ways(problem.request, mesh.cp),
@@ -167,7 +169,7 @@ def _shardings(request: PlanRequest, mesh: Mesh) -> list[tuple[ZeroStage, int | 
     return [(zero, group) for zero in stages for group in (groups if zero else [request.hybrid])]
 
 
-def _schedules(request: PlanRequest, mesh: Mesh, num_repeated: int) -> list[tuple[ScheduleKind, int]]:
+def _schedules(request: PlanRequest, mesh: Mesh, most_stages: int) -> list[tuple[ScheduleKind, int]]:
     """Each with its number of stages a coordinate."""
     kinds: tuple[ScheduleKind, ...] = SEARCHED if mesh.pp > 1 else ("1f1b",)
     if request.schedule is not None:
@@ -175,7 +177,7 @@ def _schedules(request: PlanRequest, mesh: Mesh, num_repeated: int) -> list[tupl
     found: list[tuple[ScheduleKind, int]] = []
     for kind in kinds:
         fewest, most = kind_of(kind).turns
-        turns = range(fewest, (most if most == fewest else num_repeated // mesh.pp) + 1)
+        turns = range(fewest, (most if most == fewest else most_stages // mesh.pp) + 1)
         found += [(kind, v) for v in turns if request.virtual in (None, v)]
     return found
 
@@ -202,23 +204,31 @@ def offloadings(problem: Problem, plan: Plan) -> list[Offload]:
 # ---------------------------------------------------------------- cuts and recompute
 
 
-def cuts(num_repeated: int, num_stages: int) -> Iterator[Counts]:
-    """Every way to give each stage at least one of the repeated blocks; a single stage may have none."""
+def stage_counts(problem: Problem, num_stages: int) -> Iterator[Counts]:
+    """Units of each stage: as the request places the ends, or in every way."""
+    ends = problem.request.ends
+    if ends is not None:
+        return iter([tuple(unit_counts(problem.units, num_stages, ends))])
+    return cuts(len(problem.units), num_stages)
+
+
+def cuts(num_units: int, num_stages: int) -> Iterator[Counts]:
+    """Every way to give each stage at least one of the units; a single stage may have none."""
     if num_stages == 1:
-        yield (num_repeated,)
+        yield (num_units,)
         return
-    for ends in combinations(range(1, num_repeated), num_stages - 1):
-        yield tuple(behind - before for before, behind in pairwise((0, *ends, num_repeated)))
+    for ends in combinations(range(1, num_units), num_stages - 1):
+        yield tuple(behind - before for before, behind in pairwise((0, *ends, num_units)))
 
 
 def recomputes(problem: Problem, counts: Counts) -> list[Rules]:
-    """Every way to recompute, each set of blocks once."""
+    """Every way to recompute, each set of blocks once. counts: units of each stage."""
     blocks, words = problem.graph.repeated_blocks, problem.request.recompute
     if words is not None or not blocks:
         return [recompute_rules(words or "none", blocks)]
     found = dict.fromkeys(recompute_rules(text, blocks) for text in _words(len(blocks), has_attention(problem)))
     if len(blocks) <= SMALL_MODEL_BLOCKS:
-        found |= dict.fromkeys(_by_stage(blocks, counts))
+        found |= dict.fromkeys(_by_stage(blocks, _repeated(problem.units, counts)))
     return list(found)
 
 
@@ -232,6 +242,14 @@ def has_attention(problem: Problem) -> bool:
     return any(
         core_ops(kind) for kind in {kinds[name].name: kinds[name] for name in problem.graph.repeated_blocks}.values()
     )
+
+
+def _repeated(units: Units, counts: Counts) -> Counts:
+    """Repeated blocks of each stage."""
+    found = list(counts)
+    found[0] -= units.embedding
+    found[-1] -= units.head
+    return tuple(found)
 
 
 def _by_stage(blocks: tuple[str, ...], counts: Counts) -> Iterator[Rules]:
@@ -252,8 +270,7 @@ def count_plans(problem: Problem, most: int | None = None) -> int:
     """How many plans the space has, by counting cuts rather than making them, and those that offload as if all ran; stops behind
     `most`."""
     total = 0
-    num_repeated = len(problem.graph.repeated_blocks)
-    choices = lru_cache(maxsize=None)(lambda num_stages: _num_choices(problem, num_repeated, num_stages))
+    choices = lru_cache(maxsize=None)(lambda num_stages: _num_choices(problem, num_stages))
     for point in points(problem):
         total += choices(point.num_stages) * _most_ways(problem, point.offload)
         if most is not None and total > most:
@@ -268,11 +285,13 @@ def _most_ways(problem: Problem, offload: OffloadKind) -> int:
     return len(WINDOWS) * len(STASHES) if offload == "parameters" else 1
 
 
-def _num_choices(problem: Problem, num_repeated: int, num_stages: int) -> int:
+def _num_choices(problem: Problem, num_stages: int) -> int:
     """Cuts times ways to recompute."""
-    if num_repeated <= SMALL_MODEL_BLOCKS:
-        return sum(len(recomputes(problem, counts)) for counts in cuts(num_repeated, num_stages))
-    return comb(num_repeated - 1, num_stages - 1) * len(recomputes(problem, (num_repeated,)))
+    num_units = len(problem.units)
+    if problem.units.num_repeated <= SMALL_MODEL_BLOCKS:
+        return sum(len(recomputes(problem, counts)) for counts in stage_counts(problem, num_stages))
+    num_cuts = comb(num_units - 1, num_stages - 1) if problem.request.ends is None else 1
+    return num_cuts * len(recomputes(problem, (num_units,)))
 
 
 def _check_size(problem: Problem, most_plans: int) -> None:

@@ -98,7 +98,7 @@ def loads_of(builder: Builder, point: Point, rules: tuple[Recompute, ...] = ()) 
 
 def _unit_plan(builder: Builder, point: Point, rules: tuple[Recompute, ...]) -> Plan:
     """Every unit a stage; two microbatches where there are several, so that gradients are added up as in the whole step."""
-    count = max(1, len(builder.repeated))
+    count = len(builder.problem.units)
     mesh = msgspec.structs.replace(point.mesh, pp=count)
     plan = builder.plan(replace(point, mesh=mesh, schedule="1f1b", virtual=1), (1,) * count, rules)
     few = min(plan.num_microbatches, 2)

@@ -185,7 +185,7 @@ def policy(problem: Problem, num_samples: int = NUM_SAMPLES, seed: int = 0) -> O
     }
     trials = Trials(builder, settings)
     stages_of = {choice: setting.point.num_stages for choice, setting in settings.items()}
-    Learner(stages_of, len(builder.repeated), seed).learn(trials.reward, num_samples)
+    Learner(stages_of, len(problem.units), seed).learn(trials.reward, num_samples)
     costed = tuple(pair for pair in trials.costed.values() if pair is not None)
     if not costed:
         raise no_plan(problem)

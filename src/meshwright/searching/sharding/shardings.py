@@ -15,7 +15,6 @@ from meshwright.rules.sharding import plain_sharding
 from meshwright.searching.problem import Problem
 from meshwright.searching.sharding.best_sharding import best_sharding
 from meshwright.searching.space import Shape
-from meshwright.searching.units import units_of
 
 
 class Shardings:
@@ -23,7 +22,7 @@ class Shardings:
 
     def __init__(self, problem: Problem, kernels: Callable[[Graph], KernelCosts], refusals: list[str]) -> None:
         self.problem, self._kernels, self.refusals = problem, kernels, refusals
-        names = compact_names(name for unit in units_of(problem.graph) for name in unit)
+        names = compact_names(name for unit in problem.units.blocks for name in unit)
         self._stages = (Stage(coordinate=0, blocks=names),)
         self._answers = {answer.key: answer for answer in problem.legal}
         self._known: dict[Key, tuple[BlockSharding, ...] | None] = {}
