@@ -40,7 +40,7 @@ def test_nothing_fits(here: Cli, cluster: Path) -> None:
     said = here("plan", MODEL, "--cluster", cluster, "--global-batch", 16, "--memory", "100KiB", "--json")
     assert said.code == 2
     assert "comes nearest" in said.err
-    assert "what binds: memory of rank 0" in said.err
+    assert "what binds: memory of rank " in said.err
     found = said.json
     assert found["fits"] is False
     assert all(way["estimate"]["fits"] for way in found["ways_out"])

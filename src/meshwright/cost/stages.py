@@ -90,9 +90,12 @@ class StageCosts:
         return self._known[key]
 
     def form(self, number: int, passes: StagePasses) -> tuple[object, ...]:
-        """The key of a stage's cost. Ops in no block are on the first stage; the last stage sends nothing."""
+        """The key of a stage's cost: all that it is made from. The last stage sends nothing."""
         kinds = self.graph.kind_by_block
-        work = tuple((id(self.local_blocks[s.block]), s.number, self.modes.get(s.block)) for s in passes.forward)
+        work = tuple(
+            (id(self.local_blocks[segment.block]), segment.number, self.modes.get(segment.block))
+            for segment in (*passes.forward, *passes.backward)
+        )
         blocks = tuple(kinds[name].name for name in self.plan.blocks_by_stage[number])
         return work, blocks, passes.sent_sizes, number == 0, number + 1 == len(self.plan.stages)
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,7 @@ from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.stages import StageCosts
+from meshwright.rules.groups import shard_groups
 from meshwright.searching.problem import Problem
 from meshwright.searching.recompute_curve import recompute_curve
 
@@ -41,10 +41,21 @@ MODES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of an element of the block that runs, beside what its rank holds of it: gathered, its gradient, and what is reduced."""
+
+    gathered: float = 0.0
+    gradient: float = 0.0
+    reduced: float = 0.0
+
+
+@dataclass(frozen=True)
 class Beside:
     """Bytes that each unit needs while it runs, in addition to what is kept for backward."""
 
     by_unit: Row
+    only: float
+    """Of a coordinate that runs all units."""
 
     @cached_property
     def least(self) -> float:
@@ -69,12 +80,12 @@ class Beside:
         """Bytes on p coordinates together: each runs the last unit of a stage."""
         p = min(p, len(self.by_unit))
         if p == 1:
-            return self.last
+            return self.only
         return self.of_first_stage + self.last + ((p - 2) * self.of_middle_stage if p > 2 else 0.0)
 
     def least_of(self, p: int) -> float:
         """Bytes on each of p coordinates."""
-        return self.last if min(p, len(self.by_unit)) == 1 else min(self.of_first_stage, self.last)
+        return self.only if min(p, len(self.by_unit)) == 1 else min(self.of_first_stage, self.last)
 
 
 @dataclass(frozen=True)
@@ -99,8 +110,15 @@ class UnitTable:
     elements: Row
     """Elements of parameters as tp splits them. A tied tensor counts at its first name; experts are counted apart."""
     expert_elements: Row
-    gathered_elements: Row
-    """One value per unit, no prefix sums: parameters of its smallest block, which are gathered while the block runs."""
+    made_shares: dict[str, Row]
+    """One value per unit, likewise: the share of the gradients of its last block that backward has made when it is at this peak."""
+    last_elements: Row
+    """One value per unit, no prefix sums: trained parameters of its last block, which backward begins with."""
+    reduced_elements: Row
+    """One value per unit, no prefix sums: the largest group of gradients that is reduced behind one of its blocks."""
+    regathered_shares: Row
+    """One value per unit, no prefix sums: the share of its parameters that ZeRO 3 gathers again for backward. Those outside the
+    groups of blocks stay gathered."""
 
     def least_recompute_seconds(self, saved_bytes: float) -> float:
         """Seconds of recompute, over all units, that save so many bytes of a microbatch at least."""
@@ -148,34 +166,39 @@ class UnitTable:
         return {}
 
     @cached_property
-    def least_peak(self) -> Row:
-        """Peak bytes of each unit under the recompute mode with the lowest peak."""
-        return np.asarray(np.min([self.peaks[mode] for mode in MODES], axis=0))
-
-    @cached_property
-    def least_running(self) -> Row:
-        """Bytes of each unit in addition to what it keeps under full recompute, for the mode that needs least in all. What is not
-        kept is computed again before backward, so recompute saves little on the unit that runs."""
-        kept = self.unit_kept
-        return np.asarray(np.min([self.peaks[mode] + np.diff(self.kept[mode]) - kept for mode in MODES], axis=0))
-
-    @cached_property
     def unit_kept(self) -> Row:
         """Bytes each unit keeps under full recompute."""
         return np.diff(self.kept["full"])
 
-    def beside(self, peak: Literal["least_peak", "least_running"], own_bytes: float, gradient_bytes: float) -> Beside:
-        """own_bytes: of a gathered element of the unit that runs. gradient_bytes: of an element of its gradient."""
-        key = (peak, own_bytes, gradient_bytes)
+    def beside(self, bytes_each: BlockBytes, *, recomputed: bool) -> Beside:
+        """recomputed: whether everything is. What is not kept is computed again before backward, so recompute saves little on the
+        unit that runs."""
+        key = (bytes_each, recomputed)
         if key not in self._besides:
-            own = self.gathered_elements * own_bytes
-            self._besides[key] = Beside(
-                np.maximum(getattr(self, peak), own) + own + self.gathered_elements * gradient_bytes
-            )
+            self._besides[key] = self._find_beside(bytes_each, recomputed)
         return self._besides[key]
 
+    def _find_beside(self, bytes_each: BlockBytes, recomputed: bool) -> Beside:
+        """The fullest of three moments of each unit, under the recompute mode that needs least: forward of its last block, backward
+        of this block, and the reduction of a block's gradients. In the last one the unit's own activations are gone."""
+        kept = {mode: np.diff(row) for mode, row in self.kept.items()}
+        gathered = bytes_each.gathered * self.last_elements
+        most_kept = np.max(list(kept.values()), axis=0)
+        found = []
+        for mode in MODES:
+            made = bytes_each.gradient * self.made_shares[mode] * self.last_elements
+            moments = (
+                2 * gathered - kept[mode],  # flat, too
+                self.peaks[mode] + gathered + made,
+                bytes_each.reduced * self.reduced_elements - kept[mode],
+            )
+            found.append(np.max(moments, axis=0) + (kept[mode] - self.unit_kept if recomputed else 0.0))
+        by_unit = np.asarray(np.min(found, axis=0))
+        behind = np.cumsum((self.unit_kept if recomputed else most_kept)[::-1])[::-1]
+        return Beside(by_unit, float((by_unit - np.append(behind[1:], 0.0)).max()))
+
     @cached_property
-    def _besides(self) -> dict[tuple[str, float, float], Beside]:
+    def _besides(self) -> dict[tuple[BlockBytes, bool], Beside]:
         return {}
 
     @cached_property
@@ -223,7 +246,10 @@ class Divided:
     local_blocks: dict[str, LocalBlock]
     passes: tuple[StagePasses, ...]
     elements: tuple[list[float], list[float]]
-    gathered: list[float]
+    last: list[float]
+    """Elements that each unit's last block trains."""
+    reduced: list[float]
+    regathered: list[float]
     unlike: tuple[int, ...]
     """The first unit of every kind. Units with the same work are costed once."""
     kinds: Places
@@ -245,8 +271,13 @@ def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microba
     unlike = tuple(first.values())
     kinds = np.array([unlike.index(first[form]) for form in forms], dtype=np.int64)
     splits = split_dims(graph, plan)
-    sizes = (_elements(graph, plan, splits), _gathered(graph, plan, splits))
-    return Divided(microbatch.local_blocks, passes, *sizes, unlike, kinds)
+    trained = _trained_by_block(graph, plan, splits)
+    last = [trained.get(one.backward[0].block, 0.0) if one.backward else 0.0 for one in passes]
+    reduced = [max(trained.get(block, 0.0) for block in blocks) for blocks in plan.blocks_by_stage]
+    elements = _elements(graph, plan, splits)
+    grouped = [sum(trained.get(block, 0.0) for block in blocks) for blocks in plan.blocks_by_stage]
+    regathered = [min(1.0, own / max(1.0, sum(both))) for own, *both in zip(grouped, *elements, strict=True)]
+    return Divided(microbatch.local_blocks, passes, elements, last, reduced, regathered, unlike, kinds)
 
 
 def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> UnitTable:
@@ -263,7 +294,10 @@ def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, mic
         sent=np.array(sent, dtype=np.float64)[divided.kinds][:-1],
         elements=_sums(dense),
         expert_elements=_sums(expert),
-        gathered_elements=np.array(divided.gathered),
+        made_shares={mode: columns[mode].pop("made_share") for mode in MODES},
+        last_elements=np.array(divided.last),
+        reduced_elements=np.array(divided.reduced),
+        regathered_shares=np.array(divided.regathered),
         **{name: _sums(values) for name, values in by_mode["none"].shared().items()},  # type: ignore[arg-type]
         **{name: {mode: _sums(columns[mode][name]) for mode in MODES} for name in columns["none"]},  # type: ignore[arg-type]
     )
@@ -305,9 +339,11 @@ class _Columns:
         for number in self.divided.unlike:
             one = self.divided.passes[number]
             again = self.costs.recompute_work(one)
-            memory = self.memory.own_kept(number), self.memory.room_of(number)
+            begin = self.memory.begin_of_backward(number)
+            memory = self.memory.own_kept(number), begin.peak, 1 - begin.pending_gradient_share
             found.append((again.launch, again.kernel, self.costs.inner_backward(one), *memory))
-        return self._of_all(found, ("recompute_launch", "recompute_kernel", "inner_backward", "kept", "peak"))
+        names = ("recompute_launch", "recompute_kernel", "inner_backward", "kept", "peak", "made_share")
+        return self._of_all(found, names)
 
     def shared(self) -> dict[str, Row]:
         found, costs = [], self.costs
@@ -339,14 +375,19 @@ def _elements(graph: Graph, plan: Plan, splits: Splits) -> tuple[list[float], li
     return dense, expert
 
 
-def _gathered(graph: Graph, plan: Plan, splits: Splits) -> list[float]:
-    """For every unit, the elements of its smallest block, without experts."""
-
-    def size(block: str) -> float:
-        dense = (one for one in graph.parameters_of([block]) if not one.expert)
-        return float(sum(prod(cut_shape(one, plan.mesh, splits.get((one.block, one.own_name)))) for one in dense))
-
-    return [min(size(block) for block in blocks) for blocks in plan.blocks_by_stage]
+def _trained_by_block(graph: Graph, plan: Plan, splits: Splits) -> dict[str, float]:
+    """Elements of the gradients that are reduced together behind each block, before ZeRO shards them."""
+    groups = shard_groups(graph.parameters_of(plan.blocks), plan.blocks)
+    return {
+        block: float(
+            sum(
+                prod(cut_shape(one, plan.mesh, splits.get((one.block, one.own_name))))
+                for one in group
+                if one.trainable and one.block == block
+            )
+        )
+        for block, group in groups.items()
+    }
 
 
 def _no_rank_state(coordinate: int) -> RankState:

@@ -195,9 +195,10 @@ class MemoryCost:
         """The same without the activation it received."""
         return self.stage_kept(number) - self._received(number)
 
-    def room_of(self, number: int) -> float:
-        """Bytes that the first backward pass of a stage needs for a moment, above all that is kept when it begins."""
-        return max((self._footprint(segment).peak for segment in self.stages[number].backward[:1]), default=0.0)
+    def begin_of_backward(self, number: int) -> Footprint:
+        """The first backward pass of a stage: its peak is above all that is kept when it begins."""
+        first = self.stages[number].backward[:1]
+        return self._footprint(first[0]) if first else Footprint(0.0, 0.0)
 
     def _forward(self, number: int) -> Iterator[tuple[Segment, str]]:
         """The forward passes of a stage, each with the last named block up to it."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from functools import lru_cache
+
+import numpy as np
 
 from meshwright.core.pipeline.kinds import ScheduleKind, kind_of
 from meshwright.core.pipeline.placement import Placement
 from meshwright.searching.unit_table import Row
 
 ROUNDING = 1e-6
+NEAR = 1e-4
+"""A share of the seconds, to which the slowest stage is found."""
 
 
 @lru_cache(maxsize=65536)
@@ -25,6 +29,41 @@ def waiting(schedule: ScheduleKind, p: int, m: int, first_share: float, share: f
 def shared_out(total: float, least: float, inverses: float) -> float:
     """The least possible largest c_i · t_i with Σ t_i = total; nothing where some stage could take all for free."""
     return total / inverses if least > 0 else 0.0
+
+
+def least_heaviest(work: Row, p: int, at_least: float = 0.0, boundaries: Row | None = None) -> float:
+    """A lower bound on the slowest of p stages over all cuts: each stage is a row of units, and ends only where the boundary takes
+    no longer either. `at_least` where that is more. No further than `NEAR` from the least possible.
+
+    boundaries: seconds that a step takes at least where a stage ends behind this unit; the last one is the end of the model.
+    """
+    sums = np.cumsum(work)
+    total = float(sums[-1])
+    least, most = max(at_least, float(work.max()), total / p), max(at_least, total)
+    if _hold_all(sums, boundaries, p, least):
+        return least
+    while most - least > NEAR * most:
+        middle = (least + most) / 2
+        if _hold_all(sums, boundaries, p, middle):
+            most = middle
+        else:
+            least = middle
+    return least
+
+
+def _hold_all(sums: Row, boundaries: Row | None, p: int, seconds: float) -> bool:
+    """Whether p stages of so many seconds hold all units, each filled as far as it goes. sums: of the seconds of the first units."""
+    limit, filled = seconds * (1 + ROUNDING), 0.0
+    ends = (sums if boundaries is None else sums[boundaries <= limit]).tolist()
+    place = 0
+    for _ in range(p):
+        place = bisect_right(ends, filled + limit, place)
+        if place == len(ends):
+            return True
+        if place == 0 or ends[place - 1] <= filled:
+            return False
+        filled = ends[place - 1]
+    return False
 
 
 def least_busiest(work: Row, p: int, placement: Placement) -> float:

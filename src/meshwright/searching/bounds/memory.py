@@ -19,8 +19,7 @@ Where a coordinate has several stages, each has a unit at least, and the fullest
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
@@ -34,7 +33,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.memory.allocator_slack import usable_bytes
 from meshwright.cost.memory.local_parameters import Items
 from meshwright.searching.space import Point, Shape
-from meshwright.searching.unit_table import Beside, UnitTable
+from meshwright.searching.unit_table import Beside, BlockBytes, UnitTable
 from meshwright.searching.units import Cut
 
 
@@ -45,25 +44,16 @@ class Room:
     budget_bytes: float
     element_bytes: float
     expert_element_bytes: float
-    working_element_bytes: float
-    """Of the unit that runs, beside its share of the state."""
-    made_element_bytes: float = 0.0
-    """Of its gradient, where that is not part of the state, and of the next one's parameters: most stages have these too."""
-    gradient_element_bytes: float = 0.0
-    """What of it is taken to be there at the peak: none, for a bound."""
+    of_block: BlockBytes
+    """Of the block that runs, beside its share of the state."""
 
     def working(self, table: UnitTable) -> Beside:
         """Of units, above what they keep."""
-        return table.beside("least_peak", self.working_element_bytes, self.gradient_element_bytes)
+        return table.beside(self.of_block, recomputed=False)
 
     def running(self, table: UnitTable) -> Beside:
         """Of units, above what they keep when everything is recomputed."""
-        return table.beside("least_running", self.working_element_bytes, self.gradient_element_bytes)
-
-    @cached_property
-    def likely(self) -> Room:
-        """As nearly all stages have it: the gradient of the unit that runs, and the parameters of the next, beside its peak."""
-        return replace(self, gradient_element_bytes=self.made_element_bytes)
+        return table.beside(self.of_block, recomputed=True)
 
     def state_bytes(self, table: UnitTable) -> float:
         """Of all coordinates together."""
@@ -87,15 +77,16 @@ def room_of(
     degree = 1 if point.zero == 0 else point.hybrid or shape.dp * shape.cp
     few = max(1, min(degree, shape.dp * shape.cp // shape.ep))
     dense, expert = (_element_bytes(point, items, recipe, ranks, gradients) for ranks in (degree, few))
-    return Room(budget, dense, expert, *_working(point, items, recipe))
+    return Room(budget, dense, expert, _of_block(point, items, recipe, gradients))
 
 
-def _working(point: Point, items: Items, recipe: Recipe) -> tuple[float, float]:
-    """Of an element of the unit that runs: gathered, and its gradient."""
-    if not recipe.system.packs or point.zero < 2 or point.offload == "parameters" or _leaves_early(point):
-        return 0.0, 0.0
-    gathered = float(items.gathered) if point.zero == 3 else 0.0
-    return gathered, gathered + items.gradient
+def _of_block(point: Point, items: Items, recipe: Recipe, gradients: bool) -> BlockBytes:
+    """gradients: whether sums of earlier microbatches are part of the state."""
+    if not recipe.system.packs or point.zero == 0 or point.offload == "parameters" or _leaves_early(point):
+        return BlockBytes()
+    if point.zero == 1:  # reduced behind the last microbatch, where all gradients are part of the state
+        return BlockBytes(reduced=items.reduced if gradients or point.shape.num_microbatches == 1 else 0.0)
+    return BlockBytes(items.gathered if point.zero == 3 else 0.0, items.gradient, items.reduced)
 
 
 def _element_bytes(point: Point, items: Items, recipe: Recipe, degree: int, gradients: bool) -> float:
@@ -129,11 +120,6 @@ def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
     if left is None:
         return inf
     return table.least_recompute_seconds(table.all_kept["none"] - left)
-
-
-def may_fit(table: UnitTable, point: Point, room: Room) -> bool:
-    """With everything recomputed."""
-    return _left_bytes(table, point, room) is not None
 
 
 def _left_bytes(table: UnitTable, point: Point, room: Room) -> float | None:

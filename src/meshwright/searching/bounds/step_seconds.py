@@ -12,9 +12,10 @@ second: the least largest weight over all cuts is T / Σ 1/c_i                  
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from math import inf
 
 import numpy as np
@@ -24,7 +25,7 @@ from meshwright.core.pipeline.placement import Placement, coordinate_of
 from meshwright.core.plan import Mesh
 from meshwright.cost.communication.links import Group, axis_group, collective_seconds, send_seconds
 from meshwright.cost.compute.optimizer_update import update_seconds
-from meshwright.searching.bounds.load_balance import least_busiest, shared_out, waiting
+from meshwright.searching.bounds.load_balance import least_busiest, least_heaviest, shared_out, waiting
 from meshwright.searching.bounds.memory import Room, recompute_seconds
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point, Shape
@@ -33,6 +34,16 @@ from meshwright.searching.units import Cut
 
 SLACK = 1 - 1e-9
 """A bound that rounding lifts above the truth would cut off the best plan."""
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Seconds that a coordinate is busy with its own units in a step, in several ways to count what is hidden."""
+
+    rows: list[tuple[Row, int]]
+    """Sums over the first units, and for how many microbatches a recompute adds to them."""
+    beyond_seconds: float
+    """What every step has beside the weight of its heaviest stage (cuts/best_cut.py)."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,11 @@ class Bounds:
         seconds = SLACK * (shape.num_microbatches * max(total, max(self.unit_seconds)) + once)
         return Needs(each, once, seconds)
 
+    def needs_in(self, point: Point, room: Room) -> Needs | None:
+        """With the recompute that the room forces on it; None where nothing makes it fit."""
+        again = recompute_seconds(self.table, point, room)
+        return None if again == inf else self.needs(point, again)
+
     def with_turns(self, shape: Shape, needs: Needs, schedule: ScheduleKind, virtual: int) -> float:
         """With these turns, whatever it holds under them."""
         played = self._played(shape, schedule, virtual, needs.each)
@@ -108,10 +124,90 @@ class Bounds:
 
     def of_point(self, point: Point, room: Room) -> float:
         """Infinite where it cannot fit."""
-        again = recompute_seconds(self.table, point, room)
-        if again == inf:
+        needs = self.needs_in(point, room)
+        if needs is None:
             return inf
-        return self.with_turns(point.shape, self.needs(point, again), point.schedule, point.virtual)
+        return self._with_own_state(point, self.with_turns(point.shape, needs, point.schedule, point.virtual))
+
+    def _with_own_state(self, point: Point, least: float) -> float:
+        """Of the coordinate with most to do, with the gathers and reductions of its own parameters; `least` where that is more.
+
+        No more of them is hidden than the compute beside them takes: they count in place of that compute. All of it adds up over
+        units, so that no cut shares it out more evenly than `least_heaviest` does.
+        """
+        shape = point.shape
+        if shape.pp == 1 or point.offload == "parameters":
+            return least
+        constants = self.problem.cluster.device.constants
+        once = constants.step_overhead_seconds if constants else 0.0
+        found = least / SLACK - once
+        boundaries = self._boundaries(shape) if point.virtual == 1 else None
+        for row, _ in self._rows_with_state(point):
+            if row.min() < 0:
+                continue
+            if point.virtual == 1:
+                found = least_heaviest(row, shape.pp, found, boundaries)
+            else:
+                found = max(found, least_busiest(row, shape.pp, placement_of(point.schedule)))
+        return max(least, SLACK * (found + once))
+
+    def _boundaries(self, shape: Shape) -> Row:
+        """Seconds of a step at least where a stage ends behind each unit: a microbatch through all stages, and the messages of the
+        others over this link."""
+        key = (shape.mesh, shape.num_microbatches)
+        if key not in self._known_boundaries:
+            through = self.forward_seconds + self.backward_seconds + 2 * self._one_way(shape, shape.pp - 1)
+            through -= float(self.table.weights[-1])
+            self._known_boundaries[key] = through + (shape.num_microbatches - 1) * self.hops(shape)
+            self._known_boundaries[key][-1] = 0.0
+        return self._known_boundaries[key]
+
+    @cached_property
+    def _known_boundaries(self) -> dict[tuple[Mesh, int], Row]:
+        return {}
+
+    def busy(self, point: Point) -> Busy | None:
+        """What `best_cut` weighs stages by beside their schedule."""
+        shape = point.shape
+        if shape.pp == 1 or point.virtual > 1 or point.offload == "parameters":
+            return None
+        rows = [(np.concatenate(([0.0], np.cumsum(row))), times) for row, times in self._rows_with_state(point)]
+        return Busy(rows, self._through(point) + self._update(point))
+
+    def _rows_with_state(self, point: Point) -> Iterator[tuple[Row, int]]:
+        """Seconds of each unit in a step: where gathers take longer than forward, where reductions take longer than backward, and
+        where both do. With each, for how many microbatches a recompute adds to them: it hides reductions, too."""
+        table, m, zero = self.table, point.shape.num_microbatches, point.zero
+        gather, reduce, across = (
+            self._state_by_unit(point) if point.shape.dp * point.shape.cp > 1 else np.zeros((3, table.num_units))
+        )
+        inner = np.diff(table.inner_forward), np.diff(table.inner_backward["none"])
+        launches = np.diff(table.forward_launch), np.diff(table.backward_launch)
+        kernels = np.diff(table.forward_kernel), np.diff(table.backward_kernel)
+        hides_forward, hides_backward = (sum(parts) for parts in zip(inner, launches, kernels, strict=True))
+        forward, backward = (
+            (hides_forward, hides_backward) if table.is_cpu else (kernels[0] + inner[0], kernels[1] + inner[1])
+        )
+        forwards, backwards = [m * forward], [(m * backward, m)]
+        if zero > 0:
+            forwards.append(m * forward + (m if zero == 3 else 1) * (gather - hides_forward))
+        beside = reduce + (gather * table.regathered_shares if zero == 3 else 0.0)
+        hiding = m if zero >= 2 else 1
+        backwards.append((m * backward + hiding * (beside - hides_backward) + across, m - hiding))
+        if zero >= 2:
+            backwards.append((m * backward + beside + across - hides_backward, m - 1))
+        return ((first + second, times) for first, (second, times) in product(forwards, backwards))
+
+    def _state_by_unit(self, point: Point) -> tuple[Row, Row, Row]:
+        """Seconds of the gather of each unit's parameters, of the reduction of its gradients, and of that between groups."""
+        shape, (dense, expert) = point.shape, self.table.unit_elements
+        kinds = ((dense, Group(shape.dp * shape.cp, shape.tp)), (expert, _expert_ranks(shape)))
+        found = np.zeros((3, self.table.num_units))
+        for elements, everyone in kinds:
+            total = float(elements.sum())
+            if total:
+                found += np.outer(self._of_state(point, total, everyone, 1), elements / total)
+        return found[0], found[1], found[2]
 
     def of_cut(self, point: Point, cut: Cut, room: Room, largest: float) -> float:
         """With these stages; largest: the weight of the heaviest, with the recompute it needs, where cuts were compared."""
@@ -144,7 +240,7 @@ class Bounds:
         shape, p = point.shape, point.shape.pp
         each = max(
             (self.forward_seconds + self.backward_seconds) / p,
-            self.busiest_seconds(p, placement_of(point.schedule)),
+            self.busiest_seconds(p, placement_of(point.schedule), point.virtual),
         )
         forward, weights = self.forward_seconds / p, float(self.table.weights[-1]) / p
         inputs = max(0.0, self.backward_seconds / p + needs.each - weights)
@@ -170,7 +266,7 @@ class Bounds:
         num_messages = p * virtual - 1 - (kind.placement == "v")  # where a V turns, two stages share a coordinate
         one_way = self._one_way(shape, num_messages)
         chain = first + 2 * one_way
-        busiest = m * self.busiest_seconds(p, kind.placement)  # another may recompute all there is to
+        busiest = m * self.busiest_seconds(p, kind.placement, virtual)  # another may recompute all there is to
         least_hop = self._hop(shape, float(self.table.sent.min())) if len(self.table.sent) else 0.0
         links = m * virtual * least_hop
         played = self._with_bubble(shape, schedule, forward, total, one_way)
@@ -195,16 +291,16 @@ class Bounds:
         """Seconds that each unit's message takes, were it the last of a stage; nothing for the last unit."""
         return np.array([*(self._hop(shape, float(size)) for size in self.table.sent), 0.0])
 
-    def busiest_seconds(self, p: int, placement: Placement) -> float:
+    def busiest_seconds(self, p: int, placement: Placement, virtual: int) -> float:
         """Of a microbatch on the coordinate with the most work, wherever stages end. Launches and kernels are each looked at alone:
         the longer of both sums is what a stage takes."""
-        key = (p, placement)
+        key = (p, placement, virtual)
         if key not in self._busiest:
-            self._busiest[key] = max(least_busiest(work, *key) for work in self._works)
+            self._busiest[key] = max(_on_busiest(work, *key) for work in self._works)
         return self._busiest[key]
 
     @cached_property
-    def _busiest(self) -> dict[tuple[int, Placement], float]:
+    def _busiest(self) -> dict[tuple[int, Placement, int], float]:
         return {}
 
     @cached_property
@@ -260,30 +356,34 @@ class Bounds:
         if shape.dp * shape.cp == 1:
             return 0.0, 0.0
         forward, backward = self.forward_seconds / shape.pp, (self.backward_seconds + again) / shape.pp
-        gather, reduce, across = self._gathers(point)
+        gather, again_gather, reduce, across = self._gathers(point)
         if zero <= 1:
             return 0.0, self._shown(gather, forward) + self._shown(reduce + across, backward)
         last = self._shown(reduce + across, backward) - self._shown(reduce, backward)
         if zero == 2:
             return self._shown(reduce, backward), self._shown(gather, forward) + last
-        return self._shown(gather, forward) + self._shown(gather + reduce, backward), last
+        return self._shown(gather, forward) + self._shown(again_gather + reduce, backward), last
 
-    def _gathers(self, point: Point) -> tuple[float, float, float]:
-        """Seconds of gathers and of reductions, inside sharding groups and between them, on an average coordinate; found once
-        whatever the turns and the microbatches."""
+    def _gathers(self, point: Point) -> tuple[float, float, float, float]:
+        """Seconds of gathers for forward and for backward, and of reductions, inside sharding groups and between them, on an average
+        coordinate; found once whatever the turns and the microbatches."""
         shape = point.shape
         key = (shape.mesh, point.zero, point.hybrid)
         if key not in self._known_gathers:
-            dense, expert = self.table.totals
-            blocks = max(1, self.table.num_units // shape.pp)
-            of_dense = self._of_state(point, dense / shape.pp, Group(shape.dp * shape.cp, shape.tp), blocks)
-            of_experts = self._of_state(point, expert / shape.pp, _expert_ranks(shape), 1)
-            gather, reduce, across = map(sum, zip(of_dense, of_experts, strict=True))
-            self._known_gathers[key] = (gather, reduce, across)
+            blocks = max(1, self.problem.units.num_repeated // shape.pp)  # the ends are in one group, or in none
+            dense, expert, shares = *self.table.unit_elements, self.table.regathered_shares
+            kinds = ((dense, Group(shape.dp * shape.cp, shape.tp), blocks), (expert, _expert_ranks(shape), 1))
+            whole = np.zeros(3)
+            again = 0.0
+            for elements, everyone, count in kinds:
+                whole += self._of_state(point, float(elements.sum()) / shape.pp, everyone, count)
+                again += self._of_state(point, float((elements * shares).sum()) / shape.pp, everyone, count)[0]
+            gather, reduce, across = whole.tolist()
+            self._known_gathers[key] = (gather, again, reduce, across)
         return self._known_gathers[key]
 
     @cached_property
-    def _known_gathers(self) -> dict[tuple[object, ...], tuple[float, float, float]]:
+    def _known_gathers(self) -> dict[tuple[object, ...], tuple[float, float, float, float]]:
         return {}
 
     def _of_state(self, point: Point, elements: float, everyone: Group, count: int) -> tuple[float, float, float]:
@@ -357,6 +457,10 @@ class Bounds:
         rest = max(1, degree // shape.ep)
         held = float(self.table.elements[-1]) / degree + float(self.table.expert_elements[-1]) / rest
         return update_seconds(held / shape.pp, self.problem.cluster.device, self.problem.recipe.optimizer_slots)
+
+
+def _on_busiest(work: Row, p: int, placement: Placement, virtual: int) -> float:
+    return least_heaviest(work, p) if virtual == 1 else least_busiest(work, p, placement)
 
 
 def _expert_ranks(shape: Shape) -> Group:

@@ -5,7 +5,8 @@ One stage a coordinate: dynamic programming over (stage, units before its end), 
     weight of stage i   what it adds to the played schedule beyond one microbatch through the model (bounds/step_seconds.py):
                         gpipe (m-1) (f+b);  1f1b (m-1) b + max(0, m-p+i) f;  zb m (f+b) - (p-i) f
                         b: with as much recompute as the stage needs to fit at least; no cut where none suffices -> _Loads
-                        no less than the messages of m-1 microbatches to the next stage, one after the other
+                        no less than the messages of m-1 microbatches to the next stage, one after the other; nor than its own work,
+                        gathers and reductions, from when the first microbatch reaches it                    -> Bounds.busy
 Several stages a coordinate: some that are even in one way or another, and their neighbours, played; even coordinates where
                              some must recompute                                                      -> played_cuts.py
 Few cuts in all: every one                                                                            -> every_cut
@@ -22,6 +23,7 @@ import numpy as np
 
 from meshwright.core.pipeline.kinds import in_flight, kind_of
 from meshwright.searching.bounds.memory import Room, cut_fits, recompute_seconds
+from meshwright.searching.bounds.step_seconds import Bounds, Busy
 from meshwright.searching.cuts.played_cuts import levelled_cut, played_cut
 from meshwright.searching.space import Point
 from meshwright.searching.unit_table import Places, Row, UnitTable
@@ -41,13 +43,14 @@ def every_cut(num_units: int, num_stages: int) -> Iterator[Cut]:
         yield (*ends, num_units)
 
 
-def best_cut(table: UnitTable, point: Point, room: Room, hops: Row) -> tuple[Cut, float] | None:
+def best_cut(bounds: Bounds, point: Point, room: Room) -> tuple[Cut, float] | None:
     """One good cut, with the weight that the heaviest stage of every cut has at least, 0 where that is not known; None where no cut
-    fits. hops: seconds of each unit's message to the next."""
+    fits."""
+    table = bounds.table
     if point.num_stages == 1:
         return (table.num_units,), 0.0
     if point.virtual == 1:
-        return _least_largest(_Loads(table, point, room, hops), table.num_units, point.num_stages)
+        return _least_largest(_Loads(bounds, point, room), table.num_units, point.num_stages)
     if recompute_seconds(table, point, room) > 0:  # by which stages differ as no play knows before it is decided
         return levelled_cut(table, point), 0.0
     played = played_cut(table, point)
@@ -73,14 +76,18 @@ class _Rows:
     """By mode of recompute: bytes of one microbatch it saves, seconds it adds."""
     hop: Row
     """Seconds of the message to the next stage."""
+    busy: list[tuple[Row, int]]
+    """Seconds of a step until a stage has done all its work and its own gathers and reductions, beyond what every step has; and
+    for how many microbatches a recompute adds to them."""
 
 
 class _Loads:
     """The weight of every row of units as stage i."""
 
-    def __init__(self, table: UnitTable, point: Point, room: Room, hops: Row) -> None:
-        self.table, self.point, self.room, self.hops = table, point, room, hops
+    def __init__(self, bounds: Bounds, point: Point, room: Room) -> None:
         shape = point.shape
+        self.table, self.point, self.room, self.hops = bounds.table, point, room, bounds.hops(shape)
+        self.busy = bounds.busy(point)
         self.held = in_flight(point.schedule, shape.pp, shape.num_microbatches, 1)
 
     def rows(self, begins: Places, ends: Places) -> _Rows:
@@ -98,11 +105,20 @@ class _Loads:
             saved={mode: kept - table.kept_by(begins, ends, mode) for mode in AGAIN},
             longer={mode: table.backward(begins, ends, mode) - plain for mode in AGAIN},
             hop=self.hops[ends - 1],
+            busy=[] if self.busy is None else [(self._busy(self.busy, row, begins, ends), n) for row, n in self.busy.rows],
         )
+
+    def _busy(self, busy: Busy, row: Row, begins: Places, ends: Places) -> Row:
+        """A stage begins when the first microbatch has gone through all before it."""
+        return np.asarray(self.table.forward(0, begins) + row[ends] - row[begins] - busy.beyond_seconds)
 
     def of(self, stage: int, rows: _Rows) -> Row:
         link = (self.point.shape.num_microbatches - 1) * rows.hop
-        return np.maximum(link, self._weight(stage, rows.forward, rows.backward + self._again(stage, rows)))
+        again = self._again(stage, rows)
+        weight = np.maximum(link, self._weight(stage, rows.forward, rows.backward + again))
+        for seconds, times in rows.busy:
+            weight = np.maximum(weight, seconds + (times * again if times else 0.0))
+        return weight
 
     def _weight(self, stage: int, forward: Row, backward: Row) -> Row:
         shape = self.point.shape

@@ -111,7 +111,7 @@ class BestFirst:
     def bound_seconds(self) -> float:
         """No plan that was not costed is faster; infinite where none fits."""
         still_open = self._open[0][0] if self._open else self.best_seconds
-        return min(still_open, self.untried_seconds, self.drafts.doubtful_seconds)
+        return min(still_open, self.untried_seconds)
 
     def _push(self, nodes: Opened, parent: float) -> None:
         """parent: what bounds a node bounds all below it."""
@@ -222,23 +222,25 @@ class BestFirst:
         return least
 
     def _of_shape(self, shape: Shape) -> float:
-        """The quickest turns, under the state that adds least to them of those that fit."""
+        """The quickest turns, under the state that adds least to them of those that fit, with the recompute that they need."""
         ways = list(turns(self.problem, shape))
         best = inf
-        for needs, sharded in sorted(self._fitting_states(shape), key=lambda one: one[0].seconds):
-            bounds = self.drafts.tables.bounds(shape, sharded=sharded)
+        for needs, point in sorted(self._fitting_states(shape), key=lambda one: one[0].seconds):
+            bounds = self.drafts.tables.bounds(shape, sharded=point.casts_ahead)
             if needs.seconds >= best or bounds is None:
                 break  # no turns are quicker than none
-            best = min([best, *(bounds.with_turns(shape, needs, *way) for way in ways)])
+            for schedule, virtual in ways:
+                if bounds.with_turns(shape, needs, schedule, virtual) < best:
+                    best = min(best, self.drafts.with_turns(replace(point, schedule=schedule, virtual=virtual)))
         return best
 
-    def _fitting_states(self, shape: Shape) -> Iterator[tuple[Needs, bool]]:
-        """What those that may fit need, each with how its parameters reach 16 bits."""
+    def _fitting_states(self, shape: Shape) -> Iterator[tuple[Needs, Point]]:
+        """What those that may fit need."""
         for zero, hybrid, offload in states(self.problem, shape):
             point = Point(shape, "1f1b", 1, zero, hybrid, offload)
             needs = self.drafts.needs(point)
             if needs is not None:
-                yield needs, point.casts_ahead
+                yield needs, point
 
     def _turns(self, shape: Shape) -> Opened:
         known = [
@@ -269,17 +271,13 @@ class BestFirst:
         elif num_cuts(units, point.num_stages) <= FEW_CUTS:
             found = ((cut, 0.0) for cut in every_cut(units, point.num_stages))
         else:
-            best = best_cut(bounds.table, point, room, bounds.hops(point.shape))
+            best = best_cut(bounds, point, room)
             found = [best] if best is not None else []
             if best is not None and point.num_stages > 1:
                 self._leave(bounds.of_every_cut(point, room, best[1]))
         for cut, largest in found:
             bound = bounds.of_cut(point, cut, room, largest)
             if self._must_fit and not cut_fits(bounds.table, point, room, cut):
-                continue
-            unlikely = self.drafts.leaves_unlikely and not cut_fits(bounds.table, point, room.likely, cut)
-            if self._must_fit and unlikely:
-                self._leave(bound)
                 continue
             yield bound, lambda cut=cut: self.cost(point, cut)  # type: ignore[misc]
 

@@ -15,12 +15,12 @@ from meshwright.cost.parameter_offload import StreamedCost
 from meshwright.rules.limits import not_yet
 from meshwright.rules.stages import cut_stages
 from meshwright.rules.tokens import token_names
-from meshwright.searching.bounds.memory import Room, has_gradients, least_bytes, may_fit, recompute_seconds, room_of
-from meshwright.searching.bounds.step_seconds import Bounds, Needs
+from meshwright.searching.bounds.memory import Room, has_gradients, least_bytes, room_of
+from meshwright.searching.bounds.step_seconds import Needs
 from meshwright.searching.joint.unit_tables import Tables
 from meshwright.searching.memory_saving.parameter_streaming import Streamed, streamed_plans
 from meshwright.searching.problem import Problem
-from meshwright.searching.space import Point, is_deep, schedules
+from meshwright.searching.space import Point, schedules
 from meshwright.searching.units import Cut, even_cut, sizes_of
 
 ROUNDING = 1e-6
@@ -32,8 +32,6 @@ class Drafts:
         self.problem = problem
         self.tables = Tables(problem)
         self.units = problem.units
-        self.leaves_unlikely = is_deep(problem)
-        """Whether points that are unlikely to fit are left out. Where blocks are few, all points that may fit are costed."""
         self.refusals = self.tables.refusals
         """Why candidates were refused."""
         self.points: set[Point] = set()
@@ -43,8 +41,6 @@ class Drafts:
         self.family_bounds: dict[tuple[object, ...], float] = {}
         self.shape_bounds: dict[tuple[object, ...], float] = {}
         self._rooms: dict[tuple[object, ...], Room] = {}
-        self.doubtful_seconds = inf
-        """The least bound of the points that were left out as unlikely to fit: one of them might fit."""
         self._needs: dict[Point, Needs | None] = {}
         self._once: dict[Point, float] = {}
         self._streamed: dict[Point, Streamed | None] = {}
@@ -137,22 +133,8 @@ class Drafts:
             self._needs[point] = streamed.needs if streamed is not None and self._has_room(streamed) else None
         if point not in self._needs:
             bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
-            self._needs[point] = None if bounds is None else self._find_needs(bounds, point)
+            self._needs[point] = None if bounds is None else bounds.needs_in(point, self._loosest_room(point))
         return self._needs[point]
-
-    def _find_needs(self, bounds: Bounds, point: Point) -> Needs | None:
-        room = self._loosest_room(point)
-        again = recompute_seconds(bounds.table, point, room)
-        if again == inf:
-            return None
-        needs = bounds.needs(point, again)
-        if self._is_likely(bounds, point, room):
-            return needs
-        self.doubtful_seconds = min(self.doubtful_seconds, needs.seconds)
-        return None
-
-    def _is_likely(self, bounds: Bounds, point: Point, room: Room) -> bool:
-        return not self.leaves_unlikely or may_fit(bounds.table, point, room.likely)
 
     def _has_room(self, streamed: Streamed) -> bool:
         room = self.room(streamed.point).budget_bytes * (1 + ROUNDING)
@@ -171,10 +153,20 @@ class Drafts:
         bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
         if bounds is None or not self.runs(point):
             return None
-        if point.offload != "parameters":
-            return self._of_point(bounds, point)
-        needs = self.needs(point)
-        return inf if needs is None else bounds.with_turns(point.shape, needs, point.schedule, point.virtual)
+        if point.offload == "parameters":
+            return self.with_turns(point)
+        return bounds.of_point(point, self.room(point))
+
+    def with_turns(self, point: Point) -> float:
+        """A quicker bound, which does not look at single units."""
+        bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
+        if point.offload == "parameters":
+            needs = self.needs(point)
+        else:
+            needs = None if bounds is None else bounds.needs_in(point, self.room(point))
+        if bounds is None or needs is None:
+            return inf
+        return bounds.with_turns(point.shape, needs, point.schedule, point.virtual)
 
     def expected(self, point: Point) -> float:
         """About how many seconds a step takes, infinite where the point cannot run or fit. It orders points and rules none out."""
@@ -184,19 +176,8 @@ class Drafts:
         if point.offload == "parameters":
             needs = self.needs(point)
         else:
-            room = self.room(point)
-            again = recompute_seconds(bounds.table, point, room)
-            likely = again < inf and may_fit(bounds.table, point, room.likely)
-            needs = bounds.needs(point, again) if likely else None
+            needs = bounds.needs_in(point, self.room(point))
         return inf if needs is None else bounds.expected(point, needs)
-
-    def _of_point(self, bounds: Bounds, point: Point) -> float:
-        room = self.room(point)
-        found = bounds.of_point(point, room)
-        if found < inf and not self._is_likely(bounds, point, room):
-            self.doubtful_seconds = min(self.doubtful_seconds, found)
-            return inf
-        return found
 
     def once(self, point: Point) -> float:
         """Seconds that the state of a point adds to a step at least, whatever is recomputed."""

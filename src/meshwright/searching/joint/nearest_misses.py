@@ -57,8 +57,7 @@ def _cost(found: BestFirst, point: Point) -> None:
     bounds = found.drafts.tables.bounds(point.shape, sharded=point.casts_ahead)
     if bounds is None or found.fastest is not None or point.num_stages == 1:
         return
-    room, hops = found.drafts.room(point), bounds.hops(point.shape)
-    best = best_cut(bounds.table, point, room.likely, hops) or best_cut(bounds.table, point, room, hops)
+    best = best_cut(bounds, point, found.drafts.room(point))
     if best is not None:
         found.cost(point, best[0])
 
