@@ -8,6 +8,8 @@ second: the least largest weight over all cuts is T / Σ 1/c_i                  
 
     dp            gathers and reductions: what is longer than the compute that could hide it, and the slowdown of what hides
     update        of the elements a rank holds on average
+    These two are those of an average coordinate: they add to what an average coordinate does, not to what the slowest does, nor to
+    the way of a microbatch through all of them.                                                   -> Played
 """
 
 from __future__ import annotations
@@ -44,6 +46,16 @@ class Busy:
     """Sums over the first units, and for how many microbatches a recompute adds to them."""
     beyond_seconds: float
     """What every step has beside the weight of its heaviest stage (cuts/best_cut.py)."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """Seconds that the schedule takes at least."""
+
+    average: float
+    """Of an average coordinate, busy or waiting."""
+    longest: float
+    """Of one coordinate, or of one microbatch on its way."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +103,11 @@ class Bounds:
 
     def of_shape(self, shape: Shape) -> float:
         """Whatever the schedule and the state."""
-        total = self.forward_seconds + self.backward_seconds
-        return SLACK * shape.num_microbatches * max(total / shape.pp, max(self.unit_seconds))
+        return max(self.evenly(shape), SLACK * shape.num_microbatches * max(self.unit_seconds))
+
+    def evenly(self, shape: Shape) -> float:
+        """Likewise, of an average coordinate."""
+        return SLACK * shape.num_microbatches * (self.forward_seconds + self.backward_seconds) / shape.pp
 
     def of_once(self, point: Point) -> float:
         """Seconds that the state adds at least once a step, whatever the schedule and the number of microbatches."""
@@ -105,7 +120,7 @@ class Bounds:
         shape = point.shape
         each, once = exposed + again / shape.pp, once + self.after(point)
         total = (self.forward_seconds + self.backward_seconds) / shape.pp + each
-        seconds = SLACK * (shape.num_microbatches * max(total, max(self.unit_seconds)) + once)
+        seconds = SLACK * max(shape.num_microbatches * total + once, shape.num_microbatches * max(self.unit_seconds))
         return Needs(each, once, seconds)
 
     def needs_in(self, point: Point, room: Room) -> Needs | None:
@@ -116,11 +131,12 @@ class Bounds:
     def with_turns(self, shape: Shape, needs: Needs, schedule: ScheduleKind, virtual: int) -> float:
         """With these turns, whatever it holds under them."""
         played = self._played(shape, schedule, virtual, needs.each)
-        return max(self.of_shape(shape), SLACK * played) + SLACK * needs.once
+        return max(self.of_shape(shape), SLACK * max(played.average + needs.once, played.longest + self._overhead))
 
     def of_turns(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> float:
         """Whatever the state."""
-        return max(self.of_shape(shape), SLACK * self._played(shape, schedule, virtual, 0.0))
+        played = self._played(shape, schedule, virtual, 0.0)
+        return max(self.of_shape(shape), SLACK * max(played.average, played.longest))
 
     def of_point(self, point: Point, room: Room) -> float:
         """Infinite where it cannot fit."""
@@ -138,9 +154,7 @@ class Bounds:
         shape = point.shape
         if shape.pp == 1 or point.offload == "parameters":
             return least
-        constants = self.problem.cluster.device.constants
-        once = constants.step_overhead_seconds if constants else 0.0
-        found = least / SLACK - once
+        found = least / SLACK - self._overhead
         boundaries = self._boundaries(shape) if point.virtual == 1 else None
         for row, _ in self._rows_with_state(point):
             if row.min() < 0:
@@ -149,7 +163,7 @@ class Bounds:
                 found = least_heaviest(row, shape.pp, found, boundaries)
             else:
                 found = max(found, least_busiest(row, shape.pp, placement_of(point.schedule)))
-        return max(least, SLACK * (found + once))
+        return max(least, SLACK * (found + self._overhead))
 
     def _boundaries(self, shape: Shape) -> Row:
         """Seconds of a step at least where a stage ends behind each unit: a microbatch through all stages, and the messages of the
@@ -172,7 +186,7 @@ class Bounds:
         if shape.pp == 1 or point.virtual > 1 or point.offload == "parameters":
             return None
         rows = [(np.concatenate(([0.0], np.cumsum(row))), times) for row, times in self._rows_with_state(point)]
-        return Busy(rows, self._through(point) + self._update(point))
+        return Busy(rows, self._through(point))
 
     def _rows_with_state(self, point: Point) -> Iterator[tuple[Row, int]]:
         """Seconds of each unit in a step: where gathers take longer than forward, where reductions take longer than backward, and
@@ -224,14 +238,14 @@ class Bounds:
         seconds = max(wait + m * work for wait, work in zip(waits, busy, strict=True))
         seconds = max(seconds, kind.cut_seconds(stages, m))
         every = self.of_every_cut(point, room, largest)
-        return max(least, every, SLACK * (seconds + self.after(point)))
+        return max(least, every, SLACK * (seconds + self._overhead))
 
     def of_every_cut(self, point: Point, room: Room, largest: float) -> float:
         """Wherever stages end; largest: no cut has all of its stages lighter than this, 0 where that is not known."""
         least = self.of_point(point, room)
         if not largest or point.shape.num_microbatches == 1:
             return least
-        return max(least, SLACK * (self._through(point) + largest + self.after(point)))
+        return max(least, SLACK * (self._through(point) + largest + self._overhead))
 
     # ------------------------------------------------------------ the schedule
 
@@ -255,12 +269,12 @@ class Bounds:
             return 0.0
         return self._shown(self._gathers(point)[0], self.forward_seconds / shape.pp)
 
-    def _played(self, shape: Shape, schedule: ScheduleKind, virtual: int, each: float) -> float:
+    def _played(self, shape: Shape, schedule: ScheduleKind, virtual: int, each: float) -> Played:
         """each: seconds that dp adds to every microbatch of every stage."""
         p, m = shape.pp, shape.num_microbatches
         forward, total = self.forward_seconds, self.forward_seconds + self.backward_seconds + p * each
         if p == 1:
-            return m * total
+            return Played(m * total, m * total)
         kind = kind_of(schedule)
         first = total - (float(self.table.weights[-1]) if kind.splits_backward else 0.0)
         num_messages = p * virtual - 1 - (kind.placement == "v")  # where a V turns, two stages share a coordinate
@@ -269,8 +283,11 @@ class Bounds:
         busiest = m * self.busiest_seconds(p, kind.placement, virtual)  # another may recompute all there is to
         least_hop = self._hop(shape, float(self.table.sent.min())) if len(self.table.sent) else 0.0
         links = m * virtual * least_hop
-        played = self._with_bubble(shape, schedule, forward, total, one_way)
-        return max(chain, m * total / p, busiest, links, played, self._divided(shape, num_messages, chain))
+        longest = max(chain, busiest, links, self._divided(shape, num_messages, chain))
+        average = m * total / p
+        if kind.has_turns:
+            return Played(average + self._waiting(p, kind.splits_backward), longest)
+        return Played(average, max(longest, self._with_bubble(shape, schedule, forward, total, one_way)))
 
     def _divided(self, shape: Shape, num_messages: int, chain: float) -> float:
         """Every cut either sends a large message with each microbatch, or has a stage that holds all units between smaller ones."""
@@ -332,8 +349,6 @@ class Bounds:
 
     def _with_bubble(self, shape: Shape, schedule: ScheduleKind, forward: float, total: float, one_way: float) -> float:
         p, m, kind = shape.pp, shape.num_microbatches, kind_of(schedule)
-        if kind.has_turns:
-            return m * total / p + self._waiting(p, kind.splits_backward)
         through = forward + one_way if kind.splits_backward else total + 2 * one_way
         if m == 1 and not kind.splits_backward:
             return through  # what a stage weighs then follows from the cut alone
@@ -446,8 +461,12 @@ class Bounds:
 
     def after(self, point: Point) -> float:
         """The update, and what a step takes beside its work."""
+        return self._update(point) + self._overhead
+
+    @cached_property
+    def _overhead(self) -> float:
         constants = self.problem.cluster.device.constants
-        return self._update(point) + (constants.step_overhead_seconds if constants else 0.0)
+        return constants.step_overhead_seconds if constants else 0.0
 
     def _update(self, point: Point) -> float:
         if point.offload != "none":

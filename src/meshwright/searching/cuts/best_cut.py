@@ -105,7 +105,9 @@ class _Loads:
             saved={mode: kept - table.kept_by(begins, ends, mode) for mode in AGAIN},
             longer={mode: table.backward(begins, ends, mode) - plain for mode in AGAIN},
             hop=self.hops[ends - 1],
-            busy=[] if self.busy is None else [(self._busy(self.busy, row, begins, ends), n) for row, n in self.busy.rows],
+            busy=[]
+            if self.busy is None
+            else [(self._busy(self.busy, row, begins, ends), n) for row, n in self.busy.rows],
         )
 
     def _busy(self, busy: Busy, row: Row, begins: Places, ends: Places) -> Row:

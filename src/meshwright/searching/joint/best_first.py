@@ -39,7 +39,7 @@ from meshwright.searching.units import Cut, even_cut
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
-MOST_OPENED = 1000
+MOST_OPENED = 600
 """Nodes of all levels, likewise."""
 
 Opened = Iterable[tuple[float, "Open"]]
@@ -199,9 +199,9 @@ class BestFirst:
         works = {sharded: self._least_work(family, quickest, sharded) for sharded in (False, True)}
         for zero, hybrid, offload in states(self.problem, smallest):
             point = Point(smallest, "1f1b", 1, zero, hybrid, offload)
-            work = works[point.casts_ahead]
+            evenly, work = works[point.casts_ahead]
             if work < best and self.drafts.needs(point) is not None:
-                best = min(best, work + self.drafts.once(replace(point, shape=quickest[0])))
+                best = min(best, max(work, evenly + self.drafts.once(replace(point, shape=quickest[0]))))
         return best
 
     def _quickest(self, family: list[Shape]) -> list[Shape]:
@@ -211,15 +211,17 @@ class BestFirst:
             return family
         return [replace(family[0], microbatch=self.problem.global_batch, num_microbatches=1)]
 
-    def _least_work(self, family: list[Shape], quickest: list[Shape], sharded: bool) -> float:
-        """Of a family's samples, were they run as the quickest are."""
+    def _least_work(self, family: list[Shape], quickest: list[Shape], sharded: bool) -> tuple[float, float]:
+        """Of a family's samples, were they run as the quickest are: on an average coordinate, and on any."""
         samples = family[0].microbatch * family[0].num_microbatches
-        least = inf
+        evenly = least = inf
         for shape in quickest:
             bounds = self.drafts.tables.bounds(shape, sharded=sharded)
             if bounds is not None:
-                least = min(least, bounds.of_shape(shape) * samples / (shape.microbatch * shape.num_microbatches))
-        return least
+                share = samples / (shape.microbatch * shape.num_microbatches)
+                evenly = min(evenly, bounds.evenly(shape) * share)
+                least = min(least, bounds.of_shape(shape) * share)
+        return evenly, least
 
     def _of_shape(self, shape: Shape) -> float:
         """The quickest turns, under the state that adds least to them of those that fit, with the recompute that they need."""

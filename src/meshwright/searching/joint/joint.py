@@ -51,19 +51,22 @@ from meshwright.searching.joint.short_searches import first_plans, simpler_plans
 from meshwright.searching.problem import Outcome, Problem
 from meshwright.searching.space import is_deep
 
-MORE_OF_FEW = 10
+MORE_OF_FEW = 16
 """Times as many nodes where there are few units: their estimates cost little, so be sure."""
 
 
 def joint(problem: Problem) -> Outcome:
     drafts = Drafts(problem)
     costed = first_plans(problem, drafts)
-    more = 1 if is_deep(problem) else MORE_OF_FEW
+    deep = is_deep(problem)
+    if deep and any(estimate.fits for _, estimate in costed):
+        costed = NearMeshes(problem, drafts, costed).go_on()
+    more = 1 if deep else MORE_OF_FEW
     found = BestFirst(problem, drafts, known=costed, most_costed=more * MOST_COSTED, most_opened=more * MOST_OPENED)
     found.run()
     if found.fastest is None:
         found = _again(found)
-    if found.fastest is not None and found.is_cut_short:
+    if found.fastest is not None and found.is_cut_short and found.fastest not in costed:
         found.take(NearMeshes(found.problem, found.drafts, found.costed).go_on())
     costed = list(found.costed)
     if found.fastest is not None:

@@ -157,9 +157,11 @@ class Tables:
 
     def device_seconds(self, tp: int, cp: int, way: Way) -> float:
         """The least device-seconds under tp, cp and this way to run them; infinite where they do not divide the model. Experts may
-        run faster spread over ranks than all on one, so there is a bound only for one device that is described by constants."""
-        if self.problem.has_experts and (tp * cp > 1 or not self.larger_is_quicker):
+        run faster spread over ranks than all on one: where constants describe the device, no faster than all samples on one."""
+        if self.problem.has_experts and not self.larger_is_quicker:
             return 0.0
+        if self.problem.has_experts and tp * cp > 1:
+            return self.device_seconds(1, 1, Way(sequence_parallel=False, compile=way.compile, context="heads"))
         batch = self.problem.global_batch
         sizes = [batch] if self.larger_is_quicker else divisors(batch)
         least = inf
