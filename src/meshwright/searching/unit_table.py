@@ -9,10 +9,9 @@ a row of units is what a stage of these units takes, so bounds and cuts need no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,20 +21,19 @@ from meshwright.core.plan import Plan
 from meshwright.cost.communication.stage_transfers import sent_bytes
 from meshwright.cost.compute.recomputed_ops import ActivationMode
 from meshwright.cost.local_block import LocalBlock
-from meshwright.cost.memory.local_parameters import cut_shape, split_dims
+from meshwright.cost.memory.local_parameters import split_dims
 from meshwright.cost.memory.peak_memory import MemoryCost
 from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses, passes_by_stage
 from meshwright.cost.stages import StageCosts
-from meshwright.rules.groups import shard_groups
 from meshwright.searching.problem import Problem
 from meshwright.searching.recompute_curve import recompute_curve
+from meshwright.searching.unit_elements import Trained, elements_of
 
 Row = NDArray[np.float64]
 Places = NDArray[np.int64]
 """Where rows of units begin or end, many at once."""
-Splits = dict[tuple[str, str], int]
 """(block, tensor) → the dim that lies over tp."""
 MODES = ("none", "selective", "full")
 
@@ -256,7 +254,9 @@ class Divided:
     """For every unit, the position in `unlike` of the unit it equals."""
 
 
-def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microbatch) -> Divided:
+def divide_units(
+    problem: Problem, graph: Graph, plan: Plan, microbatch: Microbatch, trained: Iterable[Trained]
+) -> Divided:
     """plan: one stage a unit."""
     passes = passes_by_stage(graph, plan)
     costs = StageCosts(graph, plan, problem.cluster, problem.recipe, microbatch)
@@ -270,14 +270,19 @@ def divide_units(problem: Problem, graph: Graph, plan: Plan, microbatch: Microba
         first.setdefault(form, number)
     unlike = tuple(first.values())
     kinds = np.array([unlike.index(first[form]) for form in forms], dtype=np.int64)
-    splits = split_dims(graph, plan)
-    trained = _trained_by_block(graph, plan, splits)
-    last = [trained.get(one.backward[0].block, 0.0) if one.backward else 0.0 for one in passes]
-    reduced = [max(trained.get(block, 0.0) for block in blocks) for blocks in plan.blocks_by_stage]
-    elements = _elements(graph, plan, splits)
-    grouped = [sum(trained.get(block, 0.0) for block in blocks) for blocks in plan.blocks_by_stage]
-    regathered = [min(1.0, own / max(1.0, sum(both))) for own, *both in zip(grouped, *elements, strict=True)]
-    return Divided(microbatch.local_blocks, passes, elements, last, reduced, regathered, unlike, kinds)
+    elements = elements_of(trained, len(passes), plan.mesh, split_dims(graph, plan))
+    groups = [[elements.by_group.get(block, 0.0) for block in blocks] for blocks in plan.blocks_by_stage]
+    whole = [max(1.0, dense + expert) for dense, expert in zip(elements.dense, elements.expert, strict=True)]
+    return Divided(
+        local_blocks=microbatch.local_blocks,
+        passes=passes,
+        elements=(elements.dense, elements.expert),
+        last=[elements.by_group.get(one.backward[0].block, 0.0) if one.backward else 0.0 for one in passes],
+        reduced=[max(unit) for unit in groups],
+        regathered=[min(1.0, sum(own) / every) for own, every in zip(groups, whole, strict=True)],
+        unlike=unlike,
+        kinds=kinds,
+    )
 
 
 def make_table(problem: Problem, graph: Graph, plan: Plan, divided: Divided, microbatch: Microbatch) -> UnitTable:
@@ -359,35 +364,6 @@ class _Columns:
         """Values of all units, from the values of one unit of every kind."""
         values = np.array(found, dtype=np.float64)[self.divided.kinds]
         return {name: values[:, place] for place, name in enumerate(names)}
-
-
-def _elements(graph: Graph, plan: Plan, splits: Splits) -> tuple[list[float], list[float]]:
-    """Elements of the trained parameters of every unit, and of its experts. A tied tensor counts at its first name."""
-    dense, expert = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
-    seen: set[str] = set()
-    for number, blocks in enumerate(plan.blocks_by_stage):
-        for parameter in graph.parameters_of([*([""] if number == 0 else []), *blocks]):
-            name = parameter.tied_to or parameter.name
-            if parameter.trainable and name not in seen:
-                shape = cut_shape(parameter, plan.mesh, splits.get((parameter.block, parameter.own_name)))
-                (expert if parameter.expert else dense)[number] += prod(shape)
-            seen.add(name)
-    return dense, expert
-
-
-def _trained_by_block(graph: Graph, plan: Plan, splits: Splits) -> dict[str, float]:
-    """Elements of the gradients that are reduced together behind each block, before ZeRO shards them."""
-    groups = shard_groups(graph.parameters_of(plan.blocks), plan.blocks)
-    return {
-        block: float(
-            sum(
-                prod(cut_shape(one, plan.mesh, splits.get((one.block, one.own_name))))
-                for one in group
-                if one.trainable and one.block == block
-            )
-        )
-        for block, group in groups.items()
-    }
 
 
 def _no_rank_state(coordinate: int) -> RankState:

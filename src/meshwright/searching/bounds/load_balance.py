@@ -52,7 +52,7 @@ def least_heaviest(work: Row, p: int, at_least: float = 0.0, boundaries: Row | N
 
 
 def _hold_all(sums: Row, boundaries: Row | None, p: int, seconds: float) -> bool:
-    """Whether p stages of so many seconds hold all units, each filled as far as it goes. sums: of the seconds of the first units."""
+    """Whether p stages of so many seconds hold all units, each filled as far as it goes. sums: over the first units."""
     limit, filled = seconds * (1 + ROUNDING), 0.0
     ends = (sums if boundaries is None else sums[boundaries <= limit]).tolist()
     place = 0

@@ -380,8 +380,8 @@ class Bounds:
         return self._shown(gather, forward) + self._shown(again_gather + reduce, backward), last
 
     def _gathers(self, point: Point) -> tuple[float, float, float, float]:
-        """Seconds of gathers for forward and for backward, and of reductions, inside sharding groups and between them, on an average
-        coordinate; found once whatever the turns and the microbatches."""
+        """Seconds of gathers for forward and for backward, and of reductions, inside sharding groups and between them, on an
+        average coordinate; found once whatever the turns and the microbatches."""
         shape = point.shape
         key = (shape.mesh, point.zero, point.hybrid)
         if key not in self._known_gathers:

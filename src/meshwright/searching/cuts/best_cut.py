@@ -26,7 +26,7 @@ from meshwright.searching.bounds.memory import Room, cut_fits, recompute_seconds
 from meshwright.searching.bounds.step_seconds import Bounds, Busy
 from meshwright.searching.cuts.played_cuts import levelled_cut, played_cut
 from meshwright.searching.space import Point
-from meshwright.searching.unit_table import Places, Row, UnitTable
+from meshwright.searching.unit_table import Places, Row
 from meshwright.searching.units import Cut
 
 AGAIN = ("selective", "full")

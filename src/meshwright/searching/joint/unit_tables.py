@@ -5,7 +5,7 @@ What several tables share is computed once: microbatches by their work, kernels 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import inf
@@ -24,9 +24,18 @@ from meshwright.searching.bounds.step_seconds import Bounds
 from meshwright.searching.problem import Problem
 from meshwright.searching.sharding.shardings import Shardings
 from meshwright.searching.space import Shape, Way, may_compile
+from meshwright.searching.unit_elements import Trained, trained_parameters
 from meshwright.searching.unit_table import Divided, UnitTable, divide_units, make_table
 
 Key = tuple[int, int, int, bool, int, bool, bool, ContextWay]
+
+
+@dataclass(frozen=True)
+class _OfGraph:
+    """What is found once for each casting of the graph."""
+
+    kernels: KernelCosts
+    trained: list[Trained]
 
 
 class Tables:
@@ -44,7 +53,7 @@ class Tables:
         self._microbatches: dict[tuple[object, ...], Microbatch] = {}
         self._alike: dict[tuple[object, ...], Microbatch] = {}
         """Microbatches by their work alone."""
-        self._kernels_of: dict[int, KernelCosts] = {}
+        self._of_graph: dict[int, _OfGraph] = {}
         self._refused: dict[tuple[object, ...], str | None] = {}
         """Why degrees do not divide the model, where they do not."""
         self._least: dict[tuple[int, int], float] = {}
@@ -89,7 +98,8 @@ class Tables:
         graph = self.problem.graph_of(plan)
         key = (shape.tp, shape.cp, shape.ep, shape.sequence_parallel, shape.context, id(graph))
         if key not in self._divided:
-            self._divided[key] = divide_units(self.problem, graph, plan, self._microbatch(plan, graph))
+            trained = self._known(graph).trained
+            self._divided[key] = divide_units(self.problem, graph, plan, self._microbatch(plan, graph), trained)
         return make_table(self.problem, graph, plan, self._divided[key], self.microbatch(plan))
 
     def _has_degrees(self, plan: Plan) -> bool:
@@ -130,9 +140,13 @@ class Tables:
 
     def _kernels(self, graph: Graph) -> KernelCosts:
         """Costs of ops. An op that is sharded in the same way under several degrees is costed once."""
-        if id(graph) not in self._kernels_of:
-            self._kernels_of[id(graph)] = KernelCosts(graph, self.problem.cluster.device)
-        return self._kernels_of[id(graph)]
+        return self._known(graph).kernels
+
+    def _known(self, graph: Graph) -> _OfGraph:
+        if id(graph) not in self._of_graph:
+            kernels = KernelCosts(graph, self.problem.cluster.device)
+            self._of_graph[id(graph)] = _OfGraph(kernels, trained_parameters(graph, self.problem.units.blocks))
+        return self._of_graph[id(graph)]
 
     def least_device_seconds(self, tp: int, cp: int) -> float:
         """The least device-seconds of a step under tp and cp, however these run; infinite where they do not divide the model."""
