@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from cases import MODELS, Case, plan_of, source_of
 from pool import RankPool, this_rank
 from test_parity import check, compare_on_rank
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.errors import PlanError
 from meshwright.models.gpt import GPT, GPTOptions
+from meshwright.models.seeded import weights_matter
+from meshwright.planner.graphs import capture_now
 from meshwright.runtime.apply import apply
 from meshwright.runtime.deferred import (
     building,
@@ -116,6 +120,53 @@ class Taught(nn.Module):
         self.layer = nn.Linear(4, 4)
         self.shown = [self.layer]
         self.hidden = {"teacher": [nn.Linear(4, 4).requires_grad_(False)]}
+
+
+LARGE_FILE = """
+import torch
+from torch import nn
+
+import meshwright as mw
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1 << 14, 1 << 14) for _ in range(80))  # 21e9 parameters
+        self.gates = nn.Parameter(torch.rand(4))
+        assert 0 <= self.gates[0].item() <= 1  # a value that the constructor reads is there
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x * self.gates.sum()
+
+
+def model():
+    with mw.deferred():
+        module = Model()
+    return module, (torch.randn(2, 1 << 14), torch.randn(2, 1 << 14)), lambda out, batch: (out - batch[1]).square().mean()
+"""
+
+
+def test_no_weight_is_drawn_for_a_plan(tmp_path: Path) -> None:
+    """80 layers of 0.27e9 parameters: a draw of all of them takes minutes."""
+    path = tmp_path / "large.py"
+    path.write_text(LARGE_FILE, encoding="utf-8")
+    drawn = 0
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            nonlocal drawn
+            if torch.Tag.nondeterministic_seeded in op.tags and not is_deferred(arguments[0]):
+                drawn += arguments[0].numel() if isinstance(arguments[0], Tensor) else 0
+            return op(*arguments, **(options or {}))
+
+    with Counting():
+        graph = capture_now(f"{path}:model", "fp32")
+    assert graph.num_parameters == 80 * ((1 << 28) + (1 << 14)) + 4
+    assert drawn < 1 << 20
+    assert weights_matter()
 
 
 def test_modules_that_torch_does_not_know_of_have_memory() -> None:

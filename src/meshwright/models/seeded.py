@@ -1,4 +1,4 @@
-"""What a user's function draws: the same numbers in every process that calls it."""
+"""What a user's function draws: the same numbers in every process that calls it, or none where nobody asks for values."""
 
 from __future__ import annotations
 
@@ -6,11 +6,29 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
 LARGEST = 2**32
 """Seeds of numpy are below."""
+
+
+_weights_matter: ContextVar[bool] = ContextVar("weights_matter", default=True)
+
+
+@contextmanager
+def only_looked_at() -> Iterator[None]:
+    """Modules built inside are followed for a plan and dropped: deferred ones (runtime/deferred.py) draw no weights."""
+    before = _weights_matter.set(False)
+    try:
+        yield
+    finally:
+        _weights_matter.reset(before)
+
+
+def weights_matter() -> bool:
+    return _weights_matter.get()
 
 
 @contextmanager

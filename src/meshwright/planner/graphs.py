@@ -77,9 +77,11 @@ def _captured(model: str, precision: Precision) -> bytes:
 def capture_now(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
     """Capture, whatever is known, and keep the graph for the next time."""
     from meshwright.capturing.capture import capture_source
+    from meshwright.models.seeded import only_looked_at
     from meshwright.models.source import resolve
 
-    graph = capture_source(resolve(model), precision, casting)
+    with only_looked_at():
+        graph = capture_source(resolve(model), precision, casting)
     _keep(model, graph)
     return graph
 

@@ -29,9 +29,11 @@ def with_legal_sharding(plan: Plan, model: str) -> Plan:
             return msgspec.structs.replace(plan, sharding=sharding)
         except (OSError, msgspec.DecodeError):
             pass  # cut short, or of another version: tried again
+    from meshwright.models.seeded import only_looked_at
     from meshwright.models.source import resolve
 
-    tried = try_sharding(plan, resolve(model))
+    with only_looked_at():
+        tried = try_sharding(plan, resolve(model))
     if path is not None:
         _keep(path, msgspec.json.encode(tried.sharding))
     return tried

@@ -5,7 +5,7 @@
 
 Under `deferred` every op that makes or changes a tensor is written on a tape (runtime/tape.py) in place of its result. An op that
 draws random numbers is also run once, into memory that is dropped at once, so that the generator goes on as it would;
-its state before is on the tape. A value that the constructor reads (`.item()`) is computed there and then.
+its state before is on the tape. (Of a module that is only followed for a plan nothing is drawn.) A value that the constructor reads (`.item()`) is computed there and then.
 
 `apply` takes such a module. What it does to parameters first, casts and cuts over tp or ep, goes onto the tape as well; then
 `materialise` plays the ops that each remaining tensor comes of, one tensor at a time, and drops the rest. Stages of other
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
+from meshwright.models.seeded import weights_matter
 from meshwright.runtime._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -84,7 +85,7 @@ class _Deferral(FakeTensorMode):
             return super().__torch_dispatch__(op, types, arguments, options)
         if _reads(op):
             return op(*self._real(arguments), **self._real(options))
-        drawn = Drawn.before(op, arguments, options)
+        drawn = Drawn.before(op, arguments, options) if weights_matter() else None
         if drawn is not None:
             op(*self._real(arguments), **self._real(options))  # the generator goes on as if this had been kept
         described = self.tape.describe(op, arguments, options, drawn)

@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 from meshwright.core.bounds import MOST_MODULES
 from meshwright.core.errors import ModelError, shortened
 from meshwright.core.units import format_bytes
+from meshwright.runtime._torch import FakeTensor
 
 
 class TooManyModulesError(ModelError):
@@ -49,7 +50,7 @@ def counted_bytes(most: int, reason: Exception) -> Iterator[None]:
 
     def look(module: nn.Module, name: str, parameter: Any) -> None:
         nonlocal held
-        if isinstance(parameter, Tensor) and not parameter.is_meta:
+        if isinstance(parameter, Tensor) and not parameter.is_meta and not isinstance(parameter, FakeTensor):
             held += parameter.numel() * parameter.element_size()
         if held > most:
             raise ModelError(
