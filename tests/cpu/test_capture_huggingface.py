@@ -16,9 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.capturing.blocks import find_blocks
 from meshwright.capturing.capture import capture_source
 from meshwright.capturing.opkinds import flops_of
+from meshwright.core.errors import InputError
 from meshwright.core.graph import Graph
 from meshwright.models.objective import IGNORED_LABEL, call
 from meshwright.models.source import ModelSource, resolve
+from meshwright.planner.graphs import graph_of
 from meshwright.runtime._torch import TorchDispatchMode
 
 DEPTH = 5
@@ -204,3 +206,14 @@ def example_of(source: ModelSource) -> dict[str, Tensor]:
     batch = source.example(3)
     assert isinstance(batch, dict)
     return batch
+
+
+def test_the_name_says_how_long_samples_are(tmp_path: Path) -> None:
+    fields = {**json.loads((ASSETS / "llama-tiny.json").read_text(encoding="utf-8")), "max_position_embeddings": 4096}
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    tokens = [graph_of(f"hf:{path}{option}", "fp32").tokens_per_sample for option in ("", ",seq=64", ",seq=4096")]
+    assert tokens == [2048, 64, 4096]
+    for option, words in ((",seq=4097", "4096 positions"), (",seq=0", "whole number"), (",seq=x", "whole number")):
+        with pytest.raises(InputError, match=words):
+            resolve(f"hf:{path}{option}")

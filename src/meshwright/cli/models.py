@@ -29,5 +29,9 @@ def models(as_json: JsonFlag = False) -> None:
     table.add_row(
         "path/to/file.py:function", "your own: returns a module, (module, batch) or (module, batch, loss)", ""
     )
-    table.add_row("hf:CONFIG.json", "a Hugging Face config, random weights (pip install 'meshwright\\[hf]')", "")
+    table.add_row(
+        "hf:CONFIG.json",
+        "a Hugging Face config, random weights (pip install 'meshwright\\[hf]')",
+        "seq=2048 or the config's limit",
+    )
     make_console(as_json).print(table)

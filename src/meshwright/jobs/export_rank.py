@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meshwright.core.model_name import config_file, is_config
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
 
 def export_rank(payload: dict[str, Any]) -> dict[str, Any]:
     """Put the newest checkpoint together in this process, and write it."""
-    from pathlib import Path
-
     import msgspec
     import torch
 
@@ -91,7 +91,7 @@ def _beside(settings: Settings) -> Path | None:
 
     if settings.weights is not None:
         return Path(settings.weights)
-    return Path(settings.model.removeprefix("hf:")).parent if settings.model.startswith("hf:") else None
+    return config_file(settings.model).parent if is_config(settings.model) else None
 
 
 def _word(dtype: Any) -> str:

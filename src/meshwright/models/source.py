@@ -3,7 +3,7 @@
 gpt:layers=12,hidden=768       a reference model, with options
 path/to/file.py:function       the user's own: returns a module, (module, batch), (module, batch, loss) or
                                (module, batch, loss, count)
-hf:CONFIG.json                 a Hugging Face config, random weights
+hf:CONFIG.json                 a Hugging Face config, random weights; with ,seq=8192 the tokens of a sample
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.core.bounds import MOST_LAYERS, MOST_WIDTH
 from meshwright.core.errors import ModelError, nearest, shortened
+from meshwright.core.model_name import is_config
 from meshwright.models.examples import Example, Shape, random_examples, repeat_samples
 from meshwright.models.faked.copies import copy_module
 from meshwright.models.loss_reads import check_loss_reads_nothing_trained
@@ -53,7 +54,7 @@ class ModelSource:
 
 def resolve(name: str) -> ModelSource:
     """A model's name → its source. Nothing is built yet, except for the user's own function."""
-    if name.startswith("hf:"):
+    if is_config(name):
         from meshwright.models.hf.config import from_config
 
         return from_config(name)

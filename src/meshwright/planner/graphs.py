@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from meshwright.core.errors import GuessWarning
 from meshwright.core.files.cache import cache_folder, content_of, version_of
 from meshwright.core.graph import CAPTURE_VERSION
+from meshwright.core.model_name import config_file, is_config
 from meshwright.core.version import VERSION
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ def graph_file(model: str, precision: Precision, casting: Casting = "autocast") 
     if ".py:" in model or model.endswith(".py"):
         return None
     facts = [model, precision, casting, VERSION, CAPTURE_VERSION, version_of("torch")]
-    if model.startswith("hf:"):
-        facts += [content_of(Path(model.removeprefix("hf:"))), version_of("transformers")]
+    if is_config(model):
+        facts += [content_of(config_file(model)), version_of("transformers")]
     return cache_folder() / "graphs" / f"{stable_hash(facts)}.json"
 
 

@@ -18,10 +18,10 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.core.result import SearchResult
-from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.differences import difference_words
 from meshwright.report.plan_words import plan_in_words
-from meshwright.report.words import MEMORY_WORDS, TIME_WORDS
+from meshwright.report.words import MEMORY_WORDS, TIME_WORDS, model_size
 from meshwright.rules.limits import not_yet
 
 SHOWN_RUNNERS_UP = 5
@@ -90,7 +90,7 @@ def _runners_up(result: SearchResult) -> Iterator[RenderableType]:
 
 
 def _title(plan: Plan, cluster: Cluster, graph: Graph | None) -> str:
-    size = f", {format_count(graph.num_parameters)} parameters" if graph else ""
+    size = f", {model_size(graph)}" if graph else ""
     hosts = f"{cluster.num_hosts} × " if cluster.num_hosts > 1 else ""
     return (
         f"{plan.model or 'model'}{size}, on {hosts}{cluster.devices_per_host} × {cluster.device.name} ({cluster.name})"

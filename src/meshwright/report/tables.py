@@ -18,7 +18,7 @@ from meshwright.core.run.trace import Trace
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.memory.activations import Activations, activations_by_block, total_activations
 from meshwright.report.comparison import comparison_sections
-from meshwright.report.words import MEMORY_WORDS
+from meshwright.report.words import MEMORY_WORDS, model_size
 
 TABLE_WIDTH = 100
 
@@ -75,7 +75,7 @@ def predicted_vs_measured(estimate: Estimate, trace: Trace) -> str:
 def graph_table(graph: Graph, seconds: float) -> Table:
     """Parameters, flops and what is kept for backward by block, per sample; equal neighbours share a row."""
     table = Table(
-        title=f"{graph.model}: {format_count(graph.num_parameters)} parameters, captured in {format_seconds(seconds)}",
+        title=f"{graph.model}: {model_size(graph)}, captured in {format_seconds(seconds)}",
         title_justify="left",
         caption="each block, per sample; kept: bytes in use at the end of forward without, with selective and with full recompute",
         caption_justify="left",

@@ -3,9 +3,10 @@
     with deferred():
         module = GPT(options)          any constructor: tensors have shape, dtype and device, but nothing in them
 
-Under `deferred` every op that makes or changes a tensor is written on a tape (runtime/tape.py) in place of its result. An op that
-draws random numbers is also run once, into memory that is dropped at once, so that the generator goes on as it would;
-its state before is on the tape. (Of a module that is only followed for a plan nothing is drawn.) A value that the constructor reads (`.item()`) is computed there and then.
+Under `deferred` every op that makes or changes a tensor is written on a tape (runtime/tape.py) in place of its
+result. An op that draws random numbers is also run once, into memory that is dropped at once, so that the generator
+goes on as it would; its state before is on the tape. Of a module that is only followed for a plan nothing is drawn. A
+value that the constructor reads (`.item()`) is computed there and then.
 
 `apply` takes such a module. What it does to parameters first, casts and cuts over tp or ep, goes onto the tape as well; then
 `materialise` plays the ops that each remaining tensor comes of, one tensor at a time, and drops the rest. Stages of other

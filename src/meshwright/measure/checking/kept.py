@@ -6,6 +6,7 @@ from pathlib import Path
 
 from meshwright.core.codec import stable_hash
 from meshwright.core.files.cache import cache_folder, content_of, version_of
+from meshwright.core.model_name import config_file
 
 CHECK_VERSION = 1
 """Raised when a check finds more than before: what passed is then compared again."""
@@ -36,7 +37,7 @@ class Kept:
 
 def code_of(model: str) -> str:
     """Of a model's name: the file it names, and what lies beside it."""
-    path = Path(model.removeprefix("hf:").rpartition(":")[0] if ".py:" in model else model.removeprefix("hf:"))
+    path = Path(model.rpartition(":")[0]) if ".py:" in model else config_file(model)
     beside = sorted(path.parent.glob("*.py"))[:MOST_FILES] if path.suffix == ".py" else []
     return stable_hash([model, *(f"{file.name}:{content_of(file)}" for file in [path, *beside])])
 

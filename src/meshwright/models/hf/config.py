@@ -11,12 +11,13 @@ from torch import nn
 
 from meshwright.core.errors import InputError, MeshwrightError, ModelError, nearest
 from meshwright.core.files.given_file import read_given
+from meshwright.core.model_name import config_file, config_sequence
 from meshwright.models.audio import WAVE, AudioShape, short_wave, small_sounds
 from meshwright.models.examples import TextShape, random_examples
 from meshwright.models.faked.running import runs
 from meshwright.models.hf.fields import check_sizes, parse_config
 from meshwright.models.hf.images import compares_images, has_image_tokens
-from meshwright.models.hf.shapes import LONGEST_EXAMPLE, shape_of, unused_positions
+from meshwright.models.hf.shapes import LONGEST_EXAMPLE, check_sequence, shape_of, unused_positions
 from meshwright.models.image_text import CONTRAST
 from meshwright.models.objective import DEFAULT
 from meshwright.models.reference import SMALL_DEPTH
@@ -40,8 +41,9 @@ RANDOM = ("drop", "jitter")
 
 def from_config(name: str) -> ModelSource:
     """`hf:CONFIG.json` → a source; needs `pip install meshwright[hf]`."""
-    config = _read(name.removeprefix("hf:"))
-    return dataclasses.replace(_source(name, config), shrink=lambda: _shrunk(name, config))
+    config, seq = _read(config_file(name)), config_sequence(name)
+    check_sequence(config, seq)
+    return dataclasses.replace(_source(name, config, seq or LONGEST_EXAMPLE), shrink=lambda: _shrunk(name, config))
 
 
 def _source(name: str, config: Any, seq: int = LONGEST_EXAMPLE) -> ModelSource:
@@ -108,8 +110,7 @@ def _with_short_samples(source: ModelSource, config: Any) -> ModelSource:
     return source if shape is None else dataclasses.replace(source, shape=shape, example=random_examples(shape))
 
 
-def _read(text: str) -> Any:
-    path = Path(text)
+def _read(path: Path) -> Any:
     if path.is_dir():
         raise InputError(f"{path}: is a folder: name the config.json in it")
     if not path.exists():

@@ -17,7 +17,7 @@ from meshwright.models.hf.images import image_text_shape
 USUAL_IMAGE = 224
 """Height and width of images where the config names none: a convolutional model takes any."""
 LONGEST_EXAMPLE = 2048
-"""Sequence length of examples, unless the config's own limit is shorter."""
+"""Tokens of a sample, unless the model's name says another number (`hf:CONFIG.json,seq=8192`) or the config's limit is less."""
 COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"
 """The function by which RoBERTa and its kin number tokens: the first has the number after the padding token's."""
 
@@ -36,8 +36,22 @@ def shape_of(config: Any, build: Callable[[], nn.Module], seq: int) -> Shape:
             "sounds: write path/to/file.py:function that returns (module, batch)"
         )
     longest = _longest(config)
-    seq = LONGEST_EXAMPLE if not longest or longest < 1 else min(longest - unused_positions(config), LONGEST_EXAMPLE)
+    seq = seq if not longest or longest < 1 else min(longest - unused_positions(config), seq)
     return TextShape(seq=max(seq, 1), vocab=config.vocab_size, task=_task(config), classes=config.num_labels)
+
+
+def check_sequence(config: Any, asked: int | None) -> None:
+    """asked: tokens of a sample, where the model's name says how many."""
+    if asked is None:
+        return
+    if not hasattr(config, "vocab_size"):
+        raise InputError(
+            f"seq={asked} was asked for, but a config of type '{config.model_type}' reads no text: leave it out"
+        )
+    longest = _longest(config)
+    most = longest - unused_positions(config) if longest else asked
+    if asked > most:
+        raise InputError(f"seq={asked} is longer than the {most} positions of the config: give {most} or less")
 
 
 def unused_positions(config: Any) -> int:
