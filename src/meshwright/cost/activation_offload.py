@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import InputError
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
+from meshwright.cost.communication.links import host_link
 from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.footprint import Footprints
 from meshwright.cost.stages import StageCost
@@ -31,12 +31,7 @@ def activation_offload_bytes(plan: Plan, recipe: Recipe, local_blocks: dict[str,
 
 def exposed_offload_seconds(num_bytes: float, cluster: Cluster, stages: Sequence[StageCost]) -> float:
     """Seconds of one microbatch's transfers that its forward and backward do not hide."""
-    if cluster.host_link is None:
-        raise InputError(
-            f"cluster '{cluster.name}' has no figure for the link between device and host, which offload of activations needs: "
-            "add host_link to its file"
-        )
-    seconds = num_bytes / cluster.host_link.bytes_per_second
+    seconds = num_bytes / host_link(cluster, "offload of activations").bytes_per_second
     forward = sum(stage.forward_seconds for stage in stages)
     backward = sum(stage.backward_seconds for stage in stages)
     return max(0.0, seconds - forward) + max(0.0, seconds - backward)

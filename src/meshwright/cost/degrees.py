@@ -32,6 +32,11 @@ class Degrees:
     """Along cp: where tokens do not divide, the first ranks have the most."""
 
     @property
+    def is_ring(self) -> bool:
+        """Whether keys and values go round the cp ranks."""
+        return self.context == "ring" and self.cp > 1
+
+    @property
     def token_share(self) -> float:
         """The share of the tokens that the rank has."""
         each, rest = divmod(self.tokens, self.cp)

@@ -133,7 +133,7 @@ class Estimator:
     def time_parts(self, played: Play) -> TimeParts:
         """Where the time of the coordinate with the most work goes."""
         worst = played.busiest
-        mine = [cost for cost, stage in zip(self.stages, self.plan.stages, strict=True) if stage.coordinate == worst]
+        mine = self._stages_on(worst)
         count = self.plan.num_microbatches
         moved = self.offloaded(worst, played.step_seconds)
         return TimeParts(
@@ -145,18 +145,20 @@ class Estimator:
             exposed_inner=count * sum(cost.inner_forward + cost.inner_backward for cost in mine),
             bubble=played.idle_seconds[worst],
             transfer=played.exposed_seconds[worst] + moved.transfer_seconds + self.activation_offload_seconds(mine),
-            update=self.update_seconds(worst) if moved.update_seconds is None else moved.update_seconds,
+            update=moved.update_seconds,
             other=self.other_seconds(worst),
         )
 
     def after_seconds(self, coordinate: int, played_seconds: float) -> float:
         """Seconds of a step after its played schedule, on one coordinate: the update, and exposed transfers and collectives."""
-        mine = [
+        moved = self.offloaded(coordinate, played_seconds)
+        transfer = moved.transfer_seconds + self.activation_offload_seconds(self._stages_on(coordinate))
+        return transfer + moved.update_seconds + self.other_seconds(coordinate)
+
+    def _stages_on(self, coordinate: int) -> list[StageCost]:
+        return [
             cost for cost, stage in zip(self.stages, self.plan.stages, strict=True) if stage.coordinate == coordinate
         ]
-        moved = self.offloaded(coordinate, played_seconds)
-        update = self.update_seconds(coordinate) if moved.update_seconds is None else moved.update_seconds
-        return moved.transfer_seconds + self.activation_offload_seconds(mine) + update + self.other_seconds(coordinate)
 
     def update_seconds(self, coordinate: int) -> float:
         rank_state = self.rank_state(coordinate)
@@ -176,9 +178,10 @@ class Estimator:
         return exposed + (constants.step_overhead_seconds if constants else 0.0)
 
     def offloaded(self, coordinate: int, played_seconds: float) -> Offloaded:
-        if self.cluster.host_link is not None and (streamed := self.streamed) is not None:
-            found = streamed.seconds(self.cluster, self.stages)
-            return Offloaded(found.transfer_seconds, found.update_seconds)
+        if self.plan.offload.what == "none":
+            return Offloaded(0.0, self.update_seconds(coordinate))
+        if self.streamed is not None:
+            return self.streamed.seconds(self.cluster, self.stages)
         return offloaded(self.rank_state(coordinate), self.plan, self.cluster, self.recipe, self.stages, played_seconds)
 
     def activation_offload_seconds(self, stages: list[StageCost]) -> float:
@@ -209,9 +212,8 @@ class Estimator:
         )
 
     def worst_moment(self) -> Moment:
-        if (streamed := self.streamed) is not None:
-            worst = streamed.worst()
-            return Moment(0, worst.when, worst.memory)
+        if self.streamed is not None:
+            return self.streamed.worst()
         return self.memory.worst(self.memory_order, self.cluster.device)
 
     def needed_bytes(self) -> list[int]:

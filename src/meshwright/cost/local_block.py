@@ -69,7 +69,7 @@ class LocalBlock:
 
     def is_ring_attention(self, op: Op) -> bool:
         """Whether the op is an attention whose keys and values go round the cp ranks."""
-        return self.degrees.context == "ring" and self.degrees.cp > 1 and op.kind == "attention"
+        return self.degrees.is_ring and op.kind == "attention"
 
     @cached_property
     def launches_by_op(self) -> tuple[int, ...]:

@@ -34,9 +34,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
+from meshwright.cost.communication.links import host_link
 from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.cost.memory.local_parameters import moment_bytes
 from meshwright.cost.memory.rank_state import RankState
@@ -60,9 +60,9 @@ WIDENING_BYTES = 12
 
 @dataclass(frozen=True)
 class Offloaded:
-    transfer_seconds: float = 0.0
-    update_seconds: float | None = None
-    """Seconds of the updates on device and host together; None where nothing is offloaded."""
+    transfer_seconds: float
+    update_seconds: float
+    """Of the updates on device and host together."""
 
 
 def offloaded(
@@ -73,13 +73,6 @@ def offloaded(
     stages: Sequence[StageCost],
     played_seconds: float,
 ) -> Offloaded:
-    if plan.offload.what == "none":
-        return Offloaded()
-    if cluster.host_link is None:
-        raise InputError(
-            f"cluster '{cluster.name}' has no figure for the link between device and host, which offload needs: "
-            "add host_link to its file"
-        )
     if plan.offload.what == "parameters":
         return _by_traffic(rank_state, plan, cluster, played_seconds)
     host = _Host(rank_state, plan, cluster)
@@ -150,8 +143,8 @@ class _Host:
     """Seconds of the host's work for one rank in a step."""
 
     def __init__(self, rank_state: RankState, plan: Plan, cluster: Cluster) -> None:
-        assert cluster.host_link is not None
-        link = cluster.host_link.bytes_per_second
+        found = host_link(cluster, "offload")
+        link = found.bytes_per_second
         rate = host_update_rate(plan, cluster)
         moved = rank_state.shipped * rank_state.items.gradient
         self.out = moved * plan.num_microbatches / link
@@ -162,7 +155,7 @@ class _Host:
         """Seconds of the updates when all gradients have waited in memory."""
         self._fresh_update = max(rank_state.shipped / rate * FRESH_BYTES / UPDATE_BYTES, disk)
         blocks = max(len(plan.blocks), 1)
-        self.latency = cluster.host_link.latency_seconds or 0.0
+        self.latency = found.latency_seconds or 0.0
         self.num_tensors = rank_state.num_shipped
         self.largest_piece = (rank_state.shipped / rate + moved / link) / blocks
 
@@ -187,8 +180,7 @@ def _disk_seconds(rank_state: RankState, plan: Plan, cluster: Cluster) -> float:
 
 def _by_traffic(rank_state: RankState, plan: Plan, cluster: Cluster, played_seconds: float) -> Offloaded:
     """Parameter offload by its traffic: parameters come in before each forward and each backward, and gradients go out."""
-    assert cluster.host_link is not None
-    link, share = cluster.host_link.bytes_per_second, plan.offload.share
+    link, share = host_link(cluster, "offload").bytes_per_second, plan.offload.share
     out = rank_state.sharded_gradients * share / link
     back = rank_state.parameter_bytes * share / link
     rate = host_update_rate(plan, cluster)

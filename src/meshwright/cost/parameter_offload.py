@@ -23,7 +23,6 @@ A block is sharded over the dp ranks: a rank has 1/dp of it on the host, and bot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.core.cluster import Cluster
@@ -32,10 +31,12 @@ from meshwright.core.graph import PRECISION_BYTES, Graph, Parameter
 from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
+from meshwright.cost.communication.links import host_link
 from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.footprint import Footprints
-from meshwright.cost.optimizer_offload import disk_rate, host_update_rate
+from meshwright.cost.memory.peak_memory import Moment
+from meshwright.cost.optimizer_offload import Offloaded, disk_rate, host_update_rate
 from meshwright.cost.stages import StageCost
 from meshwright.rules.limits import not_yet
 from meshwright.rules.pieces import PIECE_BYTES
@@ -53,18 +54,6 @@ LANES = 2
 def is_streamed(plan: Plan) -> bool:
     """Whether the plan offloads parameters and would run streamed."""
     return plan.offload.what == "parameters" and not not_yet(plan)
-
-
-@dataclass(frozen=True)
-class StreamedMoment:
-    when: str
-    memory: MemoryParts
-
-
-@dataclass(frozen=True)
-class StreamedTime:
-    transfer_seconds: float
-    update_seconds: float
 
 
 class StreamedCost:
@@ -91,11 +80,9 @@ class StreamedCost:
 
     # ------------------------------------------------------------ memory
 
-    def moments(self) -> list[StreamedMoment]:
-        return [*self._blocks(), *self._loss(), self._first(), StreamedMoment("update", self._base(self._all_outside))]
-
-    def worst(self) -> StreamedMoment:
-        return max(self.moments(), key=lambda moment: moment.memory.total)
+    def worst(self) -> Moment:
+        moments = [*self._blocks(), *self._loss(), self._first(), Moment(0, "update", self._base(self._all_outside))]
+        return max(moments, key=lambda moment: moment.memory.total)
 
     def _base(
         self, with_gradients: Sequence[Parameter], activations: float = 0.0, temporaries: float = 0.0
@@ -115,7 +102,7 @@ class StreamedCost:
             temporaries=round(temporaries),
         )
 
-    def _blocks(self) -> list[StreamedMoment]:
+    def _blocks(self) -> list[Moment]:
         """The backward of a block in one microbatch, once for every kind of block."""
         footprints, found, seen = Footprints(self.plan, self.recipe), [], set()
         for name, count in self.elements.items():
@@ -132,10 +119,10 @@ class StreamedCost:
                         - footprint.rebuilt
                         + count * self.working * (1 - footprint.pending_gradient_share)
                     )
-                    found.append(StreamedMoment(f"backward of {name}", self._base(self._behind, held, rest)))
+                    found.append(Moment(0, f"backward of {name}", self._base(self._behind, held, rest)))
         return found
 
-    def _loss(self) -> list[StreamedMoment]:
+    def _loss(self) -> list[Moment]:
         """A piece of the loss of the last microbatch, where a head after the blocks makes logits."""
         head = max((one for one in self._behind if len(one.shape) == 2), key=_elements, default=None)
         if head is None:
@@ -148,13 +135,13 @@ class StreamedCost:
         hidden = 3 * tokens * width * self.working
         before = self._behind if self.plan.num_microbatches > 1 else []
         held = self._stashed() + self._between() + hidden
-        return [StreamedMoment("a piece of the loss", self._base(before, held, piece + copies + sums))]
+        return [Moment(0, "a piece of the loss", self._base(before, held, piece + copies + sums))]
 
-    def _first(self) -> StreamedMoment:
+    def _first(self) -> Moment:
         """When the embeddings get their gradients, in the last microbatch: the largest gradient is in memory twice for a moment."""
         largest = max(map(_elements, self._all_outside), default=0)
         held = self._handed_on() * self.plan.num_microbatches
-        return StreamedMoment("the first gradients", self._base(self._all_outside, held, largest * self.working))
+        return Moment(0, "the first gradients", self._base(self._all_outside, held, largest * self.working))
 
     def _handed_on(self) -> float:
         """Bytes of the largest block output in one microbatch."""
@@ -199,38 +186,32 @@ class StreamedCost:
 
     # ------------------------------------------------------------ time
 
-    def seconds(self, cluster: Cluster, stages: Sequence[StageCost]) -> StreamedTime:
+    def seconds(self, cluster: Cluster, stages: Sequence[StageCost]) -> Offloaded:
         count = self.plan.num_microbatches
         forward = count * sum(stage.forward_seconds for stage in stages)
         backward = count * sum(stage.backward_seconds for stage in stages)
         return self.seconds_given(cluster, forward, backward)
 
-    def seconds_given(self, cluster: Cluster, forward: float, backward: float) -> StreamedTime:
+    def seconds_given(self, cluster: Cluster, forward: float, backward: float) -> Offloaded:
         """Exposed seconds of transfers and updates, for a step whose forward and backward take the given seconds."""
         into, out = self._link_seconds(cluster)
-        stash = self._stash_traffic() / self._link(cluster)
+        stash = self._stash_traffic() / host_link(cluster, "offload").bytes_per_second
         exposed = max(0.0, max(into, stash) - forward) + max(0.0, self.backward_link_seconds(cluster) - backward)
         update = self.total / self.plan.mesh.dp / host_update_rate(self.plan, cluster)
         last = (update + out) / max(len(self.elements), 1)
         device_update = update_seconds(_count(self._all_outside, trainable_only=True), cluster.device)
         written = self._disk_seconds(cluster)
-        return StreamedTime(
-            exposed + max(0.0, written - backward), max(last, update - backward, device_update) + written
-        )
+        return Offloaded(exposed + max(0.0, written - backward), max(last, update - backward, device_update) + written)
 
     def backward_link_seconds(self, cluster: Cluster) -> float:
         """Seconds of the link during backward, in its busier direction."""
         into, out = self._link_seconds(cluster)
-        return max(into + self._stash_traffic() / self._link(cluster), out)
+        return max(into + self._stash_traffic() / host_link(cluster, "offload").bytes_per_second, out)
 
     def _link_seconds(self, cluster: Cluster) -> tuple[float, float]:
         """All blocks' parameters into the device once, and their gradients out."""
-        share = self.total / self.plan.mesh.dp / self._link(cluster)
+        share = self.total / self.plan.mesh.dp / host_link(cluster, "offload").bytes_per_second
         return share * self.working, share * self.stored
-
-    def _link(self, cluster: Cluster) -> float:
-        assert cluster.host_link is not None
-        return cluster.host_link.bytes_per_second
 
     def _disk_seconds(self, cluster: Cluster) -> float:
         """Seconds to read, or to write durably, the master weights and states of one step."""

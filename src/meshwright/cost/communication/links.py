@@ -132,3 +132,13 @@ def _needed(link: Link | None, group: Group, cluster: Cluster) -> Link:
             f"need: probe it with --nproc {group.size}, or add intra_host and inter_host"
         )
     return link
+
+
+def host_link(cluster: Cluster, user: str) -> Link:
+    """Between a device and its host's memory. user: what needs it, for the error where the cluster has no figure."""
+    if cluster.host_link is None:
+        raise InputError(
+            f"cluster '{cluster.name}' has no figure for the link between device and host, which {user} needs: "
+            "add host_link to its file"
+        )
+    return cluster.host_link

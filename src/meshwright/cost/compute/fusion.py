@@ -209,11 +209,16 @@ def _is_dropped(op: Op) -> bool:
     return not (op.saved_bytes.per_sample or op.saved_bytes.fixed)
 
 
+@cached_per_kind
+def output_ops(kind: Kind) -> frozenset[int]:
+    """Forward ops whose results no forward op of the block reads: the block's outputs."""
+    forward = [number for number, op in enumerate(kind.ops) if op.phase == "forward"]
+    return frozenset(forward) - {source for number in forward for source in kind.ops[number].inputs}
+
+
 def _input_is_dropped(kind: Kind) -> bool:
     """Blocks of a kind follow each other: what one hands on is the next one's input."""
-    forward = [(number, op) for number, op in enumerate(kind.ops) if op.phase == "forward"]
-    read = {source for _, op in forward for source in op.inputs}
-    return all(_is_dropped(op) for number, op in forward if number not in read)
+    return all(_is_dropped(kind.ops[number]) for number in output_ops(kind))
 
 
 def _reads_input_again(kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]) -> bool:
