@@ -253,6 +253,10 @@ class Plan(Value, kw_only=True, dict=True):
         """Block → the number of its stage."""
         return {name: number for number, names in enumerate(self.blocks_by_stage) for name in names}
 
+    def stages_on(self, coordinate: int) -> list[int]:
+        """Numbers of the stages on a pp coordinate, in order."""
+        return [number for number, stage in enumerate(self.stages) if stage.coordinate == coordinate]
+
     @property
     def shard_degree(self) -> int:
         """Over how many ranks ZeRO splits: 1 where nothing is sharded."""

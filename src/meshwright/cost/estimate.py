@@ -11,20 +11,21 @@ allocator reserves for the peak, and the bytes driver and communicators hold, ar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.collective import Collective, total
+from meshwright.core.collective import Collective
 from meshwright.core.errors import InfeasibleError, PlanError
 from meshwright.core.estimate import Estimate, TimeParts
 from meshwright.core.graph import PRECISION_BYTES, Graph
+from meshwright.core.names import expand_names
 from meshwright.core.pipeline.schedule import Order
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.units import format_bytes
-from meshwright.cost.activation_offload import activation_offload_bytes, exposed_offload_seconds
 from meshwright.cost.communication.block_calls import block_calls
-from meshwright.cost.communication.collective_call import Call, as_collectives, times
+from meshwright.cost.communication.collective_call import Call, as_collectives
 from meshwright.cost.communication.stage_transfers import transfer_calls
 from meshwright.cost.compute.optimizer_update import accumulation_seconds, clip_seconds, update_seconds
 from meshwright.cost.local_block import LocalBlock
@@ -32,7 +33,7 @@ from meshwright.cost.memory.allocator_slack import slack_and_context
 from meshwright.cost.memory.peak_memory import MemoryCost, Moment, Walked
 from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch, microbatch_of
-from meshwright.cost.optimizer_offload import Offloaded, offloaded
+from meshwright.cost.offload import Offloaded, exposed_activation_seconds, offloaded
 from meshwright.cost.origin import error_share, rates_origin
 from meshwright.cost.parameter_offload import StreamedCost, is_streamed
 from meshwright.cost.passes import StagePasses, passes_by_stage
@@ -188,12 +189,19 @@ class Estimator:
         """Exposed seconds of activation offload in a step."""
         if not self.plan.offload.activations:
             return 0.0
-        return self.plan.num_microbatches * exposed_offload_seconds(
-            self._activation_offload_bytes(), self.cluster, stages
-        )
+        seconds = exposed_activation_seconds(self._offloaded_activation_bytes, self.cluster, stages)
+        return self.plan.num_microbatches * seconds
 
-    def _activation_offload_bytes(self) -> float:
-        return activation_offload_bytes(self.plan, self.recipe, self.local_blocks) / self.plan.mesh.pp
+    @cached_property
+    def _offloaded_activation_bytes(self) -> float:
+        """Of one microbatch, on one rank."""
+        total = 0.0
+        for name in expand_names(self.plan.offload.activations):
+            local_block = self.local_blocks[name]
+            for number, one in enumerate(local_block.kind.passes):
+                if one.phase == "backward":
+                    total += self.memory.footprints.of(local_block, name, number).rebuilt
+        return total / self.plan.mesh.pp
 
     # ------------------------------------------------------------ memory
 
@@ -206,10 +214,8 @@ class Estimator:
 
     @cached_property
     def memory(self) -> MemoryCost:
-        known = self.microbatch.footprints
-        return MemoryCost(
-            self.plan, self.recipe, self.local_blocks, self.passes, self.rank_state, known, walked=self._walked
-        )
+        about = (self.local_blocks, self.passes, self.rank_state, self.microbatch.footprints)
+        return MemoryCost(self.plan, self.recipe, *about, walked=self._walked)
 
     def worst_moment(self) -> Moment:
         if self.streamed is not None:
@@ -218,13 +224,10 @@ class Estimator:
 
     def needed_bytes(self) -> list[int]:
         """The memory that a device of each coordinate must have."""
-        found = []
-        streamed = self.streamed
-        moments = self.memory.peaks(self.memory_order, self.cluster.device) if streamed is None else [streamed.worst()]
-        for moment in moments:
-            reserved, context = self.reserved_and_context(moment.memory.total)
-            found.append(max(moment.memory.total, reserved) + context)
-        return found
+        moments = [self.worst_moment()] if self.streamed else self.memory.peaks(self.memory_order, self.cluster.device)
+        peaks = [moment.memory.total for moment in moments]
+        slack = [self.reserved_and_context(peak) for peak in peaks]
+        return [max(peak, reserved) + context for peak, (reserved, context) in zip(peaks, slack, strict=True)]
 
     def rank_state(self, coordinate: int) -> RankState:
         """The state of a rank on this coordinate; made once."""
@@ -246,15 +249,11 @@ class Estimator:
             return ranks * peak
         if (streamed := self.streamed) is not None:
             return ranks * streamed.host_bytes()
-        offloaded_activations = round(self._activation_offload_bytes()) * min(
-            self.plan.mesh.pp, self.plan.num_microbatches
-        )
+        in_flight = min(self.plan.mesh.pp, self.plan.num_microbatches)
+        activations = round(self._offloaded_activation_bytes) * in_flight
         if self.plan.offload.what == "none":
-            return ranks * offloaded_activations
-        return ranks * (
-            offloaded_activations
-            + max(self.rank_state(coordinate).host_bytes for coordinate in range(self.plan.mesh.pp))
-        )
+            return ranks * activations
+        return ranks * (activations + max(self.rank_state(place).host_bytes for place in range(self.plan.mesh.pp)))
 
     # ------------------------------------------------------------ collectives
 
@@ -262,23 +261,19 @@ class Estimator:
         """All calls of a rank on this coordinate in one step. context: its place along cp."""
         local_blocks = {name: local_block.on(context) for name, local_block in self.local_blocks.items()}
         sends = transfer_calls(self.plan, self.passes, local_blocks, self.recipe, coordinate)
-        return total(
-            as_collectives([*self.costs.data_calls(coordinate), *self._inner(coordinate, local_blocks), *sends])
-        )
+        return as_collectives([*self.costs.data_calls(coordinate), *self._inner(coordinate, local_blocks), *sends])
 
     def _inner(self, coordinate: int, local_blocks: dict[str, LocalBlock]) -> Iterator[Call]:
         recomputed = self.plan.recomputed("full")
-        for stage, passes in zip(self.plan.stages, self.passes, strict=True):
-            if stage.coordinate != coordinate:
-                continue
-            for block, numbers in passes.numbers.items():
+        for stage in self.plan.stages_on(coordinate):
+            for block, numbers in self.passes[stage].numbers.items():
                 local_block, again = local_blocks[block], block in recomputed
                 calls = [
                     *block_calls(local_block, self.plan, "forward", numbers),
                     *(block_calls(local_block, self.plan, "forward", numbers, again=True) if again else ()),
                     *block_calls(local_block, self.plan, "backward", numbers, recomputed=again),
                 ]
-                yield from times(calls, self.plan.num_microbatches)
+                yield from (replace(call, count=call.count * self.plan.num_microbatches) for call in calls)
 
 
 def _memory_order(plan: Plan) -> Order:

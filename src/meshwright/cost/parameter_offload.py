@@ -36,7 +36,7 @@ from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.footprint import Footprints
 from meshwright.cost.memory.peak_memory import Moment
-from meshwright.cost.optimizer_offload import Offloaded, disk_rate, host_update_rate
+from meshwright.cost.offload import Offloaded, disk_rate, host_update_rate
 from meshwright.cost.stages import StageCost
 from meshwright.rules.limits import not_yet
 from meshwright.rules.pieces import PIECE_BYTES

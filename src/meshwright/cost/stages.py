@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.core.cluster import Cluster, Device
+from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
@@ -79,8 +79,10 @@ class StageCosts:
         self._calls: dict[int, tuple[Call, ...]] = {}
         self._stage_calls: dict[int, tuple[Call, ...]] = like._stage_calls if like else {}
         self._known: dict[tuple[object, ...], StageCost] = like._known if like else {}
-        constants = cluster.device.constants
-        self.slowdown = constants.overlap_slowdown if constants else 1 - overlap_share(plan, cluster.device)
+        device = cluster.device
+        waits = plan.zero > 0 and device.kind == "cpu"  # `fully_shard` waits for each of its collectives
+        measured = 1.0 if waits else 1 - device.overlap_share
+        self.slowdown = device.constants.overlap_slowdown if device.constants else measured
 
     def of(self, number: int, passes: StagePasses) -> StageCost:
         """Stages with the same work cost the same: the middle of a deep model is costed once."""
@@ -111,31 +113,15 @@ class StageCosts:
         )
 
     def work(self, segments: Iterable[Segment]) -> Work:
-        return sum((self._work(segment) for segment in segments), NO_WORK)
-
-    def _work(self, segment: Segment) -> Work:
-        return self.compute.pass_work(self.local_blocks[segment.block], segment.block, segment.number)
+        return sum((self.compute.pass_work(self.local_blocks[s.block], s.block, s.number) for s in segments), NO_WORK)
 
     def recompute_work(self, passes: StagePasses) -> Work:
         """The forward work that backward of a stage runs again."""
-        return self._recompute(passes.backward)
+        return sum((self._recompute(block) for block in _blocks(passes.backward)), NO_WORK)
 
-    def _recompute(self, backward: tuple[Segment, ...]) -> Work:
-        """The forward work that these backward passes run again."""
-        found = NO_WORK
-        for segment in self._first(backward):
-            mode = self.modes.get(segment.block)
-            if mode is not None:
-                found += self.compute.recompute_work(self.local_blocks[segment.block], segment.block, mode)
-        return found
-
-    @staticmethod
-    def _first(segments: tuple[Segment, ...]) -> list[Segment]:
-        """The first pass of each block, where costs that occur once a block are counted."""
-        seen: dict[str, Segment] = {}
-        for segment in segments:
-            seen.setdefault(segment.block, segment)
-        return list(seen.values())
+    def _recompute(self, block: str) -> Work:
+        mode = self.modes.get(block)
+        return NO_WORK if mode is None else self.compute.recompute_work(self.local_blocks[block], block, mode)
 
     def weights(self, backward: tuple[Segment, ...]) -> float:
         """Seconds of the matmuls of backward whose result has no tokens: gradients of weights.
@@ -193,14 +179,12 @@ class StageCosts:
     def _data(self, number: int, passes: StagePasses) -> dict[str, float]:
         """Exposed gathers and reductions along dp, each microbatch and once a step."""
         calls = [call for call in self._calls_of(number) if call.phase in ("forward", "backward")]
-        each = self.plan.zero == 3
         gathers = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "forward")
         again = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "backward")
         every = self.plan.zero >= 2
         reduces = self._by_block(
             c for c in calls if c.kind == "reduce_scatter" or (c.kind != "all_gather" and not every)
         )
-        across = self._by_block(c for c in calls if c.kind == "all_reduce") if every else {}
         forward = self._lanes(passes, "forward", gathers, {})
         backward = self._lanes(passes, "backward", again, reduces)
         gather = exposed_seconds(forward, play_forward(forward), self.slowdown)
@@ -208,11 +192,13 @@ class StageCosts:
         if not self.recipe.system.overlaps_reduction:
             reduce = sum(reduces.values()) + sum(again.values())
         shown = {
-            "gather_each" if each else "gather_once": gather,
+            "gather_each" if self.plan.zero == 3 else "gather_once": gather,
             "reduce_each" if every else "reduce_once": reduce,
         }
+        across = self._by_block(c for c in calls if c.kind == "all_reduce") if every else {}
         if across:  # between sharding groups, behind the last microbatch only
-            last = self._lanes(passes, "backward", again, _added(reduces, across))
+            both = {name: reduces.get(name, 0.0) + across.get(name, 0.0) for name in {**reduces, **across}}
+            last = self._lanes(passes, "backward", again, both)
             shown["reduce_once"] = exposed_seconds(last, play_backward(last), self.slowdown) - reduce
         return shown
 
@@ -233,15 +219,12 @@ class StageCosts:
         return self._calls[coordinate]
 
     def _by_block(self, calls: Iterable[Call]) -> dict[str, float]:
+        """Seconds of collectives along dp, with the packing and unpacking around them."""
         found: dict[str, float] = {}
         for call in calls:
-            found[call.block] = found.get(call.block, 0.0) + self.one_call(call)
+            seconds = collective_seconds(call.kind, call.num_bytes, call.group, self.cluster)
+            found[call.block] = found.get(call.block, 0.0) + (seconds + self._packing_seconds(call))
         return found
-
-    def one_call(self, call: Call) -> float:
-        """A collective along dp, with the packing and unpacking around it."""
-        seconds = collective_seconds(call.kind, call.num_bytes, call.group, self.cluster)
-        return seconds + self._packing_seconds(call)
 
     def _packing_seconds(self, call: Call) -> float:
         """What fully_shard does around one of its collectives: copies, and the host's own work where that is on the way.
@@ -263,14 +246,13 @@ class StageCosts:
         """
         device = self.cluster.device
         segments = passes.forward if phase == "forward" else passes.backward
-        blocks: dict[str, float] = {}
+        blocks = dict.fromkeys(_blocks(segments), 0.0)
         for segment in segments:
-            seconds = self._work(segment).seconds(device)
-            blocks[segment.block] = blocks.get(segment.block, 0.0) + seconds
-        for segment in self._first(segments):
-            blocks[segment.block] += self.inner_seconds(segment.block, phase, passes)
-            if phase == "backward" and self.modes.get(segment.block):
-                blocks[segment.block] += self._recompute((segment,)).seconds(device)
+            blocks[segment.block] += self.work([segment]).seconds(device)
+        for name in blocks:
+            blocks[name] += self.inner_seconds(name, phase, passes)
+            if phase == "backward":
+                blocks[name] += self._recompute(name).seconds(device)
         loose = reduces.get("", 0.0)
         if self.plan.zero == 0:
             return [Lane(blocks[name], reduce=loose / len(blocks)) for name in blocks]
@@ -280,10 +262,6 @@ class StageCosts:
         return [Lane(blocks[name], gathers.get(name, 0.0), reduces.get(name, 0.0)) for name in blocks]
 
 
-def _added(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
-
-
-def overlap_share(plan: Plan, device: Device) -> float:
-    """On a CPU `fully_shard` waits for each of its collectives."""
-    return 0.0 if plan.zero and device.kind == "cpu" else device.overlap_share
+def _blocks(segments: Iterable[Segment]) -> dict[str, None]:
+    """The blocks of some passes, each once, in order."""
+    return dict.fromkeys(segment.block for segment in segments)

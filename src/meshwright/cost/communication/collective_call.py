@@ -7,7 +7,7 @@ step_calls.py. Sends between pipeline stages: stage_transfers.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.axes import Axis
@@ -37,7 +37,3 @@ def as_collectives(found: Iterable[Call]) -> tuple[Collective, ...]:
         Collective(kind=call.kind, axis=call.axis, count=call.count, total_bytes=call.count * call.num_bytes)
         for call in found
     )
-
-
-def times(calls: Iterable[Call], count: int) -> tuple[Call, ...]:
-    return tuple(replace(call, count=call.count * count) for call in calls)

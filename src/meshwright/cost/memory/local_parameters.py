@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -59,15 +60,14 @@ def moment_bytes(plan: Plan) -> int:
 
 def blocks_on(plan: Plan, coordinate: int) -> tuple[str, ...]:
     """The blocks of one pp coordinate, in order."""
-    homes = zip(plan.stages, plan.blocks_by_stage, strict=True)
-    return tuple(name for stage, names in homes if stage.coordinate == coordinate for name in names)
+    return tuple(name for number in plan.stages_on(coordinate) for name in plan.blocks_by_stage[number])
 
 
 def local_parameters(graph: Graph, plan: Plan, coordinate: int) -> tuple[Parameter, ...]:
     """Each tensor that a rank on this coordinate holds, in its shape before ZeRO."""
-    mine = (number for number, stage in enumerate(plan.stages) if stage.coordinate == coordinate)
     splits = split_dims(graph, plan)
-    return tuple(parameter for number in mine for parameter in stage_parameters(graph, plan, number, splits))
+    stages = (stage_parameters(graph, plan, number, splits) for number in plan.stages_on(coordinate))
+    return tuple(chain.from_iterable(stages))
 
 
 def stage_parameters(

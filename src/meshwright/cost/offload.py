@@ -1,4 +1,4 @@
-"""The cost of optimizer offload: its transfers and its updates on the host, as runtime/offload/optimizer.py runs them.
+"""The cost of offload: of optimizer state, with its updates on the host (runtime/offload/optimizer.py), and of activations.
 
     n, n_h        elements this rank updates, and those whose state is on the host (rules/offloaded.py)
     D, M          bytes of an element as the device computes with it, and as the host updates it
@@ -23,6 +23,9 @@
     on a CPU          device and host are the same cores: compute waits for all work of the host. Updates are exposed in full, and
                       so is the handling of each tensor that leaves, is updated and returns: one latency of the link for every two
                       times that one thread wakes another. Only the sleep of a throttled link is hidden     -> _on_same_cores
+
+    activations       of one microbatch, what forward of the offloaded blocks kept, less their outputs: it leaves during forward and
+                      comes back during backward (runtime/offload/activations.py)                    -> exposed_activation_seconds
 
 Parameter offload streams the parameters: cost/parameter_offload.py. A plan with parameter offload that cannot run is costed by
 its traffic.
@@ -127,16 +130,24 @@ def _early(host: _Host, forward: float, backward: float, update: float, num_bloc
     return max(0.0, first_gradient + update + forward * backward / update - forward - backward)
 
 
+def exposed_activation_seconds(num_bytes: float, cluster: Cluster, stages: Sequence[StageCost]) -> float:
+    """Seconds of one microbatch's transfers that its forward and backward do not hide."""
+    seconds = num_bytes / host_link(cluster, "offload of activations").bytes_per_second
+    forward = sum(stage.forward_seconds for stage in stages)
+    backward = sum(stage.backward_seconds for stage in stages)
+    return max(0.0, seconds - forward) + max(0.0, seconds - backward)
+
+
 def host_update_rate(plan: Plan, cluster: Cluster) -> float:
     """Parameters a second that the host updates for one of its ranks."""
-    ranks = min(plan.world, cluster.devices_per_host)
-    return (cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND) / ranks
+    rate = cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND
+    return rate / min(plan.world, cluster.devices_per_host)
 
 
 def disk_rate(plan: Plan, cluster: Cluster) -> float:
     """Bytes a second that one rank writes to its host's disk, or reads from it."""
-    ranks = min(plan.world, cluster.devices_per_host)
-    return (cluster.disk_bytes_per_second or ASSUMED_DISK_BYTES_PER_SECOND) / ranks
+    rate = cluster.disk_bytes_per_second or ASSUMED_DISK_BYTES_PER_SECOND
+    return rate / min(plan.world, cluster.devices_per_host)
 
 
 class _Host:
