@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from math import prod
 
-from meshwright.core.graph import Kind, Op, Shape
+from meshwright.core.axes import Axis
+from meshwright.core.collective import CollectiveKind
+from meshwright.core.graph import Kind, Op, Phase, Shape
 from meshwright.core.plan import Plan
+from meshwright.cost.communication.collective_call import Call
+from meshwright.cost.communication.links import axis_group
 from meshwright.cost.compute.recomputed_ops import readers_of
 from meshwright.cost.local_block import LocalBlock
 from meshwright.rules.kind_cache import cached_per_kind
@@ -19,10 +23,15 @@ class BlockOps:
     """The forward ops of a block that a stage runs."""
 
     def __init__(
-        self, local_block: LocalBlock, plan: Plan, passes: Collection[int] | None, last_needed: int | None
+        self,
+        local_block: LocalBlock,
+        plan: Plan,
+        phase: Phase,
+        passes: Collection[int] | None,
+        last_needed: int | None,
     ) -> None:
-        self.local_block, self.plan = local_block, plan
-        self.last_needed = last_needed
+        """last_needed: in a second forward, the op after which nothing more is made."""
+        self.local_block, self.plan, self.phase, self.last_needed = local_block, plan, phase, last_needed
         every = local_block.kind.passes
         self.numbers: Collection[int] = range(len(local_block.kind.ops))
         if passes is not None:
@@ -32,6 +41,14 @@ class BlockOps:
     def cp(self) -> int:
         """Over how many ranks the block's tokens lie."""
         return self.local_block.degrees.cp
+
+    @property
+    def is_forward(self) -> bool:
+        return self.phase == "forward"
+
+    def call(self, kind: CollectiveKind, num_bytes: float, axis: Axis, count: int = 1) -> Call:
+        """A collective along an axis in this phase."""
+        return Call(kind, round(num_bytes), count, self.phase, axis, axis_group(self.plan.mesh, axis))
 
     def elements(self, shape: Shape) -> float:
         """Elements of an activation on the rank."""
@@ -56,11 +73,8 @@ class BlockOps:
     def of(self, wanted: tuple[int, ...]) -> list[Op]:
         return [self.local_block.kind.ops[number] for number in wanted if number in self.numbers]
 
-    def made(self, wanted: tuple[int, ...]) -> list[Op]:
-        """The ops whose result is made: a recompute stops where backward needs nothing more."""
-        return self.of(tuple(number for number in wanted if self.is_made(number)))
-
     def is_made(self, number: int) -> bool:
+        """Whether an op's result is made: a recompute stops where backward needs nothing more."""
         return self.last_needed is None or number < self.last_needed
 
 

@@ -15,6 +15,7 @@ each at least the least time of a kernel.
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 from meshwright.core.cluster import Device
 from meshwright.core.constants import Constants
@@ -102,23 +103,27 @@ class Kernels:
             case "reduction":
                 return known.reduction_share
             case "copy":
-                return known.cast_up_share if _widens(op) else known.copy_share
+                read, written = op.read_bytes, op.written_bytes
+                is_wider = written.per_sample + written.fixed > 1.5 * (read.per_sample + read.fixed)
+                return known.cast_up_share if is_wider else known.copy_share
             case _:
                 return known.elementwise_share
+
+    def copy_seconds(self, num_bytes: float, dtype: Precision) -> float:
+        return num_bytes / (self.bytes_per_second * self.constants.copy_share)
+
+    def fused_seconds(self, num_bytes: float, dtype: Precision) -> float:
+        return num_bytes / (self.bytes_per_second * self.constants.fused_share) + self.constants.kernel_floor_seconds
 
     def update_seconds(self, num_bytes: float) -> float:
         return num_bytes / (self.bytes_per_second * self.constants.update_share)
 
 
-def _widens(op: Op) -> bool:
-    """Whether a copy writes more bytes than it reads."""
-    return op.written_bytes.per_sample + op.written_bytes.fixed > 1.5 * (op.read_bytes.per_sample + op.read_bytes.fixed)
-
-
-class MatmulSize:
+class MatmulSize(NamedTuple):
     """B × [rows, depth] · [depth, columns]; `widths` are the sizes that count features, not tokens."""
 
-    __slots__ = ("batch", "columns", "depth", "rows", "widths")
-
-    def __init__(self, batch: float, rows: float, columns: float, depth: float, widths: tuple[int, ...]) -> None:
-        self.batch, self.rows, self.columns, self.depth, self.widths = batch, rows, columns, depth, widths
+    batch: float
+    rows: float
+    columns: float
+    depth: float
+    widths: tuple[int, ...]

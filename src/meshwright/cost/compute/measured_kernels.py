@@ -8,7 +8,34 @@ from __future__ import annotations
 from meshwright.core.cluster import Device
 from meshwright.core.errors import InputError
 from meshwright.core.graph import OpKind, Precision
-from meshwright.cost.interpolation import Measurements
+from meshwright.cost.interpolation import Measurements, interpolated_seconds
+
+
+class MeasuredKernels:
+    """Seconds of kernels on one probed device. What is asked of it is asked of analytical `Kernels` too."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._known: dict[Precision, dict[OpKind, Measurements]] = {}
+
+    def measurements(self, dtype: Precision) -> dict[OpKind, Measurements]:
+        if dtype not in self._known:
+            self._known[dtype] = measured_kernels(self.device, dtype)
+        return self._known[dtype]
+
+    def seconds(self, kind: OpKind, dtype: Precision, work: float) -> float:
+        """work: flops, or bytes."""
+        return interpolated_seconds(work, self.measurements(dtype)[kind], has_least=self.device.kind == "cpu")
+
+    def copy_seconds(self, num_bytes: float, dtype: Precision) -> float:
+        return self.seconds("copy", dtype, num_bytes)
+
+    def fused_seconds(self, num_bytes: float, dtype: Precision) -> float:
+        return self.seconds("elementwise", dtype, num_bytes)
+
+    def update_seconds(self, num_bytes: float) -> float:
+        precision: Precision = "fp32" if any(rate.dtype == "fp32" for rate in self.device.rates) else "bf16"
+        return interpolated_seconds(num_bytes, self.measurements(precision)["elementwise"])
 
 
 def measured_kernels(device: Device, precision: Precision) -> dict[OpKind, Measurements]:
