@@ -129,7 +129,7 @@ class Pass(Value, kw_only=True):
 
 
 class Kind(Value, kw_only=True, dict=True):
-    """Blocks that do the same work share a kind. What follows from it alone is kept beside it (rules/kind_cache.py)."""
+    """Blocks that do the same work share a kind. What follows from it alone is kept beside it (rules/kinds.py)."""
 
     name: str
     ops: tuple[Op, ...]

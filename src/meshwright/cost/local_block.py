@@ -77,9 +77,6 @@ class LocalBlock:
         each = RING_LAUNCHES * self.degrees.cp
         return tuple(op.count * (each if self.is_ring_attention(op) else 1) for op in self.kind.ops)
 
-    def launches(self, number: int) -> int:
-        return self.launches_by_op[number]
-
     @cached_property
     def cost_keys(self) -> tuple[tuple[float, int, bool, Label], ...]:
         """For every op, the sharding its time depends on; the op itself and the number of samples are the other inputs."""
@@ -128,7 +125,14 @@ class LocalBlock:
     def result_share(self, source: Source) -> float:
         """The share of a tensor's bytes that one rank holds. Tensors from outside the block are whole along tp."""
         if source not in self._shares:
-            self._shares[source] = self._result_share(source)
+            degrees = self.degrees
+            if isinstance(source, int):
+                tokens = degrees.token_share if self.kind.ops[source].written_bytes.per_sample > 0 else 1.0
+                tokens *= self.repeats.get(source, 1)
+            else:
+                tokens = degrees.token_share
+            is_part = self.labels.of(source) == "split" or degrees.sequence_parallel
+            self._shares[source] = tokens / degrees.tp if is_part else tokens
         return self._shares[source]
 
     @cached_property
@@ -139,18 +143,6 @@ class LocalBlock:
     @cached_property
     def _shares(self) -> dict[Source, float]:
         return {}
-
-    def _result_share(self, source: Source) -> float:
-        degrees = self.degrees
-        if isinstance(source, int):
-            tokens = degrees.token_share if self.kind.ops[source].written_bytes.per_sample > 0 else 1.0
-            tokens *= self.repeats.get(source, 1)
-            label = self.labels.results[source]
-        else:
-            tokens, label = degrees.token_share, self.labels.outside.get(source, "whole")
-        if label == "split" or degrees.sequence_parallel:
-            return tokens / degrees.tp
-        return tokens
 
 
 def _has_tokens(op: Op) -> bool:

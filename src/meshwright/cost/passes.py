@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from meshwright.core.affine import Affine
-from meshwright.core.flow import Flow, FlowTensor
+from meshwright.core.flow import Flow
 from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
 from meshwright.cost.local_block import LocalBlock
@@ -45,17 +45,16 @@ class StagePasses:
             found[segment.block] = (*found.get(segment.block, ()), segment.number)
         return found
 
-    @property
-    def sent_sizes(self) -> tuple[tuple[Affine, bool], ...]:
-        return tuple((one.num_bytes, one.needs_gradient) for one in self.sent)
-
 
 def passes_by_stage(graph: Graph, plan: Plan) -> tuple[StagePasses, ...]:
     stage_of = plan.stage_of
-    forward, backward = _split(graph)
+    kinds = graph.kind_by_block
+    phases: dict[Phase, list[Segment]] = {"forward": [], "backward": []}
+    for segment in graph.timeline:
+        phases[kinds[segment.block].passes[segment.number].phase].append(segment)
     found: list[tuple[list[Segment], list[Segment]]] = [([], []) for _ in plan.stages]
-    _place(forward, stage_of, 0, [lists[0] for lists in found])
-    _place(backward, stage_of, len(plan.stages) - 1, [lists[1] for lists in found])
+    _place(phases["forward"], stage_of, 0, [lists[0] for lists in found])
+    _place(phases["backward"], stage_of, len(plan.stages) - 1, [lists[1] for lists in found])
     sent = _sent_by_cut(graph.flow, stage_of, len(plan.stages)) if graph.flow else [_last(graph, f) for f, _ in found]
     return tuple(
         StagePasses(tuple(before), tuple(after), crossing)
@@ -70,12 +69,8 @@ def _sent_by_cut(flow: Flow, stage_of: dict[str, int], num_stages: int) -> list[
         origin = event.block or next((makers[number] for number in event.reads), "")
         makers.update(dict.fromkeys(event.makes, origin))
     cuts = crossings(flow, stages_of_events(flow, stage_of, num_stages), num_stages)
-    crossing = [tuple(Sent(makers[number], *_facts(flow.tensors[number])) for number in cut) for cut in cuts]
-    return [*crossing, ()]
-
-
-def _facts(tensor: FlowTensor) -> tuple[Affine, bool]:
-    return tensor.num_bytes, tensor.needs_gradient
+    facts = [(tensor.num_bytes, tensor.needs_gradient) for tensor in flow.tensors]
+    return [*(tuple(Sent(makers[number], *facts[number]) for number in cut) for cut in cuts), ()]
 
 
 def _last(graph: Graph, forward: list[Segment]) -> tuple[Sent, ...]:
@@ -84,14 +79,6 @@ def _last(graph: Graph, forward: list[Segment]) -> tuple[Sent, ...]:
     if segment is None:
         return ()
     return (Sent(segment.block, graph.kind_by_block[segment.block].passes[segment.number].output_bytes, True),)
-
-
-def _split(graph: Graph) -> tuple[list[Segment], list[Segment]]:
-    kinds = graph.kind_by_block
-    phases: dict[Phase, list[Segment]] = {"forward": [], "backward": []}
-    for segment in graph.timeline:
-        phases[kinds[segment.block].passes[segment.number].phase].append(segment)
-    return phases["forward"], phases["backward"]
 
 
 def _place(segments: list[Segment], stage_of: dict[str, int], first: int, lists: list[list[Segment]]) -> None:
@@ -103,19 +90,13 @@ def _place(segments: list[Segment], stage_of: dict[str, int], first: int, lists:
 
 
 def sent_sizes(passes: StagePasses, local_blocks: dict[str, LocalBlock], samples: int) -> list[tuple[float, bool]]:
-    """Bytes on one rank of each tensor a stage gives to the next, and whether its gradient comes back."""
-    return [
-        (
-            one.num_bytes.at(samples) * (local_blocks[one.block].output_share if has_tokens(one) else 1),
-            one.needs_gradient,
-        )
-        for one in passes.sent
-    ]
+    """Bytes on one rank of each tensor a stage gives to the next, and whether its gradient comes back.
 
-
-def has_tokens(one: Sent) -> bool:
-    """Whether the tensor grows with the samples; otherwise (the experts' loss, a table of biases) it is whole on every rank."""
-    return one.num_bytes.per_sample > 0
+    A tensor that does not grow with the samples (the experts' loss, a table of biases) is whole on every rank.
+    """
+    shares = [local_blocks[one.block].output_share if one.num_bytes.per_sample > 0 else 1 for one in passes.sent]
+    sent = zip(passes.sent, shares, strict=True)
+    return [(one.num_bytes.at(samples) * share, one.needs_gradient) for one, share in sent]
 
 
 def handed_on_bytes(passes: StagePasses, local_blocks: dict[str, LocalBlock], samples: int) -> float:

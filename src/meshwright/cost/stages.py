@@ -96,7 +96,8 @@ class StageCosts:
         kinds = self.graph.kind_by_block
         work = tuple((id(self.local_blocks[s.block]), s.number, self.modes.get(s.block)) for s in passes.forward)
         blocks = tuple(kinds[name].name for name in self.plan.blocks_by_stage[number])
-        return work, blocks, passes.sent_sizes, number == 0, number + 1 == len(self.plan.stages)
+        sent = tuple((one.num_bytes, one.needs_gradient) for one in passes.sent)
+        return work, blocks, sent, number == 0, number + 1 == len(self.plan.stages)
 
     def _cost(self, number: int, passes: StagePasses) -> StageCost:
         device = self.cluster.device

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.graph import Kind, Op, Shape, Source
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_per_kind
 
 Label = Literal["whole", "split"]
 Way = Literal["column", "row", "table", "heads"]

@@ -23,7 +23,7 @@ from meshwright.core.flow import Flow, FlowTensor
 from meshwright.core.graph import Graph, Kind, Op, Shape
 from meshwright.core.names import compact_names, expand_names
 from meshwright.rules.context import FUSED_DIMS, num_heads
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_per_kind
 
 STREAM_DIMS = 3
 """Samples, tokens, width."""

@@ -42,7 +42,7 @@ from meshwright.cost.communication.token_calls import token_calls
 from meshwright.cost.compute.recomputed_ops import last_needed
 from meshwright.cost.local_block import LocalBlock
 from meshwright.rules.context import ACCUMULATED_BYTES
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_per_kind
 
 EXPERT_COUNT_BYTES = 8
 """How many rows come to one expert, as int64."""

@@ -13,7 +13,7 @@ from meshwright.cost.communication.collective_call import Call
 from meshwright.cost.communication.links import axis_group
 from meshwright.cost.compute.recomputed_ops import readers_of
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_per_kind
 
 WORK_ALONG = ("sum", "mean", "cumsum", "cumprod", "logcumsumexp")
 """Ops that sum over tokens, or run along them."""

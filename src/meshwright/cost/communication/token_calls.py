@@ -20,7 +20,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Source
 from meshwright.cost.communication.block_ops import WORK_ALONG, BlockOps
 from meshwright.cost.communication.collective_call import Call
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_per_kind, reached
 
 SUMS = ("sum", "mean")
 STREAM_DIMS = 3
@@ -106,13 +106,10 @@ def _is_differentiated(kind: Kind, number: int) -> bool:
 
 def _upstream(kind: Kind, number: int, stops: tuple[str, ...]) -> set[Source]:
     """What an op's result comes of, in its block; not beyond ops of these names."""
-    found: set[Source] = set()
-    waiting = list(kind.ops[number].inputs)
-    while waiting:
-        source = waiting.pop()
-        if source in found:
-            continue
-        found.add(source)
+
+    def read(source: Source) -> tuple[Source, ...]:
         if isinstance(source, int) and kind.ops[source].name not in stops:
-            waiting += kind.ops[source].inputs
-    return found
+            return kind.ops[source].inputs
+        return ()
+
+    return reached(kind.ops[number].inputs, read)

@@ -23,7 +23,7 @@ from meshwright.core.cluster import FLOP_KINDS
 from meshwright.core.graph import Affine, Kind, Op, Source
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_per_kind, reached
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _kept(
         elif first_of[number] in written:
             kept.add(_smaller_origin(kind, first_of[number], group_of))
         else:
-            sources = {source for made in _inside(kind, number, group_of) for source in kind.ops[made].inputs}
+            sources = _sources(kind, number, group_of)
             kept |= {source for source in sources if isinstance(source, int) and source not in group_of}
             reads_input = reads_input or "@input" in sources
     return frozenset(kept), reads_input
@@ -198,12 +198,8 @@ def output_ops(kind: Kind) -> frozenset[int]:
     return frozenset(forward) - {source for number in forward for source in kind.ops[number].inputs}
 
 
-def _inside(kind: Kind, number: int, group_of: dict[int, int]) -> set[int]:
-    """The ops of its group that a fused result is computed from, itself included."""
-    waiting, seen = [number], {number}
-    while waiting:
-        for source in kind.ops[waiting.pop()].inputs:
-            if isinstance(source, int) and source not in seen and group_of.get(source) == group_of[number]:
-                seen.add(source)
-                waiting.append(source)
-    return seen
+def _sources(kind: Kind, number: int, group_of: dict[int, int]) -> set[Source]:
+    """What a fused result is computed from, through ops of its group."""
+    group = {other for other, its in group_of.items() if its == group_of[number]}
+    inside = reached([number], lambda made: group.intersection(kind.ops[made].inputs))
+    return {source for made in inside for source in kind.ops[made].inputs}

@@ -13,7 +13,7 @@ from meshwright.core.graph import Graph, Kind, Op, Precision
 from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
 from meshwright.cost.compute.measured_kernels import MeasuredKernels, no_rate
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_per_kind
 
 
 class KernelCosts:

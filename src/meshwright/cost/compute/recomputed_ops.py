@@ -16,7 +16,7 @@ from meshwright.core.graph import Kind, Source
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_per_kind, reached
 
 ActivationMode = Literal["none", "selective", "selective core", "selective ops", "full", "offloaded"]
 """How a block keeps its activations. offloaded: nothing is recomputed; activations come back from the host for backward."""
@@ -98,15 +98,8 @@ def read_behind(kind: Kind) -> frozenset[int]:
 
 def _makers(kind: Kind, wanted: frozenset[int]) -> frozenset[int]:
     """Core ops that compute these results from kept results and from tensors outside the core."""
-    core, kept = core_ops(kind), read_behind(kind)
-    found: set[int] = set()
-    waiting = list(wanted)
-    while waiting:
-        number = waiting.pop()
-        if number not in found:
-            found.add(number)
-            waiting += [s for s in kind.ops[number].inputs if isinstance(s, int) and s in core and s not in kept]
-    return frozenset(found)
+    made = core_ops(kind) - read_behind(kind)
+    return frozenset(reached(wanted, lambda number: made.intersection(kind.ops[number].inputs)))
 
 
 KEEP_NOTHING = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack")

@@ -1,8 +1,8 @@
-"""A cache for values that depend on a kind of block alone: a search asks for them under every sharding of the block."""
+"""What follows from a kind of block alone is kept in it, since a search asks for it under every sharding; walks along its ops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
@@ -28,3 +28,14 @@ def cached_per_kind(function: Callable[Concatenate[Kind, P], T]) -> Callable[Con
         return answers[key]
 
     return known
+
+
+def reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]:
+    """All that can be reached, step by step; the starts are in it."""
+    seen = set(starts)
+    waiting = list(seen)
+    while waiting:
+        new = set(following(waiting.pop())) - seen
+        seen |= new
+        waiting += new
+    return seen
