@@ -9,7 +9,7 @@ weight whose outputs do not, stay whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import Graph, Kind, Op, Parameter, Source
@@ -29,29 +29,33 @@ def plain_sharding(graph: Graph, tp: int = 1) -> tuple[BlockSharding, ...]:
 
     tp: the degree, where it is known: what does not divide over it stays whole.
     """
-    rows = _most_rows(graph)
-    found = (
-        block_sharding(_named_blocks(graph, kind), kind, parameters, plain_ways(kind, parameters, rows, tp))
+    tables = (
+        parameters[weight].shape[0]
         for kind, parameters in _kinds(graph)
+        for op in kind.ops
+        if op.name == "embedding" and (weight := weight_of(op, parameters, {})) is not None
     )
-    return tuple(rule for rule in found if rule is not None) or _by_inputs(graph, tp)
+    rows = max(tables, default=0)
+    found = _rules(graph, lambda kind, parameters: plain_ways(kind, parameters, rows, tp))
+    return found or _rules(graph, lambda kind, parameters: _by_inputs(kind, parameters, tp))
 
 
-def _by_inputs(graph: Graph, tp: int) -> tuple[BlockSharding, ...]:
+def _by_inputs(kind: Kind, parameters: dict[str, Parameter], tp: int) -> dict[str, Way]:
     """Where every layer is a block of its own, as in a plain `nn.Sequential`, no layer in a block reads another's columns: each is
     split by its inputs, of which a rank takes its part."""
+    copies = weight_copies(kind)
+    applied = [op for op in kind.ops if op.phase == "forward" and op.kind == "matmul" and op.region != "attention"]
+    weights = {name: op for op in applied if (name := weight_of(op, parameters, copies)) is not None}
+    return {name: "row" for name, op in weights.items() if num_inputs(op) % tp == 0}
+
+
+def _rules(graph: Graph, choose: Callable[[Kind, dict[str, Parameter]], dict[str, Way]]) -> tuple[BlockSharding, ...]:
+    """What a plan writes for every kind, by the names of its blocks."""
     found = []
     for kind, parameters in _kinds(graph):
-        copies = weight_copies(kind)
-        applied = [op for op in kind.ops if op.phase == "forward" and op.kind == "matmul" and op.region != "attention"]
-        weights = {name: op for op in applied if (name := weight_of(op, parameters, copies)) is not None}
-        ways: dict[str, Way] = {name: "row" for name, op in weights.items() if num_inputs(op) % tp == 0}
-        found.append(block_sharding(_named_blocks(graph, kind), kind, parameters, ways))
+        names = [block.name for block in graph.blocks if block.kind == kind.name and block.name]
+        found.append(block_sharding(names, kind, parameters, choose(kind, parameters)))
     return tuple(rule for rule in found if rule is not None)
-
-
-def _named_blocks(graph: Graph, kind: Kind) -> list[str]:
-    return [block.name for block in graph.blocks if block.kind == kind.name and block.name]
 
 
 def block_sharding(
@@ -73,17 +77,6 @@ def _kinds(graph: Graph) -> Iterator[tuple[Kind, dict[str, Parameter]]]:
             yield kind, {parameter.own_name: parameter for parameter in graph.parameters_of([first])}
 
 
-def _most_rows(graph: Graph) -> int:
-    """Rows of the largest table: the tokens'."""
-    tables = (
-        parameters[weight].shape[0]
-        for kind, parameters in _kinds(graph)
-        for op in kind.ops
-        if op.name == "embedding" and (weight := weight_of(op, parameters, {})) is not None
-    )
-    return max(tables, default=0)
-
-
 def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0, tp: int = 1) -> dict[str, Way]:
     """Which weights to split, and how: columns that some row reads, the table of tokens (`table_rows`), the head."""
     ways: dict[str, Way] = {}
@@ -97,7 +90,8 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
         came_from = {name for source in op.inputs if isinstance(source, int) for name in origins.get(source, ())}
         weight = weight_of(op, parameters, copies)
         origins[number] = came_from
-        if WHOLE in came_from or _is_undivided(op, tp):
+        is_undivided = any(heads % tp for heads in num_heads(op))  # attention whose heads do not divide over tp
+        if WHOLE in came_from or is_undivided:
             origins[number] = {WHOLE} if weight is None else set()
             continue
         if weight is None:
@@ -119,22 +113,12 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
             ways[weight] = "row"
             used |= came_from
             origins[number] = set()
-        elif not came_from and (_divides(weight, kind, parameters, tp) or _is_head(weight, parameters)):
-            ways[weight] = "column"
-            origins[number] = {weight}
+        elif not came_from:
+            outputs = split_dim("column", outputs_are_first(weight, kind, parameters))
+            if parameters[weight].shape[outputs] % tp == 0 or _is_head(weight, parameters):
+                ways[weight] = "column"
+                origins[number] = {weight}
     return {name: way for name, way in ways.items() if way != "column" or name in used or _is_head(name, parameters)}
-
-
-def _divides(weight: str, kind: Kind, parameters: dict[str, Parameter], tp: int) -> bool:
-    """Whether a weight can be split by its outputs."""
-    return (
-        tp == 1 or parameters[weight].shape[split_dim("column", outputs_are_first(weight, kind, parameters))] % tp == 0
-    )
-
-
-def _is_undivided(op: Op, tp: int) -> bool:
-    """Attention with heads that do not divide over tp."""
-    return any(heads % tp for heads in num_heads(op))
 
 
 def is_depthwise(op: Op, weight: Parameter) -> bool:
@@ -237,28 +221,36 @@ def outputs_are_first(name: str, kind: Kind, parameters: dict[str, Parameter]) -
 # ---------------------------------------------------------------- what a plan says
 
 
+def rules_by_block(plan: Plan, graph: Graph) -> dict[str, BlockSharding]:
+    """Block → what the plan says of its tensors; nothing without tp."""
+    if plan.mesh.tp == 1:
+        return {}
+    of_kind = {rule.for_kind: rule for rule in plan.sharding if rule.for_kind is not None}
+    of_block = {name: rule for rule in plan.sharding for name in expand_names(rule.for_blocks)}
+    rules = {block.name: of_block.get(block.name) or of_kind.get(block.kind) for block in graph.blocks}
+    return {name: rule for name, rule in rules.items() if rule is not None}
+
+
 def ways_by_block(plan: Plan, graph: Graph) -> dict[str, dict[str, Way]]:
     """For every block, the weights the plan splits over tp, and how."""
     by_kind = {kind.name: (kind, parameters) for kind, parameters in _kinds(graph)}
-    of_kind = {rule.for_kind: rule for rule in plan.sharding if rule.for_kind is not None}
-    of_block = {name: rule for rule in plan.sharding for name in expand_names(rule.for_blocks)}
-    unknown = of_kind.keys() - by_kind.keys()
+    unknown = {rule.for_kind for rule in plan.sharding if rule.for_kind is not None} - by_kind.keys()
     if unknown:
         raise PlanError(
             f"sharding is for kind '{min(unknown)}', which the model does not have: {nearest(min(unknown), by_kind)}"
         )
-    read: dict[tuple[str, int], dict[str, Way]] = {}
-    found: dict[str, dict[str, Way]] = {}
-    nothing: dict[str, Way] = {}  # one for all, so that blocks of a kind share what follows from it
+    rules = rules_by_block(plan, graph)
+    read: dict[
+        tuple[str, int], dict[str, Way]
+    ] = {}  # one for all blocks of a kind, so that they share what follows from it
+    nothing: dict[str, Way] = {}
+    found = {}
     for block in graph.blocks:
-        rule = of_block.get(block.name) or of_kind.get(block.kind)
-        if rule is None or plan.mesh.tp == 1:
-            found[block.name] = nothing
-            continue
+        rule = rules.get(block.name)
         key = (block.kind, id(rule))
-        if key not in read:
+        if rule is not None and key not in read:
             read[key] = _read_ways(rule, *by_kind[block.kind])
-        found[block.name] = read[key]
+        found[block.name] = read.get(key, nothing)
     return found
 
 

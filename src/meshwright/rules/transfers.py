@@ -7,8 +7,9 @@ was sent earlier has been sent.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
+from itertools import chain
 
 from meshwright.core.pipeline.placement import Placement, coordinate_of
 from meshwright.core.pipeline.schedule import COMPUTE_KINDS, Action, ActionKind, Order
@@ -16,60 +17,49 @@ from meshwright.core.pipeline.schedule import COMPUTE_KINDS, Action, ActionKind,
 SENDS: dict[ActionKind, ActionKind] = {
     "forward": "send_forward", "backward": "send_backward", "backward_inputs": "send_backward",
 }  # fmt: skip
-RECEIVES: dict[ActionKind, ActionKind] = {
-    "forward": "receive_forward", "backward": "receive_backward", "backward_inputs": "receive_backward",
+OTHER_SIDE: dict[ActionKind, tuple[ActionKind, int]] = {
+    "send_forward": ("receive_forward", 1), "send_backward": ("receive_backward", -1),
+    "receive_forward": ("send_forward", -1), "receive_backward": ("send_backward", 1),
 }  # fmt: skip
+"""A send or receive → what the other side does, and how many stages on."""
+RECEIVES: tuple[ActionKind, ActionKind] = ("receive_forward", "receive_backward")
+
+
+def other_side(action: Action) -> Action:
+    """The receive of a send; the send of a receive."""
+    kind, distance = OTHER_SIDE[action.kind]
+    return Action(kind, action.stage + distance, action.microbatch)
 
 
 def with_transfers(order: Order, num_stages: int, placement: Placement) -> tuple[tuple[Action, ...], ...]:
     """Each coordinate's work with its sends and receives."""
-    return _Wires(order, num_stages, placement).rows()
+    homes = [coordinate_of(stage, len(order), placement) for stage in range(num_stages)]
+    under_way: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
+    """On every link, the receives that are still to come."""
 
+    def goes_abroad(action: Action, distance: int) -> bool:
+        """Whether another coordinate takes what an action makes (distance 1), or makes what it takes (-1)."""
+        other = action.stage + (distance if action.kind == "forward" else -distance)
+        return action.kind in SENDS and 0 <= other < num_stages and homes[other] != homes[action.stage]
 
-class _Wires:
-    """What is under way on every link while the receives are laid out."""
-
-    def __init__(self, order: Order, num_stages: int, placement: Placement) -> None:
-        self.order = order
-        self.homes = [coordinate_of(stage, len(order), placement) for stage in range(num_stages)]
-        self.queues: dict[tuple[int, int], deque[Action]] = {}
-        for action in (action for row in order for action in row):
-            taker = self._taker(action)
-            if taker is not None:
-                link = self.homes[action.stage], self.homes[taker]
-                message = Action(RECEIVES[action.kind], taker, action.microbatch)
-                self.queues.setdefault(link, deque()).append(message)
-
-    def rows(self) -> tuple[tuple[Action, ...], ...]:
-        return tuple(tuple(self._row(row)) for row in self.order)
-
-    def _row(self, row: tuple[Action, ...]) -> Iterator[Action]:
+    def laid(row: tuple[Action, ...]) -> Iterator[Action]:
         received: set[Action] = set()
         for action in row:
-            maker = self._maker(action)
-            if maker is not None:
-                needed = Action(RECEIVES[action.kind], action.stage, action.microbatch)
-                queue = self.queues[self.homes[maker], self.homes[action.stage]]
+            if goes_abroad(action, -1):
+                needed = Action(RECEIVES[action.kind != "forward"], action.stage, action.microbatch)
+                queue = under_way[homes[other_side(needed).stage], homes[action.stage]]
                 while needed not in received:
                     received.add(queue[0])
                     yield queue.popleft()
             yield action
-            if self._taker(action) is not None:
+            if goes_abroad(action, 1):
                 yield Action(SENDS[action.kind], action.stage, action.microbatch)
 
-    def _taker(self, action: Action) -> int | None:
-        """The stage on another coordinate that takes what this action makes."""
-        return self._abroad(action, 1 if action.kind == "forward" else -1)
-
-    def _maker(self, action: Action) -> int | None:
-        """The stage on another coordinate that makes what this action takes."""
-        return self._abroad(action, -1 if action.kind == "forward" else 1)
-
-    def _abroad(self, action: Action, distance: int) -> int | None:
-        other = action.stage + distance
-        if action.kind not in SENDS or not 0 <= other < len(self.homes):
-            return None
-        return None if self.homes[other] == self.homes[action.stage] else other
+    for action in chain.from_iterable(order):
+        if goes_abroad(action, 1):
+            message = other_side(Action(SENDS[action.kind], action.stage, action.microbatch))
+            under_way[homes[action.stage], homes[message.stage]].append(message)
+    return tuple(tuple(laid(row)) for row in order)
 
 
 def receives_ahead(row: tuple[Action, ...]) -> dict[int, tuple[Action, ...]]:
@@ -79,7 +69,7 @@ def receives_ahead(row: tuple[Action, ...]) -> dict[int, tuple[Action, ...]]:
     for number, action in enumerate(row):
         if action.kind in COMPUTE_KINDS:
             place = number
-        elif action.kind in RECEIVES.values() and place is not None:
+        elif action.kind in RECEIVES and place is not None:
             found[place] = (*found.get(place, ()), action)
     return found
 
@@ -88,12 +78,12 @@ def receipts(rows: tuple[tuple[Action, ...], ...], coordinate: int) -> dict[Acti
     """Which sends of a coordinate have arrived when one of its receives has: those that the other side had taken before it sent
     this message. Each send stands at the first receive that tells."""
     homes = {action.stage: number for number, row in enumerate(rows) for action in row}
-    own = [action for action in rows[coordinate] if action.kind in RECEIVES.values()]
-    sent = {_receive_of(action): action for action in rows[coordinate] if action.kind in SENDS.values()}
+    own = [action for action in rows[coordinate] if action.kind in RECEIVES]
+    sent = {other_side(action): action for action in rows[coordinate] if action.kind in SENDS.values()}
     told: set[Action] = set()
     found: dict[Action, tuple[Action, ...]] = {}
     for receive in own:
-        send = _send_of(receive)
+        send = other_side(receive)
         row = rows[homes[send.stage]]
         taken = [sent[action] for action in row[: row.index(send)] if action in sent]
         new = tuple(action for action in taken if action not in told)
@@ -101,17 +91,3 @@ def receipts(rows: tuple[tuple[Action, ...], ...], coordinate: int) -> dict[Acti
         if new:
             found[receive] = new
     return found
-
-
-def _receive_of(send: Action) -> Action:
-    forward = send.kind == "send_forward"
-    return Action(
-        "receive_forward" if forward else "receive_backward", send.stage + (1 if forward else -1), send.microbatch
-    )
-
-
-def _send_of(receive: Action) -> Action:
-    forward = receive.kind == "receive_forward"
-    return Action(
-        "send_forward" if forward else "send_backward", receive.stage - (1 if forward else -1), receive.microbatch
-    )

@@ -18,11 +18,11 @@ from itertools import chain
 import msgspec
 
 from meshwright.core.graph import PRECISION_BYTES, Graph, Parameter
-from meshwright.core.names import expand_names
 from meshwright.core.plan import Mesh, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.units import ceil_div
 from meshwright.rules.groups import shard_groups
+from meshwright.rules.sharding import rules_by_block
 
 
 @dataclass(frozen=True)
@@ -82,26 +82,18 @@ def stage_parameters(
     found: dict[str, Parameter] = {}
     for parameter in graph.parameters_of(here):
         found.setdefault(parameter.tied_to or parameter.name, parameter)
-    return tuple(_cut(p, plan, splits.get((p.block, p.own_name))) for p in found.values())
+    shapes = {name: cut_shape(p, plan.mesh, splits.get((p.block, p.own_name))) for name, p in found.items()}
+    return tuple(msgspec.structs.replace(p, shape=shapes[name], tied_to=None) for name, p in found.items())
 
 
 def split_dims(graph: Graph, plan: Plan) -> dict[tuple[str, str], int]:
     """(block, tensor) → the dim that lies over tp."""
-    if plan.mesh.tp == 1:
-        return {}
-    of_block = {name: rule for rule in plan.sharding for name in expand_names(rule.for_blocks)}
-    of_kind = {rule.for_kind: rule for rule in plan.sharding if rule.for_kind is not None}
-    found = {}
-    for block in graph.blocks:
-        rule = of_block.get(block.name) or of_kind.get(block.kind)
-        for tensor in rule.tensors if rule else ():
-            if "tp" in tensor.dims:
-                found[block.name, tensor.tensor] = tensor.dims.index("tp")
-    return found
-
-
-def _cut(parameter: Parameter, plan: Plan, split_dim: int | None) -> Parameter:
-    return msgspec.structs.replace(parameter, shape=cut_shape(parameter, plan.mesh, split_dim), tied_to=None)
+    return {
+        (block, tensor.tensor): tensor.dims.index("tp")
+        for block, rule in rules_by_block(plan, graph).items()
+        for tensor in rule.tensors
+        if "tp" in tensor.dims
+    }
 
 
 def cut_shape(parameter: Parameter, mesh: Mesh, split_dim: int | None) -> tuple[int, ...]:
