@@ -15,8 +15,7 @@ from transformer import transformer_graph
 from meshwright.core.constants import Constants
 from meshwright.core.errors import InputError
 from meshwright.core.graph import Affine, Op
-from meshwright.core.recipe import Recipe
-from meshwright.core.training_system import TrainingSystem
+from meshwright.core.recipe import Recipe, TrainingSystem
 from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
 from meshwright.cost.compute.block_compute import ComputeCost, Work
 from meshwright.cost.compute.kernel_costs import KernelCosts

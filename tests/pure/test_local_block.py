@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from strategies import quick
 from transformer import Sizes, transformer_graph
 
-from meshwright.core.affine import Affine
 from meshwright.core.errors import PlanError
+from meshwright.core.flow import Affine
 from meshwright.core.graph import Graph, Op
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe

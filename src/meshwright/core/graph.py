@@ -17,9 +17,9 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.core.affine import NOTHING as NOTHING
-from meshwright.core.affine import Affine as Affine
 from meshwright.core.codec import Value, stable_hash
+from meshwright.core.flow import NOTHING as NOTHING
+from meshwright.core.flow import Affine as Affine
 from meshwright.core.flow import Flow
 
 CAPTURE_VERSION = 3

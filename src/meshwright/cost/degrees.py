@@ -9,7 +9,7 @@ from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Kind
 from meshwright.core.plan import ContextWay, Plan
 from meshwright.rules.context import num_heads, num_pieces
-from meshwright.rules.experts import check_experts
+from meshwright.rules.divisors import check_experts
 from meshwright.rules.labels import Way, labels_of
 from meshwright.rules.sharding import ways_by_block
 from meshwright.rules.tokens import TokenBlocks, cut_in_blocks, looked_up_counts, looked_up_tokens, stream_of

@@ -25,8 +25,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.units import format_bytes
 from meshwright.cost.communication.block_calls import block_calls
-from meshwright.cost.communication.collective_call import Call, as_collectives
-from meshwright.cost.communication.stage_transfers import transfer_calls
+from meshwright.cost.communication.links import Call, as_collectives
 from meshwright.cost.compute.optimizer_update import accumulation_seconds, clip_seconds, update_seconds
 from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.allocator_slack import slack_and_context
@@ -36,7 +35,7 @@ from meshwright.cost.microbatch import Microbatch, microbatch_of
 from meshwright.cost.offload import Offloaded, exposed_activation_seconds, offloaded
 from meshwright.cost.origin import error_share, rates_origin
 from meshwright.cost.parameter_offload import StreamedCost, is_streamed
-from meshwright.cost.passes import StagePasses, passes_by_stage
+from meshwright.cost.passes import StagePasses, passes_by_stage, transfer_calls
 from meshwright.cost.play import Play, enough_microbatches, play_schedule
 from meshwright.cost.stages import StageCost, StageCosts
 from meshwright.cost.timing import StageSeconds, Transfers

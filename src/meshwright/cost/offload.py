@@ -1,6 +1,6 @@
 """The cost of offload: of optimizer state, with its updates on the host (runtime/offload/optimizer.py), and of activations.
 
-    n, n_h        elements this rank updates, and those whose state is on the host (rules/offloaded.py)
+    n, n_h        elements this rank updates, and those whose state is on the host (rules/groups.py)
     D, M          bytes of an element as the device computes with it, and as the host updates it
     F, B          forward of a step, and backward of its last microbatch
     U             seconds the host needs for its updates: n_h / rate, in proportion to the bytes of memory an element moves there.

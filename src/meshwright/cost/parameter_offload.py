@@ -38,8 +38,8 @@ from meshwright.cost.memory.footprint import Footprints
 from meshwright.cost.memory.peak_memory import Moment
 from meshwright.cost.offload import Offloaded, disk_rate, host_update_rate
 from meshwright.cost.stages import StageCost
+from meshwright.rules.groups import PIECE_BYTES
 from meshwright.rules.limits import not_yet
-from meshwright.rules.pieces import PIECE_BYTES
 
 IN_PASSING = 4 + 1
 """Block inputs that are in transfer to the host, and one that waits for its transfer. On the way back there are fewer: one in use

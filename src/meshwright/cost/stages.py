@@ -17,16 +17,14 @@ from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication.block_calls import block_calls
-from meshwright.cost.communication.collective_call import Call
-from meshwright.cost.communication.links import axis_group, collective_seconds, send_seconds
-from meshwright.cost.communication.stage_transfers import sends_shares, sent_bytes
+from meshwright.cost.communication.links import Call, axis_group, collective_seconds, send_seconds
 from meshwright.cost.communication.step_calls import stage_calls, step_calls
 from meshwright.cost.compute.block_compute import NO_WORK, Work, weight_products
 from meshwright.cost.compute.recomputed_ops import ActivationMode, recompute_modes
 from meshwright.cost.memory.local_parameters import split_dims
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.overlap import Lane, exposed_seconds, play_backward, play_forward
-from meshwright.cost.passes import StagePasses
+from meshwright.cost.passes import StagePasses, sends_shares, sent_bytes
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from collections import Counter
 from math import prod
 from typing import NamedTuple
 
-from meshwright.core.affine import Affine
-from meshwright.core.flow import Flow, FlowTensor
+from meshwright.core.flow import Affine, Flow, FlowTensor
 from meshwright.core.graph import Graph, Kind, Op, Shape
 from meshwright.core.names import compact_names, expand_names
 from meshwright.rules.context import FUSED_DIMS, num_heads

@@ -5,10 +5,17 @@ What is code to load is a compiled kernel in a cache. Whoever can write the file
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
 import stat
+import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+
+from meshwright.core.errors import RunError
+from meshwright.core.files.cache import cache_folder
 
 ADMINISTRATOR = 0
 
@@ -45,3 +52,31 @@ def _problem(found: os.stat_result) -> str | None:
     if is_shared and not is_sticky:  # in a sticky folder, as /tmp is, others cannot replace what is there
         return f"can be written by others than its owner (mode {stat.S_IMODE(found.st_mode):04o})"
     return None
+
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def use_own_compile_cache() -> None:
+    """Before something is compiled. A folder that the user names is the user's choice."""
+    if os.environ.get(VARIABLE):
+        return
+    danger = distrust(usual_folder())
+    if danger is None:
+        return
+    own = cache_folder() / "inductor"
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if problem := distrust(own):
+        raise RunError(
+            f"neither {usual_folder()} nor {own} is safe to load compiled code from: {danger}; {problem}: correct their owner and "
+            f"mode (chmod go-w), or name another folder with {VARIABLE}"
+        )
+    os.environ[VARIABLE] = str(own)
+    if os.environ.get("RANK", "0") == "0":
+        warnings.warn(f"compiled code is kept in {own}, since {danger}", RuntimeWarning, stacklevel=2)
+
+
+def usual_folder() -> Path:
+    """As torch names it."""
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    return Path(tempfile.gettempdir()) / f"torchinductor_{user}"

@@ -37,7 +37,7 @@ from collections.abc import Collection, Iterator
 from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Shape
 from meshwright.core.plan import Plan
 from meshwright.cost.communication.block_ops import BlockOps
-from meshwright.cost.communication.collective_call import Call
+from meshwright.cost.communication.links import Call
 from meshwright.cost.communication.token_calls import token_calls
 from meshwright.cost.compute.recomputed_ops import last_needed
 from meshwright.cost.local_block import LocalBlock

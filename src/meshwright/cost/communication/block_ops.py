@@ -9,8 +9,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.collective import CollectiveKind
 from meshwright.core.graph import Kind, Op, Phase, Shape
 from meshwright.core.plan import Plan
-from meshwright.cost.communication.collective_call import Call
-from meshwright.cost.communication.links import axis_group
+from meshwright.cost.communication.links import Call, axis_group
 from meshwright.cost.compute.recomputed_ops import readers_of
 from meshwright.cost.local_block import LocalBlock
 from meshwright.rules.kinds import cached_per_kind

@@ -35,8 +35,7 @@ from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication.block_calls import is_whole_lookup
-from meshwright.cost.communication.collective_call import Call
-from meshwright.cost.communication.links import Group, axis_group
+from meshwright.cost.communication.links import Call, Group, axis_group
 from meshwright.cost.compute.recomputed_ops import recompute_modes
 from meshwright.cost.local_block import make_local_blocks
 from meshwright.cost.memory.local_parameters import (
@@ -50,7 +49,7 @@ from meshwright.cost.memory.local_parameters import (
     stage_parameters,
     total_elements,
 )
-from meshwright.rules.buckets import fill_buckets
+from meshwright.rules.groups import fill_buckets
 
 FIGURE_BYTES = 4
 """Of what ranks tell each other about a tensor that stays on the device (runtime/offload/resident.py)."""

@@ -19,7 +19,7 @@ from math import prod
 from meshwright.core.axes import Axis
 from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Source
 from meshwright.cost.communication.block_ops import WORK_ALONG, BlockOps
-from meshwright.cost.communication.collective_call import Call
+from meshwright.cost.communication.links import Call
 from meshwright.rules.kinds import cached_per_kind, reached
 
 SUMS = ("sum", "mean")

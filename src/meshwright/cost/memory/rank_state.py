@@ -27,7 +27,7 @@ from meshwright.cost.memory.local_parameters import (
     shard_degree,
     total_elements,
 )
-from meshwright.rules.offloaded import num_kept, order_of_need
+from meshwright.rules.groups import num_kept, order_of_need
 
 
 class RankState:
