@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import accumulate
 from math import prod
 from typing import Literal
 
@@ -121,11 +120,6 @@ class Pass(Value, kw_only=True):
     def kept_at(self, num_samples: float) -> float:
         """How much more is in use when it ends than when it began (negative in backward)."""
         return sum(event.num_bytes.at(num_samples) for event in self.events)
-
-    def peak_at(self, num_samples: float) -> float:
-        """What is in use at its fullest moment, above its beginning."""
-        levels = accumulate((event.num_bytes.at(num_samples) for event in self.events), initial=0.0)
-        return max(levels)
 
 
 class Kind(Value, kw_only=True, dict=True):
