@@ -92,6 +92,10 @@ class Op(Value, kw_only=True):
     saved_bytes: Affine = NOTHING
     """Of its results, what backward needs again."""
 
+    @property
+    def is_saved(self) -> bool:
+        return bool(self.saved_bytes.per_sample or self.saved_bytes.fixed)
+
 
 class MemoryEvent(msgspec.Struct, frozen=True, array_like=True):
     """Memory taken (bytes > 0) or given back (bytes < 0): which op's result it is, or where it came from."""
@@ -128,6 +132,11 @@ class Kind(Value, kw_only=True, dict=True):
     name: str
     ops: tuple[Op, ...]
     passes: tuple[Pass, ...] = ()
+
+    @cached_property
+    def forward_ops(self) -> tuple[tuple[int, Op], ...]:
+        """The ops of forward with their numbers."""
+        return tuple((number, op) for number, op in enumerate(self.ops) if op.phase == "forward")
 
     def flops(self, num_samples: int) -> float:
         """Forward and backward, without recompute."""

@@ -53,10 +53,10 @@ class LocalBlock:
         and values of explicit attention are gathered and kept whole."""
         found: dict[Source, int] = {}
         if self.degrees.context == "ring":
-            products = (op for op in self.kind.ops if op.kind == "matmul" and op.region == "attention")
-            return {op.inputs[1]: self.degrees.cp for op in products if op.phase == "forward"}
-        for number, op in enumerate(self.kind.ops if self.degrees.cp > 1 else ()):
-            if op.kind == "attention" and op.phase == "forward":
+            products = (op for _, op in self.kind.forward_ops if op.kind == "matmul" and op.region == "attention")
+            return {op.inputs[1]: self.degrees.cp for op in products}
+        for number, op in self.kind.forward_ops if self.degrees.cp > 1 else ():
+            if op.kind == "attention":
                 tp = self.tp_degree(number)
                 for source, shape in zip(op.inputs[1:3], op.input_shapes[1:3], strict=False):
                     if len(shape) == FUSED_DIMS:
@@ -65,7 +65,8 @@ class LocalBlock:
 
     def work_share(self, number: int) -> float:
         """The share of an op's work that one rank does."""
-        return self.token_share(self.kind.ops[number]) / self.tp_degree(number)
+        tokens = self.degrees.token_share if _has_tokens(self.kind.ops[number]) else 1.0
+        return tokens / self.tp_degree(number)
 
     def is_ring_attention(self, op: Op) -> bool:
         """Whether the op is an attention whose keys and values go round the cp ranks."""
@@ -104,18 +105,13 @@ class LocalBlock:
 
     def along_tokens(self, number: int) -> bool:
         """Whether sequence parallel gives each tp rank a part of the op's tokens."""
-        return (
-            self.degrees.sequence_parallel and not self.labels.work_split[number] and _has_tokens(self.kind.ops[number])
-        )
-
-    def token_share(self, op: Op) -> float:
-        return self.degrees.token_share if _has_tokens(op) else 1.0
+        is_whole = self.degrees.sequence_parallel and not self.labels.work_split[number]
+        return is_whole and _has_tokens(self.kind.ops[number])
 
     def on(self, rank: int) -> LocalBlock:
         """The same block on another rank of cp."""
-        return (
-            replace(self, degrees=replace(self.degrees, rank=rank)) if self.degrees.tokens % self.degrees.cp else self
-        )
+        degrees = self.degrees
+        return replace(self, degrees=replace(degrees, rank=rank)) if degrees.tokens % degrees.cp else self
 
     @property
     def output_share(self) -> float:

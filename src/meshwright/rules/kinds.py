@@ -6,25 +6,26 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
-from meshwright.core.graph import Kind
+from meshwright.core.graph import Graph, Kind
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Owner = TypeVar("Owner", Kind, Graph)
 
 
-def cached_per_kind(function: Callable[Concatenate[Kind, P], T]) -> Callable[Concatenate[Kind, P], T]:
-    """Keep the function's results in the kind itself, as long as the kind lives. A kind is no dictionary key, since its hash visits
+def cached_in_value(function: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
+    """Keep the function's results in the kind or graph itself, as long as it lives. It is no dictionary key, since its hash visits
     all of its ops.
 
     Further arguments must be few, hashable and positional.
     """
 
     @wraps(function)
-    def known(kind: Kind, /, *more: P.args, **named: P.kwargs) -> T:
+    def known(owner: Owner, /, *more: P.args, **named: P.kwargs) -> T:
         key = (function, more)
-        answers = cast("dict[object, T]", kind.__dict__)
+        answers = cast("dict[object, T]", owner.__dict__)
         if key not in answers:
-            answers[key] = function(kind, *more, **named)
+            answers[key] = function(owner, *more, **named)
         return answers[key]
 
     return known

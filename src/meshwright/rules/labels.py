@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.graph import Kind, Op, Shape, Source
-from meshwright.rules.kinds import cached_per_kind
+from meshwright.rules.kinds import cached_in_value
 
 Label = Literal["whole", "split"]
 Way = Literal["column", "row", "table", "heads"]
@@ -85,7 +85,7 @@ def labels_of(kind: Kind, ways: dict[str, Way], outside: dict[Source, Label] | N
     )
 
 
-@cached_per_kind
+@cached_in_value
 def weight_copies(kind: Kind) -> dict[Source, str]:
     """Ops that only copy a parameter into another dtype → the parameter's name."""
     return {
@@ -118,8 +118,8 @@ def _split_tables(kind: Kind, ways: dict[str, Way]) -> set[Shape]:
     """Shapes of the tables that are split by their rows."""
     return {
         shape
-        for op in kind.ops
-        if op.phase == "forward" and op.name == "embedding"
+        for _, op in kind.forward_ops
+        if op.name == "embedding"
         for source, shape in zip(op.inputs, op.input_shapes, strict=False)
         if isinstance(source, str) and ways.get(source) == "table"
     }

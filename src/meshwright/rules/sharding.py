@@ -44,7 +44,7 @@ def _by_inputs(kind: Kind, parameters: dict[str, Parameter], tp: int) -> dict[st
     """Where every layer is a block of its own, as in a plain `nn.Sequential`, no layer in a block reads another's columns: each is
     split by its inputs, of which a rank takes its part."""
     copies = weight_copies(kind)
-    applied = [op for op in kind.ops if op.phase == "forward" and op.kind == "matmul" and op.region != "attention"]
+    applied = [op for _, op in kind.forward_ops if op.kind == "matmul" and op.region != "attention"]
     weights = {name: op for op in applied if (name := weight_of(op, parameters, copies)) is not None}
     return {name: "row" for name, op in weights.items() if num_inputs(op) % tp == 0}
 
@@ -176,10 +176,8 @@ def _with_channels(ways: dict[str, Way], kind: Kind, parameters: dict[str, Param
     """What batch norm and depthwise filters keep for channels that are split."""
     labels, copies = labels_of(kind, ways), weight_copies(kind)
     found: set[str] = set()
-    for op in kind.ops:
-        if op.phase == "forward" and any(
-            labels.of(source) == "split" for source in op.inputs if isinstance(source, int)
-        ):
+    for _, op in kind.forward_ops:
+        if any(labels.of(source) == "split" for source in op.inputs if isinstance(source, int)):
             own = [parameters[name] for s in op.inputs if (name := str(copies.get(s, s))) in parameters]
             is_norm = "batch_norm" in op.name
             found |= {p.own_name for p in own if is_norm or (len(p.shape) > 1 and is_depthwise(op, p))}
@@ -190,8 +188,8 @@ def _is_bias_of_column(name: str, ways: dict[str, Way], kind: Kind) -> bool:
     copies = weight_copies(kind)
     return any(
         way_of(op, ways, copies) == "column" and name in {copies.get(source, source) for source in op.inputs}
-        for op in kind.ops
-        if op.phase == "forward" and op.kind in ("matmul", "convolution")
+        for _, op in kind.forward_ops
+        if op.kind in ("matmul", "convolution")
     )
 
 
@@ -211,8 +209,8 @@ def outputs_are_first(name: str, kind: Kind, parameters: dict[str, Parameter]) -
         return True
     votes = {}
     copies = weight_copies(kind)
-    for op in kind.ops:
-        weight = weight_of(op, parameters, copies) if op.phase == "forward" and op.kind == "matmul" else None
+    for _, op in kind.forward_ops:
+        weight = weight_of(op, parameters, copies) if op.kind == "matmul" else None
         if weight is not None and op.result_shape and len(set(parameters[weight].shape)) > 1:
             votes[weight] = parameters[weight].shape[0] == op.result_shape[-1].fixed
     return votes.get(name, next(iter(votes.values()), True))

@@ -42,7 +42,7 @@ from meshwright.cost.communication.token_calls import token_calls
 from meshwright.cost.compute.recomputed_ops import last_needed
 from meshwright.cost.local_block import LocalBlock
 from meshwright.rules.context import ACCUMULATED_BYTES
-from meshwright.rules.kinds import cached_per_kind
+from meshwright.rules.kinds import cached_in_value
 
 EXPERT_COUNT_BYTES = 8
 """How many rows come to one expert, as int64."""
@@ -200,13 +200,13 @@ def _expert_calls(own: BlockOps) -> Iterator[Call]:
     yield own.call("all_to_all", size // modules, "ep", 2 * modules)
 
 
-@cached_per_kind
+@cached_in_value
 def _entering(kind: Kind) -> tuple[tuple[int, int], ...]:
     """Matmuls of experts, each with the results from outside them that it reads: rows, not where each expert's rows end."""
     return tuple(
         (number, _before_cast(kind.ops, source))
-        for number, op in enumerate(kind.ops)
-        if op.phase == "forward" and op.region == "expert" and op.kind == "matmul"
+        for number, op in kind.forward_ops
+        if op.region == "expert" and op.kind == "matmul"
         for source in op.inputs
         if isinstance(source, int)
         and kind.ops[source].written_bytes.per_sample > 0

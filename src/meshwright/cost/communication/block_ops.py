@@ -12,7 +12,7 @@ from meshwright.core.plan import Plan
 from meshwright.cost.communication.links import Call, axis_group
 from meshwright.cost.compute.recomputed_ops import readers_of
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.kinds import cached_per_kind
+from meshwright.rules.kinds import cached_in_value
 
 WORK_ALONG = ("sum", "mean", "cumsum", "cumprod", "logcumsumexp")
 """Ops that sum over tokens, or run along them."""
@@ -77,13 +77,13 @@ class BlockOps:
         return self.last_needed is None or number < self.last_needed
 
 
-@cached_per_kind
+@cached_in_value
 def calling_ops(kind: Kind) -> tuple[tuple[int, Op], ...]:
     """Forward ops that may call collectives of their own: the loss, lookups, attention, experts, sums over tokens."""
-    return tuple((number, op) for number, op in enumerate(kind.ops) if op.phase == "forward" and _may_call(op))
 
+    def may_call(op: Op) -> bool:
+        in_region = op.kind == "matmul" and op.region in ("attention", "expert")
+        of_loss = "softmax" in op.name or op.name.startswith("nll_loss")
+        return in_region or of_loss or op.kind == "attention" or op.name == "embedding" or op.name in WORK_ALONG
 
-def _may_call(op: Op) -> bool:
-    in_region = op.kind == "matmul" and op.region in ("attention", "expert")
-    of_loss = "softmax" in op.name or op.name.startswith("nll_loss")
-    return in_region or of_loss or op.kind == "attention" or op.name == "embedding" or op.name in WORK_ALONG
+    return tuple((number, op) for number, op in kind.forward_ops if may_call(op))

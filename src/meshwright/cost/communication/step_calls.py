@@ -212,8 +212,8 @@ def _whole_calls(graph: Graph, plan: Plan, recipe: Recipe, parameters: tuple[Par
     lookups = {  # tables whose gradient every rank has whole
         (block.name, op.inputs[0])
         for block in graph.blocks
-        for op in kinds[block.name].ops
-        if op.phase == "forward" and is_whole_lookup(op) and op.inputs
+        for _, op in kinds[block.name].forward_ops
+        if is_whole_lookup(op) and op.inputs
     }
     others = {*split_dims(graph, plan), *lookups}
     whole = [p for p in parameters if (p.block, p.own_name) not in others]
@@ -235,8 +235,8 @@ def _batch_norm_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int)
             continue
         labels = local_blocks[block.name].labels
         times = plan.num_microbatches * (3 if modes.get(block.name) == "full" else 2)
-        for op in kinds[block.name].ops:
-            if op.name in BATCH_NORMS and op.phase == "forward":
+        for _, op in kinds[block.name].forward_ops:
+            if op.name in BATCH_NORMS:
                 channels = op.input_shapes[0][1].fixed / (plan.mesh.tp if labels.of(op.inputs[0]) == "split" else 1)
                 size = round(2 * item * channels)
                 yield Call("all_reduce", size, times * op.count, "other", "dp", group, block.name)

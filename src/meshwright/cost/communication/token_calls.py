@@ -20,7 +20,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Source
 from meshwright.cost.communication.block_ops import WORK_ALONG, BlockOps
 from meshwright.cost.communication.links import Call
-from meshwright.rules.kinds import cached_per_kind, reached
+from meshwright.rules.kinds import cached_in_value, reached
 
 SUMS = ("sum", "mean")
 STREAM_DIMS = 3
@@ -88,7 +88,7 @@ def _is_fraction(op: Op) -> bool:
     return op.name == "mean" or op.read_bytes.at(1) == elements * PRECISION_BYTES[op.dtype]
 
 
-@cached_per_kind
+@cached_in_value
 def _lies_over_ranks(kind: Kind, number: int) -> bool:
     """Whether it reads tokens of the stream; a lookup of the batch's ids makes some."""
     sources = _upstream(kind, number, stops=("embedding",))
@@ -98,7 +98,7 @@ def _lies_over_ranks(kind: Kind, number: int) -> bool:
     )
 
 
-@cached_per_kind
+@cached_in_value
 def _is_differentiated(kind: Kind, number: int) -> bool:
     sources = _upstream(kind, number, stops=NOT_DIFFERENTIATED)
     return any(isinstance(source, str) and source != "@batch" for source in sources)

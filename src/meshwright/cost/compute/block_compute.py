@@ -19,7 +19,7 @@ from meshwright.cost.compute.fusion import is_fused
 from meshwright.cost.compute.kernel_costs import KernelCosts
 from meshwright.cost.compute.recomputed_ops import ActivationMode, last_needed, recomputed_ops
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.kinds import cached_per_kind
+from meshwright.rules.kinds import cached_in_value
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def forward_launch_seconds(plan: Plan, device: Device) -> float:
     return device.launch_seconds + added
 
 
-@cached_per_kind
+@cached_in_value
 def weight_products(kind: Kind, number: int) -> tuple[int, ...]:
     """Matmuls of a pass whose result has no tokens: in backward, gradients of weights."""
     return tuple(

@@ -23,7 +23,7 @@ from meshwright.core.cluster import FLOP_KINDS
 from meshwright.core.graph import Affine, Kind, Op, Source
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.rules.kinds import cached_per_kind, reached
+from meshwright.rules.kinds import cached_in_value, reached
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def is_fused(block: str, plan: Plan, recipe: Recipe) -> bool:
     return plan.compile or recipe.system.fused_ops
 
 
-@cached_per_kind
+@cached_in_value
 def fused_groups(kind: Kind) -> Fused:
     first_of = _first_of_equals(kind)
     group_of = _groups(kind, first_of)
@@ -68,14 +68,14 @@ def fused_groups(kind: Kind) -> Fused:
     written = _written(kind, group_of, first_of)
     kept, reads_input = _kept(kind, group_of, written, first_of)
     # blocks of a kind follow each other: what one hands on is the next one's input
-    keeps_input = reads_input and all(_is_dropped(kind.ops[number]) for number in output_ops(kind))
+    keeps_input = reads_input and not any(kind.ops[number].is_saved for number in output_ops(kind))
     return Fused(
         group_of=group_of,
         members={group: tuple(numbers) for group, numbers in members.items()},
         moved={group: _moved(kind, numbers, group_of, written, first_of) for group, numbers in members.items()},
         written=written,
         kept_ops=kept,
-        added_ops=frozenset(number for number in kept if keeps_input and _is_dropped(kind.ops[number])),
+        added_ops=frozenset(number for number in kept if keeps_input and not kind.ops[number].is_saved),
         keeps_input=keeps_input,
     )
 
@@ -162,8 +162,8 @@ def _kept(
     """What backward needs itself, or what it computes that from; and whether it computes something from the block's input."""
     kept: set[int] = set()
     reads_input = False
-    for number, op in enumerate(kind.ops):
-        if op.phase != "forward" or _is_dropped(op):
+    for number, op in kind.forward_ops:
+        if not op.is_saved:
             continue
         if number not in group_of:
             kept.add(number)
@@ -187,15 +187,11 @@ def _smaller_origin(kind: Kind, number: int, group_of: dict[int, int]) -> int:
     return number
 
 
-def _is_dropped(op: Op) -> bool:
-    return not (op.saved_bytes.per_sample or op.saved_bytes.fixed)
-
-
-@cached_per_kind
+@cached_in_value
 def output_ops(kind: Kind) -> frozenset[int]:
     """Forward ops whose results no forward op of the block reads: the block's outputs."""
-    forward = [number for number, op in enumerate(kind.ops) if op.phase == "forward"]
-    return frozenset(forward) - {source for number in forward for source in kind.ops[number].inputs}
+    read = {source for _, op in kind.forward_ops for source in op.inputs}
+    return frozenset(number for number, _ in kind.forward_ops if number not in read)
 
 
 def _sources(kind: Kind, number: int, group_of: dict[int, int]) -> set[Source]:

@@ -13,7 +13,7 @@ from meshwright.core.graph import Graph, Kind, Op, Precision
 from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
 from meshwright.cost.compute.measured_kernels import MeasuredKernels, no_rate
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.kinds import cached_per_kind
+from meshwright.rules.kinds import cached_in_value
 
 
 class KernelCosts:
@@ -69,7 +69,7 @@ def kernels_of(device: Device) -> Kernels | MeasuredKernels:
     return Kernels(device, device.constants) if device.constants else MeasuredKernels(device)
 
 
-@cached_per_kind
+@cached_in_value
 def first_alike(kind: Kind) -> tuple[Op, ...]:
     """For every op, the first op of the block that does the same work on tensors of the same shapes."""
     first: dict[tuple[object, ...], Op] = {}
