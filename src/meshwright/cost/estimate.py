@@ -162,8 +162,8 @@ class Estimator:
 
     def update_seconds(self, coordinate: int) -> float:
         rank_state = self.rank_state(coordinate)
-        item = 8 if self.plan.precision == "fp64" else 4
-        seconds = update_seconds(rank_state.trainable, self.cluster.device, self.recipe.optimizer_slots, item)
+        about = (self.cluster.device, self.recipe.optimizer_slots, self.plan.master_bytes)
+        seconds = update_seconds(rank_state.trainable, *about)
         if self.recipe.clips:
             seconds += clip_seconds(rank_state.trainable, len(rank_state.parameters), self.cluster.device)
         return seconds

@@ -11,7 +11,7 @@
     host memory   n_h (M master + slots · M state + D for a gradient on its way, twice where updates may be late
                   + M for a sum where there are microbatches)
     on disk       state is in a file. Host memory holds gradients in transfer, and the master weights where the device computes
-                  with the same numbers. U is at least the time to read and write the state         -> _disk_seconds
+                  with the same numbers. U is at least the time to read and write the state               -> _Host
     one rank, U > B   gradients arrive while backward runs, in its order. When backward ends, the updates of the first blocks are
                       left; they run in the order forward needs them, and the last blocks' forward runs after the last update:
                           step = last gradient's delay + U + F · B / U                                   -> _early
@@ -161,7 +161,10 @@ class _Host:
         self.out = moved * plan.num_microbatches / link
         self.back = moved / link
         shared = 1 + 2 * rank_state.items.gradient / UPDATE_BYTES
-        disk = _disk_seconds(rank_state, plan, cluster)
+        disk = 0.0
+        if plan.offload.where == "disk":  # every update reads its state from the disk, and the state is written back
+            narrower = rank_state.recipe.optimizer_slots * (plan.master_bytes - moment_bytes(plan))
+            disk = 2 * rank_state.shipped * (rank_state.items.state - narrower) / disk_rate(plan, cluster)
         self.update = max(rank_state.shipped / rate * shared, disk)
         """Seconds of the updates when all gradients have waited in memory."""
         self._fresh_update = max(rank_state.shipped / rate * FRESH_BYTES / UPDATE_BYTES, disk)
@@ -177,16 +180,6 @@ class _Host:
         """
         fresh = min(1.0, passes / self._fresh_update) if self._fresh_update else 1.0
         return fresh * self._fresh_update + (1 - fresh) * self.update
-
-
-def _disk_seconds(rank_state: RankState, plan: Plan, cluster: Cluster) -> float:
-    """Every update reads its state from the disk, and the state is written back."""
-    if plan.offload.where != "disk":
-        return 0.0
-    slots = rank_state.recipe.optimizer_slots
-    stored = 8 if plan.precision == "fp64" else 4
-    state = rank_state.items.state - slots * (stored - moment_bytes(plan))
-    return 2 * rank_state.shipped * state / disk_rate(plan, cluster)
 
 
 def _by_traffic(rank_state: RankState, plan: Plan, cluster: Cluster, played_seconds: float) -> Offloaded:

@@ -69,8 +69,8 @@ def labels_of(kind: Kind, ways: dict[str, Way], outside: dict[Source, Label] | N
             elif way in ("row", "table"):
                 label = "whole"
                 summed.append(number)
-        elif way == "row" or _is_table_gradient(op, tables):
-            label = "split"
+        elif way == "row" or (op.name == "embedding_dense_backward" and op.result_shape in tables):
+            label = "split"  # a table's gradient reads the stream's gradient and token ids: the shape tells whose it is
         elif way == "column":
             label = "whole"
         known[number] = label
@@ -123,11 +123,6 @@ def _split_tables(kind: Kind, ways: dict[str, Way]) -> set[Shape]:
         for source, shape in zip(op.inputs, op.input_shapes, strict=False)
         if isinstance(source, str) and ways.get(source) == "table"
     }
-
-
-def _is_table_gradient(op: Op, tables: set[Shape]) -> bool:
-    """It reads the stream's gradient and token ids, not the table: the shape tells whose gradient it is."""
-    return op.name == "embedding_dense_backward" and op.result_shape in tables
 
 
 def is_outer(source: Source) -> bool:

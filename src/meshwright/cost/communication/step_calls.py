@@ -227,7 +227,7 @@ def _batch_norm_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int)
     """Mean and mean square of every channel in forward, two sums in backward, in each microbatch; a recompute asks again."""
     if not plan.sync_batch_norm or plan.mesh.dp == 1:
         return
-    group, item = axis_group(plan.mesh, "dp"), 8 if plan.precision == "fp64" else 4
+    group, item = axis_group(plan.mesh, "dp"), plan.master_bytes
     here, modes, kinds = {*blocks_on(plan, coordinate)}, recompute_modes(plan, recipe), graph.kind_by_block
     local_blocks = make_local_blocks(graph, plan)
     for block in graph.blocks:

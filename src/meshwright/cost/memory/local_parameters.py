@@ -38,8 +38,7 @@ class Items:
 
 
 def items_of(plan: Plan, recipe: Recipe) -> Items:
-    stored = 8 if plan.precision == "fp64" else 4
-    system = recipe.system
+    stored, system = plan.master_bytes, recipe.system
     narrow = plan.stores_16_bits and not system.parameter_item_bytes
     parameter = system.parameter_item_bytes or (PRECISION_BYTES[plan.precision] if narrow else stored)
     gradient = system.gradient_item_bytes or parameter
@@ -54,8 +53,7 @@ def items_of(plan: Plan, recipe: Recipe) -> Items:
 
 def moment_bytes(plan: Plan) -> int:
     """Bytes of an element of one optimizer slot on the host."""
-    stored = 8 if plan.precision == "fp64" else 4
-    return PRECISION_BYTES["bf16"] if plan.offload.moments == "bf16" else stored
+    return PRECISION_BYTES["bf16"] if plan.offload.moments == "bf16" else plan.master_bytes
 
 
 def blocks_on(plan: Plan, coordinate: int) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ class RankState:
         plan, items = self.plan, self.items
         if plan.offload.what == "none":
             return 0.0
-        stored = 8 if plan.precision == "fp64" else 4
+        stored = plan.master_bytes
         if plan.offload.what == "parameters":
             state = self.shipped * (items.state + items.gradient)
             return state + self.parameter_bytes * offloaded_parameter_share
