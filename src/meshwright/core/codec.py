@@ -25,8 +25,7 @@ import tomli_w
 
 from meshwright.core.bounds import LARGEST_FILE_BYTES
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.files.given_file import read_given
-from meshwright.core.files.parsing import parse_json, parse_toml
+from meshwright.core.files.given_file import parse_json, parse_toml, read_given
 from meshwright.core.units import parse_bytes, parse_seconds
 
 T = TypeVar("T")

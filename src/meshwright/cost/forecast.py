@@ -20,8 +20,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.run.forecast import Forecast, Planned
-from meshwright.core.run.trace import MemoryPoint
+from meshwright.core.run.trace import Forecast, MemoryPoint, Planned
 from meshwright.cost.estimate import Estimator, stage_seconds
 from meshwright.cost.memory.peak_memory import Moment
 from meshwright.cost.memory.rank_state import RankState

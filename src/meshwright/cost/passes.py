@@ -22,7 +22,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication.links import Call, axis_group
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.crossings import crossings, stages_of_events
+from meshwright.rules.stages import crossings, stages_of_events
 
 
 class Sent(NamedTuple):

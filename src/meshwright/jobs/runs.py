@@ -79,7 +79,7 @@ def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricL
     from meshwright.core.files.given_file import read_given
     from meshwright.core.plan import Plan
     from meshwright.core.result import SearchResult
-    from meshwright.core.run.forecast import Forecast
+    from meshwright.core.run.trace import Forecast
     from meshwright.jobs.metric_lines import MetricLines
     from meshwright.report.run import Run
     from meshwright.training.folder import RunFolder

@@ -25,7 +25,7 @@ from meshwright.core.cluster import Cluster, Link
 from meshwright.core.collective import Collective, CollectiveKind, total
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Mesh
-from meshwright.cost.interpolation import interpolated_seconds
+from meshwright.cost.measurements import interpolated_seconds
 
 
 @dataclass(frozen=True)

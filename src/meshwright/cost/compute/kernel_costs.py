@@ -1,6 +1,6 @@
 """Seconds of one kernel as one rank runs it; equal ops are costed once.
 
-probed device   interpolated between measured sizes (measured_kernels.py)
+probed device   interpolated between measured sizes (cost/measurements.py)
 named device    from its peaks and the constants of its family (analytical_kernels.py)
 """
 
@@ -11,8 +11,8 @@ from math import prod
 from meshwright.core.cluster import FLOP_KINDS, Device
 from meshwright.core.graph import Graph, Kind, Op, Precision
 from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
-from meshwright.cost.compute.measured_kernels import MeasuredKernels, no_rate
 from meshwright.cost.local_block import LocalBlock
+from meshwright.cost.measurements import MeasuredKernels, no_rate
 from meshwright.rules.kinds import cached_in_value
 
 
