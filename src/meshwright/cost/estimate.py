@@ -37,7 +37,7 @@ from meshwright.cost.origin import error_share, rates_origin
 from meshwright.cost.parameter_offload import StreamedCost, is_streamed
 from meshwright.cost.passes import StagePasses, passes_by_stage, transfer_calls
 from meshwright.cost.play import Play, enough_microbatches, play_schedule
-from meshwright.cost.stages import StageCost, StageCosts
+from meshwright.cost.stages import StageCosts
 from meshwright.cost.timing import StageSeconds, Transfers
 from meshwright.rules.schedules import make_order
 from meshwright.rules.stages import check_blocks
@@ -78,7 +78,7 @@ class Estimator:
         self.costs: StageCosts = StageCosts(graph, plan, cluster, recipe, self.microbatch, like.costs if like else None)
 
     @cached_property
-    def stages(self) -> list[StageCost]:
+    def stages(self) -> list[StageSeconds]:
         return [self.costs.of(number, passes) for number, passes in enumerate(self.passes)]
 
     def estimate(self, budget_bytes: int | None) -> Estimate:
@@ -119,7 +119,7 @@ class Estimator:
             plan.mesh.pp,
             plan.num_microbatches,
             plan.virtual,
-            [stage_seconds(cost) for cost in self.stages],
+            self.stages,
             self.transfers,
         )
 
@@ -155,7 +155,7 @@ class Estimator:
         transfer = moved.transfer_seconds + self.activation_offload_seconds(self._stages_on(coordinate))
         return transfer + moved.update_seconds + self.other_seconds(coordinate)
 
-    def _stages_on(self, coordinate: int) -> list[StageCost]:
+    def _stages_on(self, coordinate: int) -> list[StageSeconds]:
         return [
             cost for cost, stage in zip(self.stages, self.plan.stages, strict=True) if stage.coordinate == coordinate
         ]
@@ -184,7 +184,7 @@ class Estimator:
             return self.streamed.seconds(self.cluster, self.stages)
         return offloaded(self.rank_state(coordinate), self.plan, self.cluster, self.recipe, self.stages, played_seconds)
 
-    def activation_offload_seconds(self, stages: list[StageCost]) -> float:
+    def activation_offload_seconds(self, stages: list[StageSeconds]) -> float:
         """Exposed seconds of activation offload in a step."""
         if not self.plan.offload.activations:
             return 0.0
@@ -279,20 +279,6 @@ def _memory_order(plan: Plan) -> Order:
     """With as many microbatches as fill the pipeline: more do not take more memory."""
     pp = plan.mesh.pp
     return make_order(plan.schedule, pp, enough_microbatches(plan.schedule, pp, plan.num_microbatches), plan.virtual)
-
-
-def stage_seconds(cost: StageCost) -> StageSeconds:
-    backward = cost.backward_seconds
-    weights = min(cost.weights, backward)
-    return StageSeconds(
-        forward=cost.forward_seconds,
-        backward=backward,
-        backward_inputs=backward - weights,
-        backward_weights=weights,
-        first_forward_extra=cost.gather_once,
-        last_backward_extra=cost.reduce_once,
-        transfer=cost.transfer,
-    )
 
 
 def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:

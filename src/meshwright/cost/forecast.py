@@ -21,7 +21,7 @@ from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.run.trace import Forecast, MemoryPoint, Planned
-from meshwright.cost.estimate import Estimator, stage_seconds
+from meshwright.cost.estimate import Estimator
 from meshwright.cost.memory.peak_memory import Moment
 from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.play import Span, enough_microbatches, play, timeline
@@ -39,7 +39,7 @@ def forecast(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None =
     if 2 * count * len(plan.stages) > MOST_ACTIONS:
         count = enough_microbatches(plan.schedule, plan.mesh.pp, count)
     order = make_order(plan.schedule, plan.mesh.pp, count, plan.virtual)
-    seconds = [stage_seconds(cost) for cost in estimator.stages]
+    seconds = estimator.stages
     spans = timeline(order, seconds, estimator.transfers)
     play_of_all = play(order, seconds, estimator.transfers)
     played, worst = play_of_all.step_seconds, play_of_all.busiest

@@ -43,7 +43,7 @@ from meshwright.cost.communication.links import host_link
 from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.cost.memory.local_parameters import moment_bytes
 from meshwright.cost.memory.rank_state import RankState
-from meshwright.cost.stages import StageCost
+from meshwright.cost.timing import StageSeconds
 
 ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
 """Parameters per second that AdamW updates on one host where nobody measured it. Origin: assumed."""
@@ -73,7 +73,7 @@ def offloaded(
     plan: Plan,
     cluster: Cluster,
     recipe: Recipe,
-    stages: Sequence[StageCost],
+    stages: Sequence[StageSeconds],
     played_seconds: float,
 ) -> Offloaded:
     if plan.offload.what == "parameters":
@@ -130,7 +130,7 @@ def _early(host: _Host, forward: float, backward: float, update: float, num_bloc
     return max(0.0, first_gradient + update + forward * backward / update - forward - backward)
 
 
-def exposed_activation_seconds(num_bytes: float, cluster: Cluster, stages: Sequence[StageCost]) -> float:
+def exposed_activation_seconds(num_bytes: float, cluster: Cluster, stages: Sequence[StageSeconds]) -> float:
     """Seconds of one microbatch's transfers that its forward and backward do not hide."""
     seconds = num_bytes / host_link(cluster, "offload of activations").bytes_per_second
     forward = sum(stage.forward_seconds for stage in stages)

@@ -37,7 +37,7 @@ from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.footprint import Footprints
 from meshwright.cost.memory.peak_memory import Moment
 from meshwright.cost.offload import Offloaded, disk_rate, host_update_rate
-from meshwright.cost.stages import StageCost
+from meshwright.cost.timing import StageSeconds
 from meshwright.rules.groups import PIECE_BYTES
 from meshwright.rules.limits import not_yet
 
@@ -182,7 +182,7 @@ class StreamedCost:
 
     # ------------------------------------------------------------ time
 
-    def seconds(self, cluster: Cluster, stages: Sequence[StageCost]) -> Offloaded:
+    def seconds(self, cluster: Cluster, stages: Sequence[StageSeconds]) -> Offloaded:
         count = self.plan.num_microbatches
         forward = count * sum(stage.forward_seconds for stage in stages)
         backward = count * sum(stage.backward_seconds for stage in stages)

@@ -9,7 +9,6 @@ dp       gathers and reductions overlap with that (cost/overlap.py): in every mi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.core.cluster import Cluster
@@ -25,36 +24,7 @@ from meshwright.cost.memory.local_parameters import split_dims
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.overlap import Lane, exposed_seconds, play_backward, play_forward
 from meshwright.cost.passes import StagePasses, sends_shares, sent_bytes
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Seconds of one microbatch on one stage, by part."""
-
-    forward: float
-    backward: float
-    recompute: float
-    weights: float
-    """The part of backward that makes gradients of weights: a schedule may run it later."""
-    inner_forward: float
-    inner_backward: float
-    """Communication inside the blocks."""
-    gather_each: float = 0.0
-    reduce_each: float = 0.0
-    """Exposed in every microbatch."""
-    gather_once: float = 0.0
-    reduce_once: float = 0.0
-    """Exposed once a step."""
-    transfer: float = 0.0
-    """To the next stage."""
-
-    @property
-    def forward_seconds(self) -> float:
-        return self.forward + self.inner_forward + self.gather_each
-
-    @property
-    def backward_seconds(self) -> float:
-        return self.backward + self.recompute + self.inner_backward + self.reduce_each
+from meshwright.cost.timing import StageSeconds
 
 
 class StageCosts:
@@ -76,13 +46,13 @@ class StageCosts:
         self.modes = recompute_modes(plan, recipe) if modes is None else modes
         self._calls: dict[int, tuple[Call, ...]] = {}
         self._stage_calls: dict[int, tuple[Call, ...]] = like._stage_calls if like else {}
-        self._known: dict[tuple[object, ...], StageCost] = like._known if like else {}
+        self._known: dict[tuple[object, ...], StageSeconds] = like._known if like else {}
         device = cluster.device
         waits = plan.zero > 0 and device.kind == "cpu"  # `fully_shard` waits for each of its collectives
         measured = 1.0 if waits else 1 - device.overlap_share
         self.slowdown = device.constants.overlap_slowdown if device.constants else measured
 
-    def of(self, number: int, passes: StagePasses) -> StageCost:
+    def of(self, number: int, passes: StagePasses) -> StageSeconds:
         """Stages with the same work cost the same: the middle of a deep model is costed once."""
         key = self.form(number, passes)
         if key not in self._known:
@@ -97,10 +67,10 @@ class StageCosts:
         sent = tuple((one.num_bytes, one.needs_gradient) for one in passes.sent)
         return work, blocks, sent, number == 0, number + 1 == len(self.plan.stages)
 
-    def _cost(self, number: int, passes: StagePasses) -> StageCost:
+    def _cost(self, number: int, passes: StagePasses) -> StageSeconds:
         device = self.cluster.device
         data = self._data(number, passes)
-        return StageCost(
+        return StageSeconds(
             forward=self.work(passes.forward).seconds(device),
             backward=self.work(passes.backward).seconds(device),
             recompute=self.recompute_work(passes).seconds(device),

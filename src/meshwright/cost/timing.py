@@ -32,19 +32,41 @@ Transfers = Literal["asynchronous", "requested", "blocking"]
 
 
 class StageSeconds(Value, kw_only=True):
-    """What one microbatch costs on one stage."""
+    """Seconds of one microbatch on one stage, by part."""
 
     forward: float
     backward: float
-    backward_inputs: float = 0.0
-    backward_weights: float = 0.0
-    """The halves, where the schedule splits a backward."""
-    first_forward_extra: float = 0.0
+    recompute: float = 0.0
+    weights: float = 0.0
+    """The part of backward that makes gradients of weights: a schedule may run it later."""
+    inner_forward: float = 0.0
+    inner_backward: float = 0.0
+    """Communication inside the blocks."""
+    gather_each: float = 0.0
+    reduce_each: float = 0.0
+    """Exposed in every microbatch."""
+    gather_once: float = 0.0
     """Before the first forward of a step: parameters still to be gathered."""
-    last_backward_extra: float = 0.0
+    reduce_once: float = 0.0
     """After the last backward of a step: gradients still to be reduced. The last message does not wait for it."""
     transfer: float = 0.0
     """From this stage to the next, and of the gradient back. Free where both share a coordinate."""
+
+    @property
+    def forward_seconds(self) -> float:
+        return self.forward + self.inner_forward + self.gather_each
+
+    @property
+    def backward_seconds(self) -> float:
+        return self.backward + self.recompute + self.inner_backward + self.reduce_each
+
+    def of(self, kind: ActionKind) -> float:
+        """Seconds of one unit of work; both halves of a backward are as long as the whole."""
+        if kind == "forward":
+            return self.forward_seconds
+        backward = self.backward_seconds
+        weights = min(self.weights, backward)
+        return {"backward": backward, "backward_inputs": backward - weights, "backward_weights": weights}[kind]
 
 
 class Timing(NamedTuple):
@@ -100,8 +122,8 @@ class _Rules:
         for stage in {stage for _, stage in rules}:
             places = [place for place, action in enumerate(actions) if action.stage == stage]
             first, last = places[0], places[-1]  # a stage begins with a forward and ends with a backward
-            row[first] = _lengthened(row[first], before=self.stages[stage].first_forward_extra)
-            row[last] = _lengthened(row[last], after=self.stages[stage].last_backward_extra)
+            row[first] = _lengthened(row[first], before=self.stages[stage].gather_once)
+            row[last] = _lengthened(row[last], after=self.stages[stage].reduce_once)
         return row
 
     def _rule(self, kind: ActionKind, stage: int) -> _Rule:
@@ -114,7 +136,7 @@ class _Rules:
             need=self.num_microbatches * (2 * num_stages if maker is None else gradients + maker),
             asks_ahead=False,
             held_by_receive=taken if waits else 0.0,
-            seconds=getattr(self.stages[stage], kind),
+            seconds=self.stages[stage].of(kind),
             extra_after=0.0,
             slot=self.num_microbatches * (2 * num_stages + 1 if taker is None else gradients + stage),
             link=here * len(self.order) + (here if taker is None else self.homes[taker]),
