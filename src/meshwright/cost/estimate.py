@@ -72,7 +72,7 @@ class Estimator:
         )
         self.local_blocks: dict[str, LocalBlock] = self.microbatch.local_blocks
         self.passes: tuple[StagePasses, ...] = like.passes if like else passes_by_stage(graph, plan)
-        self.memory_order: Order = like.memory_order if like else _memory_order(plan)
+        self.memory_order: Order = like.memory_order if like else full_order(plan)
         self._rank_states: dict[int, RankState] = like._rank_states if like else {}
         self._walked: Walked = like._walked if like else {}
         self.costs: StageCosts = StageCosts(graph, plan, cluster, recipe, self.microbatch, like.costs if like else None)
@@ -275,10 +275,10 @@ class Estimator:
                 yield from (replace(call, count=call.count * self.plan.num_microbatches) for call in calls)
 
 
-def _memory_order(plan: Plan) -> Order:
+def full_order(plan: Plan) -> Order:
     """With as many microbatches as fill the pipeline: more do not take more memory."""
-    pp = plan.mesh.pp
-    return make_order(plan.schedule, pp, enough_microbatches(plan.schedule, pp, plan.num_microbatches), plan.virtual)
+    count = enough_microbatches(plan.schedule, plan.mesh.pp, plan.num_microbatches)
+    return make_order(plan.schedule, plan.mesh.pp, count, plan.virtual)
 
 
 def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:

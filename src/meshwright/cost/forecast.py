@@ -38,8 +38,7 @@ def forecast(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None =
     count = plan.num_microbatches
     if 2 * count * len(plan.stages) > MOST_ACTIONS:
         count = enough_microbatches(plan.schedule, plan.mesh.pp, count)
-    order = make_order(plan.schedule, plan.mesh.pp, count, plan.virtual)
-    seconds = estimator.stages
+    order, seconds = make_order(plan.schedule, plan.mesh.pp, count, plan.virtual), estimator.stages
     spans = timeline(order, seconds, estimator.transfers)
     play_of_all = play(order, seconds, estimator.transfers)
     played, worst = play_of_all.step_seconds, play_of_all.busiest

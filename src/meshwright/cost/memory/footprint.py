@@ -143,17 +143,15 @@ class _BlockFootprints:
         if mode == "none":
             return plain
         if self.kind.passes[number].phase == "forward":
-            cached = self._weight_copies(number) if mode == "full" else 0.0
+            cached = 0.0
+            if mode == "full" and self.fused is None:  # compiled code does not cache copies of weights
+                here = (op for op in weight_copies(self.kind) if op in self.kind.passes[number].op_range)
+                cached = sum(
+                    self.kind.ops[op].written_bytes.fixed * self._share(op) for op in here if isinstance(op, int)
+                )
             return Footprint(plain.kept - self._dropped(number, mode), plain.peak, cached=cached)
         dropped = self._dropped(_forward_of(self.kind, number), mode)
         return Footprint(dropped + plain.kept, dropped + plain.peak, dropped, plain.pending_gradient_share)
-
-    def _weight_copies(self, number: int) -> float:
-        """Copies of parameters in another dtype; compiled code does not cache them."""
-        if self.fused is not None:
-            return 0.0
-        here = (op for op in weight_copies(self.kind) if op in self.kind.passes[number].op_range)
-        return sum(self.kind.ops[op].written_bytes.fixed * self._share(op) for op in here if isinstance(op, int))
 
     def _dropped(self, forward: int, mode: ActivationMode) -> float:
         """The bytes a forward pass would keep without recompute, and does not keep with it."""
@@ -254,12 +252,8 @@ class _BlockFootprints:
             maker=source if isinstance(source, int) else None,
             gradient_share_before=liveness.share_made_before(source) if isinstance(source, int) else 0.0,
             not_kept=self._is_not_kept(source),
-            given_late=one.phase == "backward" and self._is_read_again(source),
+            given_late=one.phase == "backward" and self.fused is not None and isinstance(source, str) and "#" in source,
         )
-
-    def _is_read_again(self, source: Source) -> bool:
-        """Whether fused code reads another block's result in backward, rather than keep its own copy of it."""
-        return self.fused is not None and isinstance(source, str) and "#" in source
 
     def _is_not_kept(self, source: Source) -> bool:
         """Whether fused code frees a result of forward before backward, though plain code keeps it."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.core.cluster import Device
 from meshwright.core.estimate import MemoryParts
@@ -48,8 +49,7 @@ class Held:
         return max(self.forward or 0.0, self.backward or 0.0)
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """The memory in use at one moment of a step, and when that is."""
 
     coordinate: int
