@@ -93,6 +93,11 @@ class Op(Value, kw_only=True):
     """Of its results, what backward needs again."""
 
     @property
+    def activation_shape(self) -> Shape:
+        """Of the first input that has tokens: what a weight is applied to."""
+        return next((shape for shape in self.input_shapes if any(dim.per_sample for dim in shape)), ())
+
+    @property
     def is_saved(self) -> bool:
         return bool(self.saved_bytes.per_sample or self.saved_bytes.fixed)
 

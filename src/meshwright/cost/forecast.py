@@ -105,7 +105,10 @@ class _Curve:
         action = span.action
         if action.kind == "backward_weights":
             return
-        forward, backward = self._walk(action.stage, others, rank_state)
+        key = (action.stage, others, rank_state is self.rank_state)
+        if key not in self._walks:
+            self._walks[key] = self.cost.through_stage(action.stage, others, rank_state, self.device)
+        forward, backward = self._walks[key]
         moments = forward if action.kind == "forward" else backward
         work = self.estimator.costs.work
         weights = [work([one.segment]).seconds(self.device) if one.segment else 0.0 for one in moments]
@@ -114,12 +117,6 @@ class _Curve:
         for moment, weight in zip(moments, weights, strict=True):
             yield MemoryPoint(at_seconds=at, memory_bytes=moment.memory)
             at += weight * scale
-
-    def _walk(self, stage: int, others: float, rank_state: RankState) -> tuple[list[Moment], list[Moment]]:
-        key = (stage, others, rank_state is self.rank_state)
-        if key not in self._walks:
-            self._walks[key] = self.cost.through_stage(stage, others, rank_state, self.device)
-        return self._walks[key]
 
     def _between(self, action: Action, rank_state: RankState, held: float) -> MemoryParts:
         """After an action: what is in flight, and the gradients so far."""

@@ -122,13 +122,18 @@ class _Rules:
         for stage in {stage for _, stage in rules}:
             places = [place for place, action in enumerate(actions) if action.stage == stage]
             first, last = places[0], places[-1]  # a stage begins with a forward and ends with a backward
-            row[first] = _lengthened(row[first], before=self.stages[stage].gather_once)
-            row[last] = _lengthened(row[last], after=self.stages[stage].reduce_once)
+            rule, microbatch = row[first]
+            row[first] = rule._replace(seconds=rule.seconds + self.stages[stage].gather_once), microbatch
+            rule, microbatch = row[last]
+            row[last] = rule._replace(extra_after=rule.extra_after + self.stages[stage].reduce_once), microbatch
         return row
 
     def _rule(self, kind: ActionKind, stage: int) -> _Rule:
-        maker, taker = self._neighbours(kind, stage)
         num_stages, here = len(self.stages), self.homes[stage]
+        way = 1 if kind == "forward" else -1
+        is_alone = kind == "backward_weights"
+        maker = None if is_alone or not 0 <= stage - way < num_stages else stage - way
+        taker = None if is_alone or not 0 <= stage + way < num_stages else stage + way
         gradients = 0 if kind == "forward" else num_stages
         taken, sent = self._transfer(stage, maker), self._transfer(stage, taker)
         waits = self.transfers != "asynchronous"
@@ -144,14 +149,6 @@ class _Rules:
             held_by_send=sent if self.transfers == "blocking" else 0.0,
         )
 
-    def _neighbours(self, kind: ActionKind, stage: int) -> tuple[int | None, int | None]:
-        """The stages that make what an action needs and take what it makes."""
-        before = stage - 1 if stage > 0 else None
-        behind = stage + 1 if stage + 1 < len(self.stages) else None
-        if kind == "backward_weights":
-            return None, None
-        return (before, behind) if kind == "forward" else (behind, before)
-
     def _transfer(self, stage: int, other: int | None) -> float:
         if other is None or self.homes[other] == self.homes[stage]:
             return 0.0
@@ -164,11 +161,6 @@ def _asking(entry: tuple[_Rule, int], before: Action | None, action: Action) -> 
     is_first = action.kind == "forward" and microbatch == 0
     is_of_before = before == Action("forward", action.stage, microbatch)
     return rule._replace(asks_ahead=not (before is None or is_first or is_of_before)), microbatch
-
-
-def _lengthened(entry: tuple[_Rule, int], before: float = 0.0, after: float = 0.0) -> tuple[_Rule, int]:
-    rule, microbatch = entry
-    return rule._replace(seconds=rule.seconds + before, extra_after=rule.extra_after + after), microbatch
 
 
 class _Machine:

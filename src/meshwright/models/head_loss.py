@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.core.files.trusted import use_own_compile_cache
+from meshwright.core.files.cache import use_own_compile_cache
 from meshwright.core.names import is_list_item
 from meshwright.rules.groups import PIECE_BYTES
 from meshwright.runtime._torch import DisableTorchFunction

@@ -63,10 +63,17 @@ def block_sharding(
 ) -> BlockSharding | None:
     """What a plan writes for blocks of a kind whose weights are split in these ways; None where none is."""
     names = compact_names(blocks)
-    by_channel = _with_channels(ways, kind, parameters) if ways else set()
-    tensors = (_tensor(parameter, ways, kind, parameters, by_channel) for parameter in parameters.values())
-    split = tuple(tensor for tensor in tensors if any(tensor.dims))
-    return BlockSharding(for_blocks=names, tensors=split) if names and split else None
+    along = _along_columns(ways, kind, parameters) if ways else set()
+    split = []
+    for name, parameter in parameters.items():
+        dims = [""] * len(parameter.shape)
+        if name in ways:
+            dims[split_dim(ways[name], outputs_are_first(name, kind, parameters))] = "tp"
+        elif name in along:
+            dims[0] = "tp"
+        if any(dims):
+            split.append(TensorSharding(tensor=name, dims=tuple(dims)))
+    return BlockSharding(for_blocks=names, tensors=tuple(split)) if names and split else None
 
 
 def _kinds(graph: Graph) -> Iterator[tuple[Kind, dict[str, Parameter]]]:
@@ -136,18 +143,12 @@ def weight_of(op: Op, parameters: dict[str, Parameter], copies: dict[Source, str
     """The matrix, filter or table an op applies: of two parameters (learned queries through a layer) the latter."""
     if op.kind not in ("matmul", "convolution") and op.name != "embedding":
         return None
-    names = [copies.get(source, source) for source in reversed(op.inputs)]
-    return next(
-        (
-            name
-            for name in names
-            if isinstance(name, str)
-            and name in parameters
-            and len(parameters[name].shape) > 1
-            and not parameters[name].expert
-        ),
-        None,
-    )
+    for source in reversed(op.inputs):
+        name = copies.get(source, source)
+        parameter = parameters.get(name) if isinstance(name, str) else None
+        if parameter is not None and len(parameter.shape) > 1 and not parameter.expert:
+            return str(name)
+    return None
 
 
 def num_outputs(op: Op) -> float:
@@ -155,42 +156,23 @@ def num_outputs(op: Op) -> float:
 
 
 def num_inputs(op: Op) -> float:
-    """Features of the tensor the weight is applied to: the input that has tokens."""
-    shapes = [shape for shape in op.input_shapes if any(dim.per_sample for dim in shape)]
-    return shapes[0][1 if op.kind == "convolution" else -1].fixed if shapes else 0.0
+    """Features of the tensor the weight is applied to."""
+    shape = op.activation_shape
+    return shape[1 if op.kind == "convolution" else -1].fixed if shape else 0.0
 
 
-def _tensor(
-    parameter: Parameter, ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter], by_channel: set[str]
-) -> TensorSharding:
-    name = parameter.own_name
-    dims = [""] * len(parameter.shape)
-    if name in ways:
-        dims[split_dim(ways[name], outputs_are_first(name, kind, parameters))] = "tp"
-    elif name in by_channel or (len(dims) == 1 and _is_bias_of_column(name, ways, kind)):
-        dims[0] = "tp"
-    return TensorSharding(tensor=name, dims=tuple(dims))
-
-
-def _with_channels(ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> set[str]:
-    """What batch norm and depthwise filters keep for channels that are split."""
+def _along_columns(ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> set[str]:
+    """What goes with columns and channels that are split: biases, and what batch norm and depthwise filters keep for each."""
     labels, copies = labels_of(kind, ways), weight_copies(kind)
     found: set[str] = set()
     for _, op in kind.forward_ops:
+        own = [parameters[name] for s in op.inputs if (name := str(copies.get(s, s))) in parameters]
+        if op.kind in ("matmul", "convolution") and way_of(op, ways, copies) == "column":
+            found |= {p.own_name for p in own if len(p.shape) == 1}
         if any(labels.of(source) == "split" for source in op.inputs if isinstance(source, int)):
-            own = [parameters[name] for s in op.inputs if (name := str(copies.get(s, s))) in parameters]
             is_norm = "batch_norm" in op.name
             found |= {p.own_name for p in own if is_norm or (len(p.shape) > 1 and is_depthwise(op, p))}
     return found
-
-
-def _is_bias_of_column(name: str, ways: dict[str, Way], kind: Kind) -> bool:
-    copies = weight_copies(kind)
-    return any(
-        way_of(op, ways, copies) == "column" and name in {copies.get(source, source) for source in op.inputs}
-        for _, op in kind.forward_ops
-        if op.kind in ("matmul", "convolution")
-    )
 
 
 def split_dim(way: Way, outputs_first: bool) -> int:

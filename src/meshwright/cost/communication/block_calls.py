@@ -81,7 +81,8 @@ def _tensor_calls(own: BlockOps, recomputed: bool) -> Iterator[Call]:
     if plan.mesh.tp == 1:
         return
     made = [_result_bytes(op, own) for op in own.of(tuple(filter(own.is_made, labels.reduced_forward)))]
-    read = [_read_bytes(op, own) for op in own.of(labels.reduced_backward)]
+    applied = [(op.activation_shape, PRECISION_BYTES[op.dtype]) for op in own.of(labels.reduced_backward)]
+    read = [round(own.elements(shape) * item) if shape else 0 for shape, item in applied]
     reduced = made if own.is_forward else read
     if not plan.sequence_parallel:
         yield from (own.call("all_reduce", size, "tp") for size in reduced)
@@ -122,12 +123,6 @@ def is_whole_lookup(op: Op) -> bool:
 
 def _result_bytes(op: Op, own: BlockOps) -> int:
     return round(op.written_bytes.at(own.plan.microbatch) * own.local_block.degrees.token_share)
-
-
-def _read_bytes(op: Op, own: BlockOps) -> int:
-    """Of the activation a weight is applied to: the input that has tokens."""
-    shapes = [shape for shape in op.input_shapes if any(dim.per_sample for dim in shape)]
-    return round(own.elements(shapes[0]) * PRECISION_BYTES[op.dtype]) if shapes else 0
 
 
 # ---------------------------------------------------------------- cp
