@@ -169,7 +169,8 @@ def _exchange_calls(own: BlockOps) -> Iterator[Call]:
             exchanged = op.input_shapes[:2] if num_matmuls % 2 == 0 else (op.input_shapes[1], op.result_shape)
             num_matmuls += 1
         for place, shape in enumerate(exchanged):
-            size = own.sent_elements(shape) * PRECISION_BYTES[op.dtype] / own.local_block.tp_degree(number)
+            count = own.whole_elements(shape) * own.local_block.degrees.sent_share
+            size = count * PRECISION_BYTES[op.dtype] / own.local_block.tp_degree(number)
             yield own.call("all_to_all", round(size) * (repeated if place in KEY_AND_VALUE else 1), "cp")
 
 

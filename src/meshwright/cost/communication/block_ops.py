@@ -51,13 +51,9 @@ class BlockOps:
 
     def elements(self, shape: Shape) -> float:
         """Elements of an activation on the rank."""
-        return self._elements(shape) * self.local_block.degrees.token_share
+        return self.whole_elements(shape) * self.local_block.degrees.token_share
 
-    def sent_elements(self, shape: Shape) -> float:
-        """Elements of an activation that a rank sends along cp."""
-        return self._elements(shape) * self.local_block.degrees.sent_share
-
-    def _elements(self, shape: Shape) -> float:
+    def whole_elements(self, shape: Shape) -> float:
         return prod(dim.at(self.plan.microbatch) for dim in shape)
 
     def __iter__(self) -> Iterator[tuple[int, Op]]:

@@ -56,9 +56,9 @@ class Kernels:
             )
             for rows, columns, efficiency in TILES
         )
-        return (
-            max(best / self.alignment_share(size), self._matmul_bytes_seconds(size, dtype)) + known.kernel_floor_seconds
-        )
+        elements = size.rows * size.depth + size.depth * size.columns + size.rows * size.columns
+        moved = size.batch * elements * PRECISION_BYTES[dtype] / (self.bytes_per_second * known.elementwise_share)
+        return max(best / self.alignment_share(size), moved) + known.kernel_floor_seconds
 
     def _waves(self, size: MatmulSize, rows: int, columns: int) -> float:
         tiles = size.batch * ceil(size.rows / rows) * ceil(size.columns / columns)
@@ -71,12 +71,6 @@ class Kernels:
             if all(width % divisor == 0 for width in size.widths):
                 return share
         return known.matmul_unaligned_share
-
-    def _matmul_bytes_seconds(self, size: MatmulSize, dtype: Precision) -> float:
-        elements = size.rows * size.depth + size.depth * size.columns + size.rows * size.columns
-        return (
-            size.batch * elements * PRECISION_BYTES[dtype] / (self.bytes_per_second * self.constants.elementwise_share)
-        )
 
     def attention_seconds(self, op: Op, flops: float, num_tokens: float, width: float) -> float:
         known = self.constants
