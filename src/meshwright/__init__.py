@@ -37,7 +37,7 @@ _HOMES = {
     "StepOutput": "meshwright.runtime.step",
     "Sweep": "meshwright.report.sweep",
     "Trace": "meshwright.core.run.trace",
-    "TrainingSystem": "meshwright.core.training_system",
+    "TrainingSystem": "meshwright.core.recipe",
     "apply": "meshwright._api",
     "capture": "meshwright._api",
     "clip_grad_norm_": "meshwright.runtime.own_loop.loop",
@@ -66,11 +66,10 @@ if TYPE_CHECKING:
     from meshwright.core.graph import Graph
     from meshwright.core.pipeline.schedule import Schedule
     from meshwright.core.plan import Plan
-    from meshwright.core.recipe import Recipe
+    from meshwright.core.recipe import Recipe, TrainingSystem
     from meshwright.core.request import PlanRequest
     from meshwright.core.result import SearchProgress, SearchResult
     from meshwright.core.run.trace import Trace
-    from meshwright.core.training_system import TrainingSystem
     from meshwright.jobs.summary import RunSummary
     from meshwright.jobs.train import train
     from meshwright.measure.parity import ParityResult

@@ -23,7 +23,7 @@ from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import estimate
 from meshwright.measure.parity import compare
 from meshwright.models.objective import call, default_loss
-from meshwright.rules.offloaded import num_kept, order_of_need
+from meshwright.rules.groups import num_kept, order_of_need
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply, wrap
 from meshwright.runtime.held import held_bytes

@@ -19,8 +19,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from meshwright.core.errors import RunError
-from meshwright.core.files.compile_cache import VARIABLE, use_own_compile_cache, usual_folder
-from meshwright.core.files.trusted import distrust
+from meshwright.core.files.cache import VARIABLE, distrust, use_own_compile_cache, usual_folder
 from meshwright.measure.checkup import software
 from meshwright.runtime.local_ranks import LocalRanks
 from meshwright.runtime.messages.exchange import all_ranks, from_first

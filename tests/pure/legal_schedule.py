@@ -28,6 +28,15 @@ def check(schedule: Schedule) -> Schedule:
     return schedule
 
 
+def most_in_flight(schedule: Schedule, coordinate: int) -> int:
+    """The most activations a coordinate holds at once, counted in microbatches of one of its stages."""
+    held = most = 0
+    for action in schedule.actions[coordinate]:
+        held += {"forward": 1, "backward": -1, "backward_weights": -1}.get(action.kind, 0)
+        most = max(most, held)
+    return most
+
+
 def _check_shape(schedule: Schedule) -> None:
     """Every coordinate has the same number of stages, at least one."""
     num_stages, num_coordinates = schedule.num_stages, schedule.num_coordinates

@@ -10,13 +10,11 @@ from transformer import Sizes, transformer_graph
 
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Mesh
-from meshwright.core.recipe import Recipe
-from meshwright.core.training_system import TrainingSystem
+from meshwright.core.recipe import Recipe, TrainingSystem
 from meshwright.cost.communication.block_calls import block_calls
-from meshwright.cost.communication.stage_transfers import transfer_calls
 from meshwright.cost.estimate import estimate
 from meshwright.cost.local_block import make_local_blocks
-from meshwright.cost.passes import passes_by_stage
+from meshwright.cost.passes import passes_by_stage, transfer_calls
 
 # Inside the blocks
 

@@ -26,8 +26,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InfeasibleError, InputError, PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Mesh, Offload, Plan, Stage
-from meshwright.core.recipe import Recipe
-from meshwright.core.training_system import TrainingSystem
+from meshwright.core.recipe import Recipe, TrainingSystem
 from meshwright.core.units import GIB
 from meshwright.cost.estimate import Estimator, check_memory_of_all, estimate
 

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.core.errors import PlanError
 from meshwright.core.flow import OBJECTIVE, Flow, FlowEvent, FlowTensor
-from meshwright.rules.crossings import crossings, stages_of_events
+from meshwright.rules.stages import crossings, stages_of_events
 
 
 def flow_of(*calls: str) -> Flow:

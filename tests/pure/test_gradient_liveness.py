@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.graph import Affine, Kind, MemoryEvent, Op, Pass
-from meshwright.cost.memory.gradient_liveness import GradientLiveness
+from meshwright.cost.memory.footprint import GradientLiveness
 
 GRADIENT, TOKENS = Affine(100.0, 0.0), Affine(0.0, 7.0)
 

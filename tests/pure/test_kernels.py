@@ -15,15 +15,13 @@ from transformer import transformer_graph
 from meshwright.core.constants import Constants
 from meshwright.core.errors import InputError
 from meshwright.core.graph import Affine, Op
-from meshwright.core.recipe import Recipe
-from meshwright.core.training_system import TrainingSystem
+from meshwright.core.recipe import Recipe, TrainingSystem
 from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
 from meshwright.cost.compute.block_compute import ComputeCost, Work
 from meshwright.cost.compute.kernel_costs import KernelCosts
-from meshwright.cost.compute.measured_kernels import measured_kernels
 from meshwright.cost.compute.optimizer_update import clip_seconds, update_seconds
-from meshwright.cost.interpolation import interpolated_seconds
 from meshwright.cost.local_block import LocalBlock, make_local_blocks
+from meshwright.cost.measurements import interpolated_seconds, measured_kernels
 
 
 def kernels(**constants: Any) -> Kernels:

@@ -17,7 +17,7 @@ from runs import run_of
 from test_report import save
 
 from meshwright.core.errors import InputError
-from meshwright.core.run.live import RankState
+from meshwright.core.run.fault import RankState
 from meshwright.jobs.live_page import served_page
 from meshwright.jobs.runs import has_ended, rank_states
 from meshwright.report.live_view import SHOWN_RANKS, live_view, silent_words, slowest_words, trend

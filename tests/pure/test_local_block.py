@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from strategies import quick
 from transformer import Sizes, transformer_graph
 
-from meshwright.core.affine import Affine
 from meshwright.core.errors import PlanError
+from meshwright.core.flow import Affine
 from meshwright.core.graph import Graph, Op
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
@@ -261,5 +261,5 @@ def test_in_a_ring_every_piece_has_its_kernels() -> None:
     graph = transformer_graph(heads=4, hidden=64, seq=32)
     ring, heads = block_of(graph, cp=4, context="ring"), block_of(graph, cp=4)
     for number, op in enumerate(ring.kind.ops):
-        assert ring.launches(number) == (36 * op.count if op.kind == "attention" else op.count)
-        assert heads.launches(number) == op.count
+        assert ring.launches_by_op[number] == (36 * op.count if op.kind == "attention" else op.count)
+        assert heads.launches_by_op[number] == op.count

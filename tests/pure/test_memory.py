@@ -30,8 +30,7 @@ from meshwright.core.cluster import Cluster, Device
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.graph import Affine, Graph, MemoryEvent, Parameter, Pass, Segment
 from meshwright.core.plan import Plan
-from meshwright.core.recipe import Recipe
-from meshwright.core.training_system import TrainingSystem
+from meshwright.core.recipe import Recipe, TrainingSystem
 from meshwright.cost.estimate import estimate
 from meshwright.cost.local_block import make_local_blocks
 from meshwright.cost.memory.footprint import Footprints

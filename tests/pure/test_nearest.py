@@ -7,9 +7,8 @@ from machines import machine
 from test_experts import GRAPH
 
 from meshwright.core.errors import InfeasibleError
-from meshwright.core.infeasible import WayOut
 from meshwright.core.request import PlanRequest
-from meshwright.core.result import SearchResult
+from meshwright.core.result import SearchResult, WayOut
 from meshwright.searching.joint import joint, short_searches
 from meshwright.searching.problem import Problem
 from meshwright.searching.search import search

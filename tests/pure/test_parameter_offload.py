@@ -13,8 +13,7 @@ from meshwright.core.cluster import Cluster, Link
 from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Offload
-from meshwright.core.recipe import Recipe
-from meshwright.core.training_system import TrainingSystem
+from meshwright.core.recipe import Recipe, TrainingSystem
 from meshwright.cost.estimate import estimate
 
 LAYERS, HIDDEN, SEQ = 8, 64, 32

@@ -14,9 +14,8 @@ from strategies import plans, quick
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import MemoryParts, TimeParts
-from meshwright.core.infeasible import Infeasible, WayOut
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, Stage
-from meshwright.core.result import Claim, RunnerUp, SearchResult
+from meshwright.core.result import Claim, Infeasible, RunnerUp, SearchResult, WayOut
 from meshwright.cost.communication.links import Group
 from meshwright.cost.estimate import estimate
 from meshwright.report.differences import (

@@ -26,8 +26,7 @@ modes = st.sampled_from(["asynchronous", "requested", "blocking"])
 
 
 def equal_stages(count: int, forward: float, inputs: float, weights: float, **more: float) -> list[StageSeconds]:
-    halves = {"backward_inputs": inputs, "backward_weights": weights}
-    return [StageSeconds(forward=forward, backward=inputs + weights, **halves, **more)] * count
+    return [StageSeconds(forward=forward, backward=inputs + weights, weights=weights, **more)] * count
 
 
 @st.composite
@@ -116,12 +115,12 @@ def neighbours(action: Action, num_stages: int) -> tuple[int | None, int | None]
 
 def lengths(order: Order, stages: list[StageSeconds]) -> dict[Action, tuple[float, float]]:
     """Seconds of each action, and of what comes after it."""
-    found = {action: (float(getattr(stages[action.stage], action.kind)), 0.0) for row in order for action in row}
+    found = {action: (float(stages[action.stage].of(action.kind)), 0.0) for row in order for action in row}
     for number, stage in enumerate(stages):
         own = [action for row in order for action in row if action.stage == number]
         forwards = [action for action in own if action.kind == "forward"]
-        found[forwards[0]] = (found[forwards[0]][0] + stage.first_forward_extra, 0.0)
-        found[own[-1]] = (found[own[-1]][0], stage.last_backward_extra)
+        found[forwards[0]] = (found[forwards[0]][0] + stage.gather_once, 0.0)
+        found[own[-1]] = (found[own[-1]][0], stage.reduce_once)
     return found
 
 
@@ -246,9 +245,11 @@ def test_more_work_or_a_slower_link_never_makes_the_step_shorter(
     order, stages = case
     slowed = data.draw(st.integers(0, len(stages) - 1))
     field = data.draw(st.sampled_from(StageSeconds.__struct_fields__))
-    more = getattr(stages[slowed], field) + data.draw(seconds)
+    fields = {field, "backward"} if field == "weights" else {field}  # they are a part of backward
+    added = data.draw(seconds)
+    more = {name: getattr(stages[slowed], name) + added for name in fields}
     slower = [*stages]
-    slower[slowed] = msgspec.structs.replace(stages[slowed], **{field: more})
+    slower[slowed] = msgspec.structs.replace(stages[slowed], **more)
     assert play(order, slower, mode).step_seconds >= play(order, stages, mode).step_seconds
 
 
@@ -318,12 +319,12 @@ def test_a_slow_link_carries_one_message_at_a_time() -> None:
 
 
 def test_gathering_and_reducing_come_once_a_step() -> None:
-    stages = equal_stages(1, 1, 2, 0, first_forward_extra=10, last_backward_extra=100)
+    stages = equal_stages(1, 1, 2, 0, gather_once=10, reduce_once=100)
     assert play(make_order("1f1b", 1, 4), stages).step_seconds == 10 + 4 * 3 + 100
 
 
 def test_the_last_gradient_does_not_wait_for_the_reduction() -> None:
-    stages = [StageSeconds(forward=1, backward=1), StageSeconds(forward=1, backward=1, last_backward_extra=50)]
+    stages = [StageSeconds(forward=1, backward=1), StageSeconds(forward=1, backward=1, reduce_once=50)]
     spans = timeline(make_order("1f1b", 2, 1), stages)
     assert spans[0][-1].end_seconds == 4
     assert play(make_order("1f1b", 2, 1), stages).step_seconds == 53
@@ -373,8 +374,7 @@ def test_a_long_schedule_takes_as_long_as_all_of_it_played(
             StageSeconds(
                 forward=forward,
                 backward=inputs + weights,
-                backward_inputs=inputs,
-                backward_weights=weights,
+                weights=weights,
                 transfer=transfer / 10,
             )
         )

@@ -9,8 +9,7 @@ from transformer import Sizes, transformer_graph
 
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Offload, Plan
-from meshwright.core.recipe import Recipe
-from meshwright.core.training_system import TrainingSystem
+from meshwright.core.recipe import Recipe, TrainingSystem
 from meshwright.cost.compute.block_compute import ComputeCost
 from meshwright.cost.compute.recomputed_ops import ActivationMode, recompute_modes, recomputed_ops
 from meshwright.cost.local_block import make_local_blocks

@@ -14,8 +14,7 @@ from hypothesis import given
 from strategies import quick, schedule_sizes
 
 from meshwright.core.pipeline.schedule import COMPUTE_KINDS, Action, Schedule
-from meshwright.rules.schedules import make_schedule
-from meshwright.rules.transfers import receipts, receives_ahead
+from meshwright.rules.schedules import make_schedule, receipts, receives_ahead
 
 Queue = Callable[[int, int], Hashable]
 """(the coordinate a message comes from, the one it goes to) → the queue it lies in, on each side."""

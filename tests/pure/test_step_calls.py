@@ -16,14 +16,12 @@ from transformer import Sizes, transformer_graph
 from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES
 from meshwright.core.graph import Graph, Kind, Parameter
 from meshwright.core.plan import Plan
-from meshwright.core.recipe import Recipe
-from meshwright.core.training_system import TrainingSystem
-from meshwright.cost.communication.collective_call import Call
-from meshwright.cost.communication.links import Group
+from meshwright.core.recipe import Recipe, TrainingSystem
+from meshwright.cost.communication.links import Call, Group
 from meshwright.cost.communication.step_calls import bucket_bytes, step_calls
 from meshwright.cost.estimate import estimate
 from meshwright.cost.memory.local_parameters import groups_of, local_parameters, total_elements
-from meshwright.rules.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from meshwright.rules.groups import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 PSI = 4 * 64 * 8
 """Parameters of `chain_graph(4, (64, 8))`, which every power of two up to 64 divides."""

@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from meshwright.core.affine import Affine
 from meshwright.core.errors import PlanError
-from meshwright.core.flow import OBJECTIVE, Flow, FlowEvent, FlowTensor
+from meshwright.core.flow import OBJECTIVE, Affine, Flow, FlowEvent, FlowTensor
 from meshwright.core.graph import Block, Graph, Kind, Op, Segment, Shape
 from meshwright.core.plan import Mesh, Plan, Stage
 from meshwright.cost.degrees import Degrees, check_degrees

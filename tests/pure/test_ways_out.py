@@ -14,11 +14,11 @@ from transformer import transformer_graph
 
 from meshwright.core.errors import InfeasibleError
 from meshwright.core.estimate import Estimate
-from meshwright.core.infeasible import WayOut
 from meshwright.core.legal import LegalSharding
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan, Recompute
 from meshwright.core.request import PlanRequest
+from meshwright.core.result import WayOut
 from meshwright.searching.infeasible.suggestions import binding_constraint, ways_out
 from meshwright.searching.problem import Problem
 from meshwright.searching.search import search

@@ -146,8 +146,6 @@ class Cluster(Value, kw_only=True):
         figures = {name: getattr(alone, name) for name in alone.__struct_fields__}
         return msgspec.structs.replace(self, device=msgspec.structs.replace(self.device, alone=None, **figures))
 
-    """Where figures came from, in words."""
-
     @property
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
@@ -233,16 +231,22 @@ def from_facts(name: str, facts: Facts, without: str | None = None, cls: type[Cl
 
     without: a table of published runs that the constants must not be fitted to.
     """
+    updates = facts.measured_host_fused_adamw_gparams_per_second
     return cls(
         name=name,
         origin="vendor sheet",
         devices_per_host=facts.devices_per_host,
         device=_device(facts, without),
-        intra_host=_link(facts.intra_host_gb_per_second_per_device, "vendor sheet"),
-        inter_host=_link(facts.inter_host_gb_per_second_per_host, "vendor sheet")
-        or _link(_assumed_inter_host(facts), "assumed"),
-        host_link=_host_link(facts),
-        host_updates_per_second=_host_updates(facts),
+        intra_host=_link((facts.intra_host_gb_per_second_per_device, "vendor sheet")),
+        inter_host=_link(
+            (facts.inter_host_gb_per_second_per_host, "vendor sheet"), (_assumed_inter_host(facts), "assumed")
+        ),
+        host_link=_link(
+            (facts.measured_both_ways_gb_per_second_each, "measured elsewhere"),
+            (facts.host_link_gb_per_second, "vendor sheet"),
+            (ASSUMED_HOST_LINK_GB_PER_SECOND, "assumed"),
+        ),
+        host_updates_per_second=1e9 * updates if updates else None,
         host_memory_bytes=round(facts.host_memory_gib * GIB) if facts.host_memory_gib else None,
         notes=tuple(_notes(facts)),
     )
@@ -272,27 +276,14 @@ def _device(facts: Facts, without: str | None) -> Device:
     )
 
 
-def _link(gb_per_second: float | None, origin: Origin) -> Link | None:
-    if gb_per_second is None:
-        return None
-    return Link(bytes_per_second=gb_per_second * 1e9, origin=origin)
+def _link(*figures: tuple[float | None, Origin]) -> Link | None:
+    """By the first figure that is known, in 1e9 bytes per second."""
+    known = ((figure, origin) for figure, origin in figures if figure is not None)
+    return next((Link(bytes_per_second=figure * 1e9, origin=origin) for figure, origin in known), None)
 
 
 def _assumed_inter_host(facts: Facts) -> float:
     return family_of(facts.device).constants.assumed_inter_host_gb_per_second
-
-
-def _host_link(facts: Facts) -> Link | None:
-    if facts.measured_both_ways_gb_per_second_each:
-        return _link(facts.measured_both_ways_gb_per_second_each, "measured elsewhere")
-    if facts.host_link_gb_per_second:
-        return _link(facts.host_link_gb_per_second, "vendor sheet")
-    return _link(ASSUMED_HOST_LINK_GB_PER_SECOND, "assumed")
-
-
-def _host_updates(facts: Facts) -> float | None:
-    measured = facts.measured_host_fused_adamw_gparams_per_second
-    return 1e9 * measured if measured else None
 
 
 def _notes(facts: Facts) -> list[str]:

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from types import UnionType
@@ -24,8 +25,7 @@ import tomli_w
 
 from meshwright.core.bounds import LARGEST_FILE_BYTES
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.files.given_file import read_given
-from meshwright.core.files.parsing import parse_json, parse_toml
+from meshwright.core.files.given_file import parse_json, parse_toml, read_given
 from meshwright.core.units import parse_bytes, parse_seconds
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def stable_hash(value: object) -> str:
 
 def check_fields(value: Value, error: type[ValueError]) -> None:
     """Check a value made in code as its file would be: every field against its type and bounds."""
-    for name, kind in _field_types(type(value)).items():
+    for name, kind in _types(type(value), include_extras=True).items():
         given = getattr(value, name)
         try:
             msgspec.convert(given, kind)
@@ -92,8 +92,9 @@ def check_fields(value: Value, error: type[ValueError]) -> None:
 
 
 @cache
-def _field_types(kind: type[Value]) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+def _types(kind: type[msgspec.Struct], *, include_extras: bool = False) -> dict[str, Any]:
+    """The types of its fields; with extras, their bounds too."""
+    return get_type_hints(kind, include_extras=include_extras)
 
 
 def load(path: str | os.PathLike[str], kind: type[T]) -> T:
@@ -201,11 +202,12 @@ def _explain(message: str, kind: Any) -> str:
     if unknown:
         name = unknown["name"]
         full = f"{path}.{name}" if path else name
-        return f"{full}: unknown field '{name}': {nearest(name, field_names(kind, path))}"
+        struct = _struct(_at(kind, path))
+        valid = [field.encode_name for field in msgspec.structs.fields(struct)] if struct else []
+        return f"{full}: unknown field '{name}': {nearest(name, valid)}"
     missing = _MISSING.search(said)
     if missing:
-        name = missing["name"]
-        return f"{path}.{name}: this field is missing: add it" if path else f"{name}: this field is missing: add it"
+        return f"{path}.{missing['name']}: this field is missing: add it".lstrip(".")
     if path == "format":
         known = ", ".join(str(number) for number in get_args(_at(kind, path)))
         return f"format: {said}: this version reads format {known}; the file is from another version"
@@ -214,12 +216,6 @@ def _explain(message: str, kind: Any) -> str:
     if wrong and choices:
         said = f"'{wrong['value']}' is not valid: {nearest(wrong['value'], choices)}"
     return f"{path}: {said}" if path else said
-
-
-def field_names(kind: Any, path: str) -> list[str]:
-    """The field names of the struct that lies at a path such as `device.rates[0]`."""
-    found = _struct(_at(kind, path))
-    return [field.encode_name for field in msgspec.structs.fields(found)] if found else []
 
 
 def _at(kind: Any, path: str) -> Any:
@@ -231,25 +227,14 @@ def _at(kind: Any, path: str) -> Any:
 
 
 def _inside(kind: Any, step: str | int) -> Any:
+    """By name, or by position in a list or a struct that is written as one."""
     kind = _without_none(kind)
     struct = _struct(kind)
-    if struct is not None:
-        return _field_type(struct, step)
-    arguments = [argument for argument in get_args(kind) if argument is not Ellipsis]
-    return arguments[-1] if arguments else None
-
-
-def _field_type(struct: type[msgspec.Struct], step: str | int) -> Any:
-    """By name, or by position in a struct that is written as a list."""
-    types = _plain_types(struct)
-    if isinstance(step, int):
-        return list(types.values())[step] if step < len(types) else None
-    return types.get(step)
-
-
-@cache
-def _plain_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    return get_type_hints(struct)
+    if struct is None:
+        arguments = [argument for argument in get_args(kind) if argument is not Ellipsis]
+        return arguments[-1] if arguments else None
+    types = _types(struct)
+    return types.get(step) if isinstance(step, str) else next(islice(types.values(), step, None), None)
 
 
 def _without_none(kind: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshwright.core.infeasible import Infeasible
+    from meshwright.core.result import Infeasible
     from meshwright.core.run.fault import Fault
 
 

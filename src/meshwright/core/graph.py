@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import accumulate
 from math import prod
 from typing import Literal
 
 import msgspec
 
-from meshwright.core.affine import NOTHING as NOTHING
-from meshwright.core.affine import Affine as Affine
 from meshwright.core.codec import Value, stable_hash
+from meshwright.core.flow import NOTHING as NOTHING
+from meshwright.core.flow import Affine as Affine
 from meshwright.core.flow import Flow
 
 CAPTURE_VERSION = 3
@@ -93,6 +92,15 @@ class Op(Value, kw_only=True):
     saved_bytes: Affine = NOTHING
     """Of its results, what backward needs again."""
 
+    @property
+    def activation_shape(self) -> Shape:
+        """Of the first input that has tokens: what a weight is applied to."""
+        return next((shape for shape in self.input_shapes if any(dim.per_sample for dim in shape)), ())
+
+    @property
+    def is_saved(self) -> bool:
+        return bool(self.saved_bytes.per_sample or self.saved_bytes.fixed)
+
 
 class MemoryEvent(msgspec.Struct, frozen=True, array_like=True):
     """Memory taken (bytes > 0) or given back (bytes < 0): which op's result it is, or where it came from."""
@@ -122,18 +130,18 @@ class Pass(Value, kw_only=True):
         """How much more is in use when it ends than when it began (negative in backward)."""
         return sum(event.num_bytes.at(num_samples) for event in self.events)
 
-    def peak_at(self, num_samples: float) -> float:
-        """What is in use at its fullest moment, above its beginning."""
-        levels = accumulate((event.num_bytes.at(num_samples) for event in self.events), initial=0.0)
-        return max(levels)
-
 
 class Kind(Value, kw_only=True, dict=True):
-    """Blocks that do the same work share a kind. What follows from it alone is kept beside it (rules/kind_cache.py)."""
+    """Blocks that do the same work share a kind. What follows from it alone is kept beside it (rules/kinds.py)."""
 
     name: str
     ops: tuple[Op, ...]
     passes: tuple[Pass, ...] = ()
+
+    @cached_property
+    def forward_ops(self) -> tuple[tuple[int, Op], ...]:
+        """The ops of forward with their numbers."""
+        return tuple((number, op) for number, op in enumerate(self.ops) if op.phase == "forward")
 
     def flops(self, num_samples: int) -> float:
         """Forward and backward, without recompute."""

@@ -42,7 +42,8 @@ def compact_names(names: Iterable[str]) -> tuple[str, ...]:
     patterns: list[str] = []
     run: list[tuple[str, int]] = []
     for name in names:
-        _check_name(name)
+        if _RANGE.fullmatch(name):
+            raise InputError(f"the module name '{name}' reads as a range of blocks in a plan: rename the module")
         match = _NUMBERED.fullmatch(name)
         item = (match["stem"], int(match["index"])) if match else None
         if item is None or not _continues(run, item):
@@ -76,11 +77,6 @@ def _expand(pattern: str) -> tuple[str, ...]:
         raise InputError(f"'{pattern}' names {(last - first) // stride + 1} blocks: a plan names at most {MOST_BLOCKS}")
     stem, tail = match["stem"], match["tail"] or ""
     return tuple(f"{stem}{index}{tail}" for index in range(first, last + 1, stride))
-
-
-def _check_name(name: str) -> None:
-    if _RANGE.fullmatch(name):
-        raise InputError(f"the module name '{name}' reads as a range of blocks in a plan: rename the module")
 
 
 def _continues(run: list[tuple[str, int]], item: tuple[str, int]) -> bool:

@@ -230,6 +230,11 @@ class Plan(Value, kw_only=True, dict=True):
         return stores_16_bits(self.precision, self.offload.what, self.world)
 
     @property
+    def master_bytes(self) -> int:
+        """Of one element that the optimizer updates: fp32, or fp64 throughout."""
+        return 8 if self.precision == "fp64" else 4
+
+    @property
     def splits_backward(self) -> bool:
         """Whether its schedule makes gradients of weights apart from those of inputs, between stages."""
         return self.mesh.pp > 1 and kind_of(self.schedule).splits_backward
@@ -252,6 +257,10 @@ class Plan(Value, kw_only=True, dict=True):
     def stage_of(self) -> dict[str, int]:
         """Block → the number of its stage."""
         return {name: number for number, names in enumerate(self.blocks_by_stage) for name in names}
+
+    def stages_on(self, coordinate: int) -> list[int]:
+        """Numbers of the stages on a pp coordinate, in order."""
+        return [number for number, stage in enumerate(self.stages) if stage.coordinate == coordinate]
 
     @property
     def shard_degree(self) -> int:

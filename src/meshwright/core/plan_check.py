@@ -12,6 +12,7 @@ a block is recomputed in one mode, or its activations wait on the host      -> _
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from meshwright.core.axes import TENSOR_AXES
@@ -22,7 +23,7 @@ from meshwright.core.pipeline.kinds import check_virtual
 from meshwright.core.pipeline.placement import coordinate_of
 
 if TYPE_CHECKING:
-    from meshwright.core.plan import Plan, TensorSharding
+    from meshwright.core.plan import Plan
 
 
 def check_plan(plan: Plan) -> None:
@@ -80,21 +81,23 @@ def _check_places(plan: Plan) -> None:
 
 
 def _check_sharding(plan: Plan) -> None:
-    unknown = set(expand_names(name for rule in plan.sharding for name in rule.for_blocks)) - set(plan.blocks)
+    _check_known(plan, "sharding", [name for rule in plan.sharding for name in rule.for_blocks])
+    for tensor in (tensor for rule in plan.sharding for tensor in rule.tensors):
+        for axis in tensor.dims:
+            if axis and axis not in TENSOR_AXES:
+                raise PlanError(
+                    f"a dim of tensor '{tensor.tensor}' is sharded over '{axis}': "
+                    f"use one of {', '.join(TENSOR_AXES)}, or leave it empty where the dim is whole"
+                )
+
+
+def _check_known(plan: Plan, field: str, patterns: Iterable[str]) -> tuple[str, ...]:
+    """The blocks that a field of the plan names, all of them in some stage."""
+    names = expand_names(patterns)
+    unknown = set(names) - set(plan.blocks)
     if unknown:
-        raise PlanError(f"sharding is for block '{min(unknown)}', which is in no stage: name blocks of a stage")
-    for sharding in plan.sharding:
-        for tensor in sharding.tensors:
-            _check_axes(tensor)
-
-
-def _check_axes(tensor: TensorSharding) -> None:
-    for axis in tensor.dims:
-        if axis and axis not in TENSOR_AXES:
-            raise PlanError(
-                f"a dim of tensor '{tensor.tensor}' is sharded over '{axis}': "
-                f"use one of {', '.join(TENSOR_AXES)}, or leave it empty where the dim is whole"
-            )
+        raise PlanError(f"{field} names block '{min(unknown)}', which is in no stage: name blocks of a stage")
+    return names
 
 
 def _check_context(plan: Plan) -> None:
@@ -102,9 +105,7 @@ def _check_context(plan: Plan) -> None:
         raise PlanError(
             "context='ring' sends keys and values round the cp ranks, but cp=1: raise cp, or leave context out"
         )
-    unknown = set(expand_names(plan.token_blocks)) - set(plan.blocks)
-    if unknown:
-        raise PlanError(f"token_blocks names block '{min(unknown)}', which is in no stage: name blocks of a stage")
+    _check_known(plan, "token_blocks", plan.token_blocks)
 
 
 def _check_sharding_group(plan: Plan) -> None:
@@ -119,22 +120,14 @@ def _check_sharding_group(plan: Plan) -> None:
 
 
 def _check_recompute(plan: Plan) -> None:
-    counts = Counter(expand_names(name for rule in plan.recompute for name in rule.blocks))
-    unknown = set(counts) - set(plan.blocks)
-    if unknown:
-        raise PlanError(f"recompute names block '{min(unknown)}', which is in no stage: name blocks of a stage")
+    counts = Counter(_check_known(plan, "recompute", [name for rule in plan.recompute for name in rule.blocks]))
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         raise PlanError(f"recompute names block '{repeated[0]}' more than once: give each block one mode")
 
 
 def _check_activations(plan: Plan) -> None:
-    away = expand_names(plan.offload.activations)
-    unknown = set(away) - set(plan.blocks)
-    if unknown:
-        raise PlanError(
-            f"activations of block '{min(unknown)}' are offloaded, but it is in no stage: name blocks of a stage"
-        )
+    away = _check_known(plan, "offload.activations", plan.offload.activations)
     redone = set(expand_names(name for rule in plan.recompute for name in rule.blocks))
     both = [name for name in away if name in redone]
     if both:

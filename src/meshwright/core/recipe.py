@@ -1,13 +1,63 @@
-"""What training adds to a model: the state its optimizer keeps, whether gradients are clipped, and which system runs it."""
+"""What training adds to a model: the state its optimizer keeps, whether gradients are clipped, and which system runs it.
+
+Systems differ in what they store, send, fuse and recompute: TrainingSystem.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from meshwright.core.codec import Value
-from meshwright.core.training_system import TrainingSystem
+
+ItemBytes = Literal[1, 2, 4, 6, 8]
+
+
+class TrainingSystem(Value, kw_only=True):
+    """How a training system runs a plan. The defaults are Meshwright's own; report/published.py describes other systems."""
+
+    parameter_item_bytes: ItemBytes | None = None
+    """What parameters are stored in; without it, fp32 (fp64 in fp64)."""
+    gradient_item_bytes: ItemBytes | None = None
+    """What gradients are kept in; 6 is a 16-bit gradient beside an fp32 sum of them. Without it, as parameters."""
+    master_item_bytes: Literal[0, 4, 8] = 0
+    """An fp32 copy of each parameter that the optimizer updates, where parameters are stored in 16 bits; 8 with an fp32
+    gradient beside it."""
+    gather_item_bytes: ItemBytes | None = None
+    """What ZeRO gathers parameters in; without it, the dtype the plan computes in."""
+    reduce_item_bytes: ItemBytes | None = None
+    """What gradients are reduced in; without it, what they are stored in."""
+    bucket_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Buffers for collectives that are held throughout."""
+    reduces_whole: bool = False
+    """ZeRO 1 that all-reduces gradients and then gathers parameters, as DeepSpeed's pipelines do."""
+    overlaps_reduction: bool = True
+    """Whether gradients are reduced while backward still runs."""
+    whole_transfers: bool = True
+    """Whether every tp rank sends the whole activation to the next stage, or its share, put together again there."""
+    blocking_transfers: bool = False
+    """Whether sender and receiver wait for a transfer between stages."""
+    copies_received: bool = False
+    """Whether what a stage received is kept twice."""
+    blocking_launches: bool = False
+    """Whether the host waits for every kernel before it launches the next (CUDA_LAUNCH_BLOCKING)."""
+    fused_ops: bool = False
+    """Whether ops that only move bytes run fused by hand, though nothing is compiled."""
+    loss: Literal["fused", "plain"] | None = None
+    """Whether the loss runs fused (without fp32 copies of the logits) or op by op; without it, as the blocks do."""
+    selective: Literal["selective", "selective core", "selective ops"] = "selective"
+    """What selective recompute runs again: what rebuilds the tensors of the attention core that were not kept; all of the core,
+    as a checkpoint around it does; or all ops but attention and every second matmul, as torchtitan's."""
+    whole_recompute: bool = False
+    """Whether full recompute runs a block's forward to its end, rather than until all is made that backward needs: torch's own
+    stops there, and compiled code leaves the rest out."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether ZeRO packs parameters flat for every collective, as fully_shard does. Systems with 16-bit parameters beside
+        fp32 masters do not."""
+        return not self.master_item_bytes
 
 
 class Recipe(Value, kw_only=True):

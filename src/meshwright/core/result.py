@@ -1,6 +1,7 @@
 """A SearchResult: the plan, what it is predicted to cost, why every other candidate lost, and what is proven (its Claim).
 
-While a search works, it tells how far it has come: SearchProgress.
+While a search works, it tells how far it has come: SearchProgress. Where nothing fits, it says what a person can do about it:
+Infeasible.
 """
 
 from __future__ import annotations
@@ -149,3 +150,35 @@ def offload_in_short(plan: Plan) -> str:
         return f"parameters in {plan.precision}, masters beside" if plan.stores_16_bits else "offload nothing"
     share = "" if offload.share == 1 else f"{offload.share:.0%} of "
     return f"offload {share}{offload.what}"
+
+
+class WayOut(Value, kw_only=True):
+    """One change of the nearest miss, costed."""
+
+    words: str
+    """`selective recompute of blocks.0-23`."""
+    plan: Plan
+    estimate: Estimate
+    num_hosts: int
+    """Of the cluster it needs."""
+    saved_bytes: int
+    """Per device, against the nearest miss."""
+    slower_share: float
+    """Of its step; negative where it is faster."""
+    leave_out: tuple[str, ...] = ()
+    """Flags that fixed what it changes."""
+    not_yet: tuple[str, ...] = ()
+    """Parts of the plan that can be costed, but not run yet."""
+
+
+class Infeasible(Value, kw_only=True):
+    """Nothing fits: the plan that misses by least, which limit it breaks, and the cheapest changes that would make it fit."""
+
+    plan: Plan
+    """The nearest miss."""
+    estimate: Estimate
+    binding: str
+    """Which limit it breaks, where, and by how much."""
+    num_candidates: int
+    ways_out: tuple[WayOut, ...] = ()
+    """The cheapest first. Where none fits, the one that comes nearest."""

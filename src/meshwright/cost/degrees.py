@@ -9,7 +9,7 @@ from meshwright.core.errors import PlanError
 from meshwright.core.graph import Graph, Kind
 from meshwright.core.plan import ContextWay, Plan
 from meshwright.rules.context import num_heads, num_pieces
-from meshwright.rules.experts import check_experts
+from meshwright.rules.divisors import check_experts
 from meshwright.rules.labels import Way, labels_of
 from meshwright.rules.sharding import ways_by_block
 from meshwright.rules.tokens import TokenBlocks, cut_in_blocks, looked_up_counts, looked_up_tokens, stream_of
@@ -30,6 +30,11 @@ class Degrees:
     """Tokens of a sample, where they lie over cp."""
     rank: int = 0
     """Along cp: where tokens do not divide, the first ranks have the most."""
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether keys and values go round the cp ranks."""
+        return self.context == "ring" and self.cp > 1
 
     @property
     def token_share(self) -> float:
@@ -80,7 +85,13 @@ def check_degrees(graph: Graph, plan: Plan) -> None:
         )
     numbers = _numbers_of_tokens(graph, in_blocks)
     for number in numbers if cp > 1 else ():
-        _check_tokens(number, cp, plan.context)
+        if plan.context == "ring" and number % num_pieces(cp, plan.context):
+            raise PlanError(
+                f"{number} tokens a sample do not divide over cp={cp}, two pieces each, as a ring needs: change the sequence "
+                "length or cp, or set context to heads"
+            )
+        if number < cp:
+            raise PlanError(f"{number} tokens a sample are too few for cp={cp}: change the sequence length or cp")
     if in_blocks is None and len(numbers) > 1 and any(number % cp for number in numbers):
         raise PlanError(
             f"a sample has {' and '.join(map(str, sorted(numbers)))} tokens, which do not all divide over cp={cp}: change lengths "
@@ -116,16 +127,6 @@ def _numbers_of_tokens(graph: Graph, in_blocks: TokenBlocks | None) -> set[int]:
     return {round(stream[1].fixed) for stream in streams if stream is not None}
 
 
-def _check_tokens(tokens: int, cp: int, context: ContextWay) -> None:
-    if context == "ring" and tokens % num_pieces(cp, context):
-        raise PlanError(
-            f"{tokens} tokens a sample do not divide over cp={cp}, two pieces each, as a ring needs: change the sequence length or "
-            "cp, or set context to heads"
-        )
-    if tokens < cp:
-        raise PlanError(f"{tokens} tokens a sample are too few for cp={cp}: change the sequence length or cp")
-
-
 def _check_attention(kind: Kind, plan: Plan, cp: int, ways: list[dict[str, Way]]) -> None:
     """Under cp the heads of queries may be what tokens are exchanged for; fewer heads of keys are repeated.
 
@@ -135,7 +136,10 @@ def _check_attention(kind: Kind, plan: Plan, cp: int, ways: list[dict[str, Way]]
     for number, op in enumerate(kind.ops):
         heads, key_heads = num_heads(op)
         if heads and (heads % tp or key_heads % tp):
-            if not _is_split(kind, number, ways):
+            different = {
+                id(way): way for way in ways if way
+            }.values()  # where the plan splits nothing, heads are taken to be split
+            if different and not any(labels_of(kind, way).work_split[number] for way in different):
                 continue
             few = f" and {key_heads} of keys and values" if key_heads != heads else ""
             common = gcd(heads, key_heads)
@@ -148,9 +152,3 @@ def _check_attention(kind: Kind, plan: Plan, cp: int, ways: list[dict[str, Way]]
                 f"{heads} attention heads in blocks of kind '{kind.name}' do not divide over tp · cp = {tp * cp}, as the exchange "
                 f"of tokens for heads needs: use divisors of {heads}, or set context to ring"
             )
-
-
-def _is_split(kind: Kind, number: int, ways: list[dict[str, Way]]) -> bool:
-    """Whether some block of the kind does an op on parts; so it is taken to be where the plan splits nothing of them."""
-    different = {id(way): way for way in ways if way}.values()
-    return not different or any(labels_of(kind, way).work_split[number] for way in different)

@@ -11,33 +11,33 @@ allocator reserves for the peak, and the bytes driver and communicators hold, ar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.collective import Collective, total
+from meshwright.core.collective import Collective
 from meshwright.core.errors import InfeasibleError, PlanError
 from meshwright.core.estimate import Estimate, TimeParts
 from meshwright.core.graph import PRECISION_BYTES, Graph
+from meshwright.core.names import expand_names
 from meshwright.core.pipeline.schedule import Order
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.units import format_bytes
-from meshwright.cost.activation_offload import activation_offload_bytes, exposed_offload_seconds
 from meshwright.cost.communication.block_calls import block_calls
-from meshwright.cost.communication.collective_call import Call, as_collectives, times
-from meshwright.cost.communication.stage_transfers import transfer_calls
+from meshwright.cost.communication.links import Call, as_collectives
 from meshwright.cost.compute.optimizer_update import accumulation_seconds, clip_seconds, update_seconds
 from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.allocator_slack import slack_and_context
 from meshwright.cost.memory.peak_memory import MemoryCost, Moment, Walked
 from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch, microbatch_of
-from meshwright.cost.optimizer_offload import Offloaded, offloaded
+from meshwright.cost.offload import Offloaded, exposed_activation_seconds, offloaded
 from meshwright.cost.origin import error_share, rates_origin
 from meshwright.cost.parameter_offload import StreamedCost, is_streamed
-from meshwright.cost.passes import StagePasses, passes_by_stage
+from meshwright.cost.passes import StagePasses, passes_by_stage, transfer_calls
 from meshwright.cost.play import Play, enough_microbatches, play_schedule
-from meshwright.cost.stages import StageCost, StageCosts
+from meshwright.cost.stages import StageCosts
 from meshwright.cost.timing import StageSeconds, Transfers
 from meshwright.rules.schedules import make_order
 from meshwright.rules.stages import check_blocks
@@ -72,13 +72,13 @@ class Estimator:
         )
         self.local_blocks: dict[str, LocalBlock] = self.microbatch.local_blocks
         self.passes: tuple[StagePasses, ...] = like.passes if like else passes_by_stage(graph, plan)
-        self.memory_order: Order = like.memory_order if like else _memory_order(plan)
+        self.memory_order: Order = like.memory_order if like else full_order(plan)
         self._rank_states: dict[int, RankState] = like._rank_states if like else {}
         self._walked: Walked = like._walked if like else {}
         self.costs: StageCosts = StageCosts(graph, plan, cluster, recipe, self.microbatch, like.costs if like else None)
 
     @cached_property
-    def stages(self) -> list[StageCost]:
+    def stages(self) -> list[StageSeconds]:
         return [self.costs.of(number, passes) for number, passes in enumerate(self.passes)]
 
     def estimate(self, budget_bytes: int | None) -> Estimate:
@@ -119,7 +119,7 @@ class Estimator:
             plan.mesh.pp,
             plan.num_microbatches,
             plan.virtual,
-            [stage_seconds(cost) for cost in self.stages],
+            self.stages,
             self.transfers,
         )
 
@@ -133,7 +133,7 @@ class Estimator:
     def time_parts(self, played: Play) -> TimeParts:
         """Where the time of the coordinate with the most work goes."""
         worst = played.busiest
-        mine = [cost for cost, stage in zip(self.stages, self.plan.stages, strict=True) if stage.coordinate == worst]
+        mine = self._stages_on(worst)
         count = self.plan.num_microbatches
         moved = self.offloaded(worst, played.step_seconds)
         return TimeParts(
@@ -145,23 +145,25 @@ class Estimator:
             exposed_inner=count * sum(cost.inner_forward + cost.inner_backward for cost in mine),
             bubble=played.idle_seconds[worst],
             transfer=played.exposed_seconds[worst] + moved.transfer_seconds + self.activation_offload_seconds(mine),
-            update=self.update_seconds(worst) if moved.update_seconds is None else moved.update_seconds,
+            update=moved.update_seconds,
             other=self.other_seconds(worst),
         )
 
     def after_seconds(self, coordinate: int, played_seconds: float) -> float:
         """Seconds of a step after its played schedule, on one coordinate: the update, and exposed transfers and collectives."""
-        mine = [
+        moved = self.offloaded(coordinate, played_seconds)
+        transfer = moved.transfer_seconds + self.activation_offload_seconds(self._stages_on(coordinate))
+        return transfer + moved.update_seconds + self.other_seconds(coordinate)
+
+    def _stages_on(self, coordinate: int) -> list[StageSeconds]:
+        return [
             cost for cost, stage in zip(self.stages, self.plan.stages, strict=True) if stage.coordinate == coordinate
         ]
-        moved = self.offloaded(coordinate, played_seconds)
-        update = self.update_seconds(coordinate) if moved.update_seconds is None else moved.update_seconds
-        return moved.transfer_seconds + self.activation_offload_seconds(mine) + update + self.other_seconds(coordinate)
 
     def update_seconds(self, coordinate: int) -> float:
         rank_state = self.rank_state(coordinate)
-        item = 8 if self.plan.precision == "fp64" else 4
-        seconds = update_seconds(rank_state.trainable, self.cluster.device, self.recipe.optimizer_slots, item)
+        about = (self.cluster.device, self.recipe.optimizer_slots, self.plan.master_bytes)
+        seconds = update_seconds(rank_state.trainable, *about)
         if self.recipe.clips:
             seconds += clip_seconds(rank_state.trainable, len(rank_state.parameters), self.cluster.device)
         return seconds
@@ -176,21 +178,29 @@ class Estimator:
         return exposed + (constants.step_overhead_seconds if constants else 0.0)
 
     def offloaded(self, coordinate: int, played_seconds: float) -> Offloaded:
-        if self.cluster.host_link is not None and (streamed := self.streamed) is not None:
-            found = streamed.seconds(self.cluster, self.stages)
-            return Offloaded(found.transfer_seconds, found.update_seconds)
+        if self.plan.offload.what == "none":
+            return Offloaded(0.0, self.update_seconds(coordinate))
+        if self.streamed is not None:
+            return self.streamed.seconds(self.cluster, self.stages)
         return offloaded(self.rank_state(coordinate), self.plan, self.cluster, self.recipe, self.stages, played_seconds)
 
-    def activation_offload_seconds(self, stages: list[StageCost]) -> float:
+    def activation_offload_seconds(self, stages: list[StageSeconds]) -> float:
         """Exposed seconds of activation offload in a step."""
         if not self.plan.offload.activations:
             return 0.0
-        return self.plan.num_microbatches * exposed_offload_seconds(
-            self._activation_offload_bytes(), self.cluster, stages
-        )
+        seconds = exposed_activation_seconds(self._offloaded_activation_bytes, self.cluster, stages)
+        return self.plan.num_microbatches * seconds
 
-    def _activation_offload_bytes(self) -> float:
-        return activation_offload_bytes(self.plan, self.recipe, self.local_blocks) / self.plan.mesh.pp
+    @cached_property
+    def _offloaded_activation_bytes(self) -> float:
+        """Of one microbatch, on one rank."""
+        total = 0.0
+        for name in expand_names(self.plan.offload.activations):
+            local_block = self.local_blocks[name]
+            for number, one in enumerate(local_block.kind.passes):
+                if one.phase == "backward":
+                    total += self.memory.footprints.of(local_block, name, number).rebuilt
+        return total / self.plan.mesh.pp
 
     # ------------------------------------------------------------ memory
 
@@ -203,26 +213,20 @@ class Estimator:
 
     @cached_property
     def memory(self) -> MemoryCost:
-        known = self.microbatch.footprints
-        return MemoryCost(
-            self.plan, self.recipe, self.local_blocks, self.passes, self.rank_state, known, walked=self._walked
-        )
+        about = (self.local_blocks, self.passes, self.rank_state, self.microbatch.footprints)
+        return MemoryCost(self.plan, self.recipe, *about, walked=self._walked)
 
     def worst_moment(self) -> Moment:
-        if (streamed := self.streamed) is not None:
-            worst = streamed.worst()
-            return Moment(0, worst.when, worst.memory)
+        if self.streamed is not None:
+            return self.streamed.worst()
         return self.memory.worst(self.memory_order, self.cluster.device)
 
     def needed_bytes(self) -> list[int]:
         """The memory that a device of each coordinate must have."""
-        found = []
-        streamed = self.streamed
-        moments = self.memory.peaks(self.memory_order, self.cluster.device) if streamed is None else [streamed.worst()]
-        for moment in moments:
-            reserved, context = self.reserved_and_context(moment.memory.total)
-            found.append(max(moment.memory.total, reserved) + context)
-        return found
+        moments = [self.worst_moment()] if self.streamed else self.memory.peaks(self.memory_order, self.cluster.device)
+        peaks = [moment.memory.total for moment in moments]
+        slack = [self.reserved_and_context(peak) for peak in peaks]
+        return [max(peak, reserved) + context for peak, (reserved, context) in zip(peaks, slack, strict=True)]
 
     def rank_state(self, coordinate: int) -> RankState:
         """The state of a rank on this coordinate; made once."""
@@ -244,15 +248,11 @@ class Estimator:
             return ranks * peak
         if (streamed := self.streamed) is not None:
             return ranks * streamed.host_bytes()
-        offloaded_activations = round(self._activation_offload_bytes()) * min(
-            self.plan.mesh.pp, self.plan.num_microbatches
-        )
+        in_flight = min(self.plan.mesh.pp, self.plan.num_microbatches)
+        activations = round(self._offloaded_activation_bytes) * in_flight
         if self.plan.offload.what == "none":
-            return ranks * offloaded_activations
-        return ranks * (
-            offloaded_activations
-            + max(self.rank_state(coordinate).host_bytes for coordinate in range(self.plan.mesh.pp))
-        )
+            return ranks * activations
+        return ranks * (activations + max(self.rank_state(place).host_bytes for place in range(self.plan.mesh.pp)))
 
     # ------------------------------------------------------------ collectives
 
@@ -260,43 +260,25 @@ class Estimator:
         """All calls of a rank on this coordinate in one step. context: its place along cp."""
         local_blocks = {name: local_block.on(context) for name, local_block in self.local_blocks.items()}
         sends = transfer_calls(self.plan, self.passes, local_blocks, self.recipe, coordinate)
-        return total(
-            as_collectives([*self.costs.data_calls(coordinate), *self._inner(coordinate, local_blocks), *sends])
-        )
+        return as_collectives([*self.costs.data_calls(coordinate), *self._inner(coordinate, local_blocks), *sends])
 
     def _inner(self, coordinate: int, local_blocks: dict[str, LocalBlock]) -> Iterator[Call]:
         recomputed = self.plan.recomputed("full")
-        for stage, passes in zip(self.plan.stages, self.passes, strict=True):
-            if stage.coordinate != coordinate:
-                continue
-            for block, numbers in passes.numbers.items():
+        for stage in self.plan.stages_on(coordinate):
+            for block, numbers in self.passes[stage].numbers.items():
                 local_block, again = local_blocks[block], block in recomputed
                 calls = [
                     *block_calls(local_block, self.plan, "forward", numbers),
                     *(block_calls(local_block, self.plan, "forward", numbers, again=True) if again else ()),
                     *block_calls(local_block, self.plan, "backward", numbers, recomputed=again),
                 ]
-                yield from times(calls, self.plan.num_microbatches)
+                yield from (replace(call, count=call.count * self.plan.num_microbatches) for call in calls)
 
 
-def _memory_order(plan: Plan) -> Order:
+def full_order(plan: Plan) -> Order:
     """With as many microbatches as fill the pipeline: more do not take more memory."""
-    pp = plan.mesh.pp
-    return make_order(plan.schedule, pp, enough_microbatches(plan.schedule, pp, plan.num_microbatches), plan.virtual)
-
-
-def stage_seconds(cost: StageCost) -> StageSeconds:
-    backward = cost.backward_seconds
-    weights = min(cost.weights, backward)
-    return StageSeconds(
-        forward=cost.forward_seconds,
-        backward=backward,
-        backward_inputs=backward - weights,
-        backward_weights=weights,
-        first_forward_extra=cost.gather_once,
-        last_backward_extra=cost.reduce_once,
-        transfer=cost.transfer,
-    )
+    count = enough_microbatches(plan.schedule, plan.mesh.pp, plan.num_microbatches)
+    return make_order(plan.schedule, plan.mesh.pp, count, plan.virtual)
 
 
 def check_costable(graph: Graph, plan: Plan, cluster: Cluster) -> None:

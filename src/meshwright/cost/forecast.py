@@ -20,10 +20,9 @@ from meshwright.core.graph import Graph
 from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.core.run.forecast import Forecast, Planned
-from meshwright.core.run.trace import MemoryPoint
-from meshwright.cost.estimate import Estimator, stage_seconds
-from meshwright.cost.memory.peak_memory import MemoryCost, Moment
+from meshwright.core.run.trace import Forecast, MemoryPoint, Planned
+from meshwright.cost.estimate import Estimator
+from meshwright.cost.memory.peak_memory import Moment
 from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.play import Span, enough_microbatches, play, timeline
 from meshwright.rules.downsampling import downsampled
@@ -39,8 +38,7 @@ def forecast(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None =
     count = plan.num_microbatches
     if 2 * count * len(plan.stages) > MOST_ACTIONS:
         count = enough_microbatches(plan.schedule, plan.mesh.pp, count)
-    order = make_order(plan.schedule, plan.mesh.pp, count, plan.virtual)
-    seconds = [stage_seconds(cost) for cost in estimator.stages]
+    order, seconds = make_order(plan.schedule, plan.mesh.pp, count, plan.virtual), estimator.stages
     spans = timeline(order, seconds, estimator.transfers)
     play_of_all = play(order, seconds, estimator.transfers)
     played, worst = play_of_all.step_seconds, play_of_all.busiest
@@ -60,10 +58,7 @@ def forecast(graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None =
 
 def _planned(row: Sequence[Span], played: float, extra: float) -> tuple[Planned, ...]:
     """A coordinate's work, and the update of its stages in one."""
-    found = [
-        Planned(action.kind, action.stage, action.microbatch, start, end)
-        for action, start, end in ((span.action, span.start_seconds, span.end_seconds) for span in row)
-    ]
+    found = [Planned(one.kind, one.stage, one.microbatch, start, end) for one, start, end in row]
     return (*found, Planned("update", row[0].action.stage, 0, played, played + extra))
 
 
@@ -73,15 +68,14 @@ class _Curve:
     def __init__(self, estimator: Estimator, coordinate: int) -> None:
         self.estimator = estimator
         self.device = estimator.cluster.device
-        self.cost = MemoryCost(
-            estimator.plan, estimator.recipe, estimator.local_blocks, estimator.passes, estimator.rank_state
-        )
+        self.cost = estimator.memory
         self.rank_state = estimator.rank_state(coordinate)
         self.at_first = self.rank_state.before_any_backward()
         self._walks: dict[tuple[int, float, bool], tuple[list[Moment], list[Moment]]] = {}
 
     def points(self, row: Sequence[Span], played: float, extra: float) -> Iterator[MemoryPoint]:
-        resting = self._resting()
+        # between steps: the state, and the buckets that replicas keep
+        resting = msgspec.structs.replace(self.rank_state.base, gradients=self.at_first.gradients(set()))
         yield MemoryPoint(at_seconds=0.0, memory_bytes=resting)
         if self.estimator.streamed is None:
             yield from self._along(row)
@@ -106,32 +100,23 @@ class _Curve:
             between = self._between(action, rank_state if action.kind == "forward" else self.rank_state, held)
             yield MemoryPoint(at_seconds=span.end_seconds, memory_bytes=between)
 
-    def _resting(self) -> MemoryParts:
-        """Between steps: the state, and the buckets that replicas keep."""
-        return msgspec.structs.replace(self.rank_state.base, gradients=self.at_first.gradients(set()))
-
     def _inside(self, span: Span, others: float, rank_state: RankState) -> Iterator[MemoryPoint]:
         """Each pass of an action for its share of the time; a backward for weights has no passes of its own."""
         action = span.action
         if action.kind == "backward_weights":
             return
-        forward, backward = self._walk(action.stage, others, rank_state)
+        key = (action.stage, others, rank_state is self.rank_state)
+        if key not in self._walks:
+            self._walks[key] = self.cost.through_stage(action.stage, others, rank_state, self.device)
+        forward, backward = self._walks[key]
         moments = forward if action.kind == "forward" else backward
-        weights = [self._seconds(moment) for moment in moments]
+        work = self.estimator.costs.work
+        weights = [work([one.segment]).seconds(self.device) if one.segment else 0.0 for one in moments]
         scale = (span.end_seconds - span.start_seconds) / (sum(weights) or 1.0)
         at = span.start_seconds
         for moment, weight in zip(moments, weights, strict=True):
             yield MemoryPoint(at_seconds=at, memory_bytes=moment.memory)
             at += weight * scale
-
-    def _walk(self, stage: int, others: float, rank_state: RankState) -> tuple[list[Moment], list[Moment]]:
-        key = (stage, others, rank_state is self.rank_state)
-        if key not in self._walks:
-            self._walks[key] = self.cost.through_stage(stage, others, rank_state, self.device)
-        return self._walks[key]
-
-    def _seconds(self, moment: Moment) -> float:
-        return self.estimator.costs.work([moment.segment]).seconds(self.device) if moment.segment else 0.0
 
     def _between(self, action: Action, rank_state: RankState, held: float) -> MemoryParts:
         """After an action: what is in flight, and the gradients so far."""

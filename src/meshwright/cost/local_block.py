@@ -53,10 +53,10 @@ class LocalBlock:
         and values of explicit attention are gathered and kept whole."""
         found: dict[Source, int] = {}
         if self.degrees.context == "ring":
-            products = (op for op in self.kind.ops if op.kind == "matmul" and op.region == "attention")
-            return {op.inputs[1]: self.degrees.cp for op in products if op.phase == "forward"}
-        for number, op in enumerate(self.kind.ops if self.degrees.cp > 1 else ()):
-            if op.kind == "attention" and op.phase == "forward":
+            products = (op for _, op in self.kind.forward_ops if op.kind == "matmul" and op.region == "attention")
+            return {op.inputs[1]: self.degrees.cp for op in products}
+        for number, op in self.kind.forward_ops if self.degrees.cp > 1 else ():
+            if op.kind == "attention":
                 tp = self.tp_degree(number)
                 for source, shape in zip(op.inputs[1:3], op.input_shapes[1:3], strict=False):
                     if len(shape) == FUSED_DIMS:
@@ -65,20 +65,18 @@ class LocalBlock:
 
     def work_share(self, number: int) -> float:
         """The share of an op's work that one rank does."""
-        return self.token_share(self.kind.ops[number]) / self.tp_degree(number)
+        tokens = self.degrees.token_share if _has_tokens(self.kind.ops[number]) else 1.0
+        return tokens / self.tp_degree(number)
 
     def is_ring_attention(self, op: Op) -> bool:
         """Whether the op is an attention whose keys and values go round the cp ranks."""
-        return self.degrees.context == "ring" and self.degrees.cp > 1 and op.kind == "attention"
+        return self.degrees.is_ring and op.kind == "attention"
 
     @cached_property
     def launches_by_op(self) -> tuple[int, ...]:
         """Kernels of every op, over all its `count` repetitions: ring attention has its own kernels for each rank's piece."""
         each = RING_LAUNCHES * self.degrees.cp
         return tuple(op.count * (each if self.is_ring_attention(op) else 1) for op in self.kind.ops)
-
-    def launches(self, number: int) -> int:
-        return self.launches_by_op[number]
 
     @cached_property
     def cost_keys(self) -> tuple[tuple[float, int, bool, Label], ...]:
@@ -107,18 +105,13 @@ class LocalBlock:
 
     def along_tokens(self, number: int) -> bool:
         """Whether sequence parallel gives each tp rank a part of the op's tokens."""
-        return (
-            self.degrees.sequence_parallel and not self.labels.work_split[number] and _has_tokens(self.kind.ops[number])
-        )
-
-    def token_share(self, op: Op) -> float:
-        return self.degrees.token_share if _has_tokens(op) else 1.0
+        is_whole = self.degrees.sequence_parallel and not self.labels.work_split[number]
+        return is_whole and _has_tokens(self.kind.ops[number])
 
     def on(self, rank: int) -> LocalBlock:
         """The same block on another rank of cp."""
-        return (
-            replace(self, degrees=replace(self.degrees, rank=rank)) if self.degrees.tokens % self.degrees.cp else self
-        )
+        degrees = self.degrees
+        return replace(self, degrees=replace(degrees, rank=rank)) if degrees.tokens % degrees.cp else self
 
     @property
     def output_share(self) -> float:
@@ -128,7 +121,14 @@ class LocalBlock:
     def result_share(self, source: Source) -> float:
         """The share of a tensor's bytes that one rank holds. Tensors from outside the block are whole along tp."""
         if source not in self._shares:
-            self._shares[source] = self._result_share(source)
+            degrees = self.degrees
+            if isinstance(source, int):
+                tokens = degrees.token_share if self.kind.ops[source].written_bytes.per_sample > 0 else 1.0
+                tokens *= self.repeats.get(source, 1)
+            else:
+                tokens = degrees.token_share
+            is_part = self.labels.of(source) == "split" or degrees.sequence_parallel
+            self._shares[source] = tokens / degrees.tp if is_part else tokens
         return self._shares[source]
 
     @cached_property
@@ -139,18 +139,6 @@ class LocalBlock:
     @cached_property
     def _shares(self) -> dict[Source, float]:
         return {}
-
-    def _result_share(self, source: Source) -> float:
-        degrees = self.degrees
-        if isinstance(source, int):
-            tokens = degrees.token_share if self.kind.ops[source].written_bytes.per_sample > 0 else 1.0
-            tokens *= self.repeats.get(source, 1)
-            label = self.labels.results[source]
-        else:
-            tokens, label = degrees.token_share, self.labels.outside.get(source, "whole")
-        if label == "split" or degrees.sequence_parallel:
-            return tokens / degrees.tp
-        return tokens
 
 
 def _has_tokens(op: Op) -> bool:

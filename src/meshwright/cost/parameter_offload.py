@@ -15,7 +15,7 @@
              each pass takes the longest of its compute and its traffic each way; traffic that compute does not hide is exposed
     update   the host updates under backward: the last block's update is exposed, or the part that backward was too short for
     disk     master weights and states are read under backward, and written as blocks are updated. A step ends when all of them are
-             safely on the disk:  (1 + states) Σ n_b S / rate is exposed in full                               -> _disk_seconds
+             safely on the disk:  (1 + states) Σ n_b S / rate is exposed in full                            -> seconds_given
 
 A block is sharded over the dp ranks: a rank has 1/dp of it on the host, and both its part and the whole in a slot on the device.
 """
@@ -23,7 +23,6 @@ A block is sharded over the dp ranks: a rank has 1/dp of it on the host, and bot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.core.cluster import Cluster
@@ -32,13 +31,15 @@ from meshwright.core.graph import PRECISION_BYTES, Graph, Parameter
 from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
+from meshwright.cost.communication.links import host_link
 from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.footprint import Footprints
-from meshwright.cost.optimizer_offload import disk_rate, host_update_rate
-from meshwright.cost.stages import StageCost
+from meshwright.cost.memory.peak_memory import Moment
+from meshwright.cost.offload import Offloaded, disk_rate, host_update_rate
+from meshwright.cost.timing import StageSeconds
+from meshwright.rules.groups import PIECE_BYTES
 from meshwright.rules.limits import not_yet
-from meshwright.rules.pieces import PIECE_BYTES
 
 IN_PASSING = 4 + 1
 """Block inputs that are in transfer to the host, and one that waits for its transfer. On the way back there are fewer: one in use
@@ -55,23 +56,11 @@ def is_streamed(plan: Plan) -> bool:
     return plan.offload.what == "parameters" and not not_yet(plan)
 
 
-@dataclass(frozen=True)
-class StreamedMoment:
-    when: str
-    memory: MemoryParts
-
-
-@dataclass(frozen=True)
-class StreamedTime:
-    transfer_seconds: float
-    update_seconds: float
-
-
 class StreamedCost:
     def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, local_blocks: dict[str, LocalBlock]) -> None:
         self.graph, self.plan, self.recipe, self.local_blocks = graph, plan, recipe, local_blocks
         self.working = PRECISION_BYTES[plan.precision]
-        self.stored = 8 if plan.precision == "fp64" else 4
+        self.stored = plan.master_bytes
         blocks = [name for name in plan.blocks if is_list_item(name)]
         streamed: dict[str, int] = dict.fromkeys(blocks, 0)
         outside: dict[str, list[Parameter]] = {}
@@ -91,11 +80,9 @@ class StreamedCost:
 
     # ------------------------------------------------------------ memory
 
-    def moments(self) -> list[StreamedMoment]:
-        return [*self._blocks(), *self._loss(), self._first(), StreamedMoment("update", self._base(self._all_outside))]
-
-    def worst(self) -> StreamedMoment:
-        return max(self.moments(), key=lambda moment: moment.memory.total)
+    def worst(self) -> Moment:
+        moments = [*self._blocks(), *self._loss(), self._first(), Moment(0, "update", self._base(self._all_outside))]
+        return max(moments, key=lambda moment: moment.memory.total)
 
     def _base(
         self, with_gradients: Sequence[Parameter], activations: float = 0.0, temporaries: float = 0.0
@@ -115,29 +102,26 @@ class StreamedCost:
             temporaries=round(temporaries),
         )
 
-    def _blocks(self) -> list[StreamedMoment]:
+    def _blocks(self) -> list[Moment]:
         """The backward of a block in one microbatch, once for every kind of block."""
-        footprints, found, seen = Footprints(self.plan, self.recipe), [], set()
+        footprints, found = Footprints(self.plan, self.recipe), []
+        first: dict[int, str] = {}
         for name, count in self.elements.items():
             local_block = self.local_blocks[name]
-            if id(local_block) in seen:
+            if first.setdefault(id(local_block), name) != name:
                 continue
-            seen.add(id(local_block))
             for number, one in enumerate(local_block.kind.passes):
                 if one.phase == "backward":
                     footprint = footprints.of(local_block, name, number)
-                    held = self._stashed() + self._between() + footprint.rebuilt
-                    rest = (
-                        footprint.peak
-                        - footprint.rebuilt
-                        + count * self.working * (1 - footprint.pending_gradient_share)
-                    )
-                    found.append(StreamedMoment(f"backward of {name}", self._base(self._behind, held, rest)))
+                    gradients = count * self.working * (1 - footprint.pending_gradient_share)
+                    rest = footprint.peak - footprint.rebuilt + gradients
+                    parts = self._base(self._behind, self._between + footprint.rebuilt, rest)
+                    found.append(Moment(0, f"backward of {name}", parts))
         return found
 
-    def _loss(self) -> list[StreamedMoment]:
+    def _loss(self) -> list[Moment]:
         """A piece of the loss of the last microbatch, where a head after the blocks makes logits."""
-        head = max((one for one in self._behind if len(one.shape) == 2), key=_elements, default=None)
+        head = max((one for one in self._behind if len(one.shape) == 2), key=lambda one: one.num_elements, default=None)
         if head is None:
             return []
         vocab, width = head.shape
@@ -147,15 +131,15 @@ class StreamedCost:
         sums = vocab * width * (self.stored + self.working)
         hidden = 3 * tokens * width * self.working
         before = self._behind if self.plan.num_microbatches > 1 else []
-        held = self._stashed() + self._between() + hidden
-        return [StreamedMoment("a piece of the loss", self._base(before, held, piece + copies + sums))]
+        return [Moment(0, "a piece of the loss", self._base(before, self._between + hidden, piece + copies + sums))]
 
-    def _first(self) -> StreamedMoment:
+    def _first(self) -> Moment:
         """When the embeddings get their gradients, in the last microbatch: the largest gradient is in memory twice for a moment."""
-        largest = max(map(_elements, self._all_outside), default=0)
-        held = self._handed_on() * self.plan.num_microbatches
-        return StreamedMoment("the first gradients", self._base(self._all_outside, held, largest * self.working))
+        largest = max((one.num_elements for one in self._all_outside), default=0)
+        held = self._handed_on * self.plan.num_microbatches
+        return Moment(0, "the first gradients", self._base(self._all_outside, held, largest * self.working))
 
+    @cached_property
     def _handed_on(self) -> float:
         """Bytes of the largest block output in one microbatch."""
         sizes = (
@@ -166,14 +150,13 @@ class StreamedCost:
         )
         return max(sizes, default=0.0)
 
-    def _stashed(self) -> float:
-        """Bytes of block inputs that are on the device."""
-        num_inputs = len(self.elements) * self.plan.num_microbatches
-        return self._handed_on() * (min(IN_PASSING, num_inputs) if self.plan.offload.stash == "host" else num_inputs)
-
+    @cached_property
     def _between(self) -> float:
-        """Bytes of activation gradients between two blocks: one for every microbatch, and the one that is being made."""
-        return self._handed_on() * (self.plan.num_microbatches + 1)
+        """Bytes between two blocks: the block inputs that are on the device, and activation gradients, one for every microbatch and
+        the one that is being made."""
+        num_inputs = len(self.elements) * self.plan.num_microbatches
+        stashed = self._handed_on * (min(IN_PASSING, num_inputs) if self.plan.offload.stash == "host" else num_inputs)
+        return stashed + self._handed_on * (self.plan.num_microbatches + 1)
 
     @cached_property
     def _all_outside(self) -> list[Parameter]:
@@ -195,53 +178,39 @@ class StreamedCost:
         """Bytes of block inputs that are copied to the host in a step, and back."""
         if self.plan.offload.stash == "device":
             return 0.0
-        return self._handed_on() * len(self.elements) * self.plan.num_microbatches
+        return self._handed_on * len(self.elements) * self.plan.num_microbatches
 
     # ------------------------------------------------------------ time
 
-    def seconds(self, cluster: Cluster, stages: Sequence[StageCost]) -> StreamedTime:
+    def seconds(self, cluster: Cluster, stages: Sequence[StageSeconds]) -> Offloaded:
         count = self.plan.num_microbatches
         forward = count * sum(stage.forward_seconds for stage in stages)
         backward = count * sum(stage.backward_seconds for stage in stages)
         return self.seconds_given(cluster, forward, backward)
 
-    def seconds_given(self, cluster: Cluster, forward: float, backward: float) -> StreamedTime:
+    def seconds_given(self, cluster: Cluster, forward: float, backward: float) -> Offloaded:
         """Exposed seconds of transfers and updates, for a step whose forward and backward take the given seconds."""
         into, out = self._link_seconds(cluster)
-        stash = self._stash_traffic() / self._link(cluster)
+        stash = self._stash_traffic() / host_link(cluster, "offload").bytes_per_second
         exposed = max(0.0, max(into, stash) - forward) + max(0.0, self.backward_link_seconds(cluster) - backward)
         update = self.total / self.plan.mesh.dp / host_update_rate(self.plan, cluster)
         last = (update + out) / max(len(self.elements), 1)
         device_update = update_seconds(_count(self._all_outside, trainable_only=True), cluster.device)
-        written = self._disk_seconds(cluster)
-        return StreamedTime(
-            exposed + max(0.0, written - backward), max(last, update - backward, device_update) + written
-        )
+        written = 0.0
+        if self.plan.offload.where == "disk":  # master weights and states are read, or written durably, once a step
+            state = (1 + self.recipe.optimizer_slots) * self.total / self.plan.mesh.dp * self.stored
+            written = state / disk_rate(self.plan, cluster)
+        return Offloaded(exposed + max(0.0, written - backward), max(last, update - backward, device_update) + written)
 
     def backward_link_seconds(self, cluster: Cluster) -> float:
         """Seconds of the link during backward, in its busier direction."""
         into, out = self._link_seconds(cluster)
-        return max(into + self._stash_traffic() / self._link(cluster), out)
+        return max(into + self._stash_traffic() / host_link(cluster, "offload").bytes_per_second, out)
 
     def _link_seconds(self, cluster: Cluster) -> tuple[float, float]:
         """All blocks' parameters into the device once, and their gradients out."""
-        share = self.total / self.plan.mesh.dp / self._link(cluster)
+        share = self.total / self.plan.mesh.dp / host_link(cluster, "offload").bytes_per_second
         return share * self.working, share * self.stored
-
-    def _link(self, cluster: Cluster) -> float:
-        assert cluster.host_link is not None
-        return cluster.host_link.bytes_per_second
-
-    def _disk_seconds(self, cluster: Cluster) -> float:
-        """Seconds to read, or to write durably, the master weights and states of one step."""
-        if self.plan.offload.where != "disk":
-            return 0.0
-        state = (1 + self.recipe.optimizer_slots) * self.total / self.plan.mesh.dp * self.stored
-        return state / disk_rate(self.plan, cluster)
-
-
-def _elements(parameter: Parameter) -> int:
-    return parameter.num_elements
 
 
 def _count(parameters: Sequence[Parameter], *, trainable_only: bool = False) -> int:

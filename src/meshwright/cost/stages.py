@@ -9,54 +9,22 @@ dp       gathers and reductions overlap with that (cost/overlap.py): in every mi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.core.cluster import Cluster, Device
+from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Graph, Phase, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication.block_calls import block_calls
-from meshwright.cost.communication.collective_call import Call
-from meshwright.cost.communication.links import axis_group, collective_seconds, send_seconds
-from meshwright.cost.communication.stage_transfers import sends_shares, sent_bytes
+from meshwright.cost.communication.links import Call, axis_group, collective_seconds, send_seconds
 from meshwright.cost.communication.step_calls import stage_calls, step_calls
 from meshwright.cost.compute.block_compute import NO_WORK, Work, weight_products
 from meshwright.cost.compute.recomputed_ops import ActivationMode, recompute_modes
 from meshwright.cost.memory.local_parameters import split_dims
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.overlap import Lane, exposed_seconds, play_backward, play_forward
-from meshwright.cost.passes import StagePasses
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Seconds of one microbatch on one stage, by part."""
-
-    forward: float
-    backward: float
-    recompute: float
-    weights: float
-    """The part of backward that makes gradients of weights: a schedule may run it later."""
-    inner_forward: float
-    inner_backward: float
-    """Communication inside the blocks."""
-    gather_each: float = 0.0
-    reduce_each: float = 0.0
-    """Exposed in every microbatch."""
-    gather_once: float = 0.0
-    reduce_once: float = 0.0
-    """Exposed once a step."""
-    transfer: float = 0.0
-    """To the next stage."""
-
-    @property
-    def forward_seconds(self) -> float:
-        return self.forward + self.inner_forward + self.gather_each
-
-    @property
-    def backward_seconds(self) -> float:
-        return self.backward + self.recompute + self.inner_backward + self.reduce_each
+from meshwright.cost.passes import StagePasses, sends_shares, sent_bytes
+from meshwright.cost.timing import StageSeconds
 
 
 class StageCosts:
@@ -78,11 +46,13 @@ class StageCosts:
         self.modes = recompute_modes(plan, recipe) if modes is None else modes
         self._calls: dict[int, tuple[Call, ...]] = {}
         self._stage_calls: dict[int, tuple[Call, ...]] = like._stage_calls if like else {}
-        self._known: dict[tuple[object, ...], StageCost] = like._known if like else {}
-        constants = cluster.device.constants
-        self.slowdown = constants.overlap_slowdown if constants else 1 - overlap_share(plan, cluster.device)
+        self._known: dict[tuple[object, ...], StageSeconds] = like._known if like else {}
+        device = cluster.device
+        waits = plan.zero > 0 and device.kind == "cpu"  # `fully_shard` waits for each of its collectives
+        measured = 1.0 if waits else 1 - device.overlap_share
+        self.slowdown = device.constants.overlap_slowdown if device.constants else measured
 
-    def of(self, number: int, passes: StagePasses) -> StageCost:
+    def of(self, number: int, passes: StagePasses) -> StageSeconds:
         """Stages with the same work cost the same: the middle of a deep model is costed once."""
         key = self.form(number, passes)
         if key not in self._known:
@@ -97,12 +67,13 @@ class StageCosts:
             for segment in (*passes.forward, *passes.backward)
         )
         blocks = tuple(kinds[name].name for name in self.plan.blocks_by_stage[number])
-        return work, blocks, passes.sent_sizes, number == 0, number + 1 == len(self.plan.stages)
+        sent = tuple((one.num_bytes, one.needs_gradient) for one in passes.sent)
+        return work, blocks, sent, number == 0, number + 1 == len(self.plan.stages)
 
-    def _cost(self, number: int, passes: StagePasses) -> StageCost:
+    def _cost(self, number: int, passes: StagePasses) -> StageSeconds:
         device = self.cluster.device
         data = self._data(number, passes)
-        return StageCost(
+        return StageSeconds(
             forward=self.work(passes.forward).seconds(device),
             backward=self.work(passes.backward).seconds(device),
             recompute=self.recompute_work(passes).seconds(device),
@@ -114,31 +85,15 @@ class StageCosts:
         )
 
     def work(self, segments: Iterable[Segment]) -> Work:
-        return sum((self._work(segment) for segment in segments), NO_WORK)
-
-    def _work(self, segment: Segment) -> Work:
-        return self.compute.pass_work(self.local_blocks[segment.block], segment.block, segment.number)
+        return sum((self.compute.pass_work(self.local_blocks[s.block], s.block, s.number) for s in segments), NO_WORK)
 
     def recompute_work(self, passes: StagePasses) -> Work:
         """The forward work that backward of a stage runs again."""
-        return self._recompute(passes.backward)
+        return sum((self._recompute(block) for block in _blocks(passes.backward)), NO_WORK)
 
-    def _recompute(self, backward: tuple[Segment, ...]) -> Work:
-        """The forward work that these backward passes run again."""
-        found = NO_WORK
-        for segment in self._first(backward):
-            mode = self.modes.get(segment.block)
-            if mode is not None:
-                found += self.compute.recompute_work(self.local_blocks[segment.block], segment.block, mode)
-        return found
-
-    @staticmethod
-    def _first(segments: tuple[Segment, ...]) -> list[Segment]:
-        """The first pass of each block, where costs that occur once a block are counted."""
-        seen: dict[str, Segment] = {}
-        for segment in segments:
-            seen.setdefault(segment.block, segment)
-        return list(seen.values())
+    def _recompute(self, block: str) -> Work:
+        mode = self.modes.get(block)
+        return NO_WORK if mode is None else self.compute.recompute_work(self.local_blocks[block], block, mode)
 
     def weights(self, backward: tuple[Segment, ...]) -> float:
         """Seconds of the matmuls of backward whose result has no tokens: gradients of weights.
@@ -196,14 +151,12 @@ class StageCosts:
     def _data(self, number: int, passes: StagePasses) -> dict[str, float]:
         """Exposed gathers and reductions along dp, each microbatch and once a step."""
         calls = [call for call in self._calls_of(number) if call.phase in ("forward", "backward")]
-        each = self.plan.zero == 3
         gathers = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "forward")
         again = self._by_block(c for c in calls if c.kind == "all_gather" and c.phase == "backward")
         every = self.plan.zero >= 2
         reduces = self._by_block(
             c for c in calls if c.kind == "reduce_scatter" or (c.kind != "all_gather" and not every)
         )
-        across = self._by_block(c for c in calls if c.kind == "all_reduce") if every else {}
         forward = self._lanes(passes, "forward", gathers, {})
         backward = self._lanes(passes, "backward", again, reduces)
         gather = exposed_seconds(forward, play_forward(forward), self.slowdown)
@@ -211,11 +164,13 @@ class StageCosts:
         if not self.recipe.system.overlaps_reduction:
             reduce = sum(reduces.values()) + sum(again.values())
         shown = {
-            "gather_each" if each else "gather_once": gather,
+            "gather_each" if self.plan.zero == 3 else "gather_once": gather,
             "reduce_each" if every else "reduce_once": reduce,
         }
+        across = self._by_block(c for c in calls if c.kind == "all_reduce") if every else {}
         if across:  # between sharding groups, behind the last microbatch only
-            last = self._lanes(passes, "backward", again, _added(reduces, across))
+            both = {name: reduces.get(name, 0.0) + across.get(name, 0.0) for name in {**reduces, **across}}
+            last = self._lanes(passes, "backward", again, both)
             shown["reduce_once"] = exposed_seconds(last, play_backward(last), self.slowdown) - reduce
         return shown
 
@@ -236,15 +191,12 @@ class StageCosts:
         return self._calls[coordinate]
 
     def _by_block(self, calls: Iterable[Call]) -> dict[str, float]:
+        """Seconds of collectives along dp, with the packing and unpacking around them."""
         found: dict[str, float] = {}
         for call in calls:
-            found[call.block] = found.get(call.block, 0.0) + self.one_call(call)
+            seconds = collective_seconds(call.kind, call.num_bytes, call.group, self.cluster)
+            found[call.block] = found.get(call.block, 0.0) + (seconds + self._packing_seconds(call))
         return found
-
-    def one_call(self, call: Call) -> float:
-        """A collective along dp, with the packing and unpacking around it."""
-        seconds = collective_seconds(call.kind, call.num_bytes, call.group, self.cluster)
-        return seconds + self._packing_seconds(call)
 
     def _packing_seconds(self, call: Call) -> float:
         """What fully_shard does around one of its collectives: copies, and the host's own work where that is on the way.
@@ -266,14 +218,13 @@ class StageCosts:
         """
         device = self.cluster.device
         segments = passes.forward if phase == "forward" else passes.backward
-        blocks: dict[str, float] = {}
+        blocks = dict.fromkeys(_blocks(segments), 0.0)
         for segment in segments:
-            seconds = self._work(segment).seconds(device)
-            blocks[segment.block] = blocks.get(segment.block, 0.0) + seconds
-        for segment in self._first(segments):
-            blocks[segment.block] += self.inner_seconds(segment.block, phase, passes)
-            if phase == "backward" and self.modes.get(segment.block):
-                blocks[segment.block] += self._recompute((segment,)).seconds(device)
+            blocks[segment.block] += self.work([segment]).seconds(device)
+        for name in blocks:
+            blocks[name] += self.inner_seconds(name, phase, passes)
+            if phase == "backward":
+                blocks[name] += self._recompute(name).seconds(device)
         loose = reduces.get("", 0.0)
         if self.plan.zero == 0:
             return [Lane(blocks[name], reduce=loose / len(blocks)) for name in blocks]
@@ -283,10 +234,6 @@ class StageCosts:
         return [Lane(blocks[name], gathers.get(name, 0.0), reduces.get(name, 0.0)) for name in blocks]
 
 
-def _added(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
-
-
-def overlap_share(plan: Plan, device: Device) -> float:
-    """On a CPU `fully_shard` waits for each of its collectives."""
-    return 0.0 if plan.zero and device.kind == "cpu" else device.overlap_share
+def _blocks(segments: Iterable[Segment]) -> dict[str, None]:
+    """The blocks of some passes, each once, in order."""
+    return dict.fromkeys(segment.block for segment in segments)

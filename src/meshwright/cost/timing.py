@@ -32,19 +32,41 @@ Transfers = Literal["asynchronous", "requested", "blocking"]
 
 
 class StageSeconds(Value, kw_only=True):
-    """What one microbatch costs on one stage."""
+    """Seconds of one microbatch on one stage, by part."""
 
     forward: float
     backward: float
-    backward_inputs: float = 0.0
-    backward_weights: float = 0.0
-    """The halves, where the schedule splits a backward."""
-    first_forward_extra: float = 0.0
+    recompute: float = 0.0
+    weights: float = 0.0
+    """The part of backward that makes gradients of weights: a schedule may run it later."""
+    inner_forward: float = 0.0
+    inner_backward: float = 0.0
+    """Communication inside the blocks."""
+    gather_each: float = 0.0
+    reduce_each: float = 0.0
+    """Exposed in every microbatch."""
+    gather_once: float = 0.0
     """Before the first forward of a step: parameters still to be gathered."""
-    last_backward_extra: float = 0.0
+    reduce_once: float = 0.0
     """After the last backward of a step: gradients still to be reduced. The last message does not wait for it."""
     transfer: float = 0.0
     """From this stage to the next, and of the gradient back. Free where both share a coordinate."""
+
+    @property
+    def forward_seconds(self) -> float:
+        return self.forward + self.inner_forward + self.gather_each
+
+    @property
+    def backward_seconds(self) -> float:
+        return self.backward + self.recompute + self.inner_backward + self.reduce_each
+
+    def of(self, kind: ActionKind) -> float:
+        """Seconds of one unit of work; both halves of a backward are as long as the whole."""
+        if kind == "forward":
+            return self.forward_seconds
+        backward = self.backward_seconds
+        weights = min(self.weights, backward)
+        return {"backward": backward, "backward_inputs": backward - weights, "backward_weights": weights}[kind]
 
 
 class Timing(NamedTuple):
@@ -100,13 +122,18 @@ class _Rules:
         for stage in {stage for _, stage in rules}:
             places = [place for place, action in enumerate(actions) if action.stage == stage]
             first, last = places[0], places[-1]  # a stage begins with a forward and ends with a backward
-            row[first] = _lengthened(row[first], before=self.stages[stage].first_forward_extra)
-            row[last] = _lengthened(row[last], after=self.stages[stage].last_backward_extra)
+            rule, microbatch = row[first]
+            row[first] = rule._replace(seconds=rule.seconds + self.stages[stage].gather_once), microbatch
+            rule, microbatch = row[last]
+            row[last] = rule._replace(extra_after=rule.extra_after + self.stages[stage].reduce_once), microbatch
         return row
 
     def _rule(self, kind: ActionKind, stage: int) -> _Rule:
-        maker, taker = self._neighbours(kind, stage)
         num_stages, here = len(self.stages), self.homes[stage]
+        way = 1 if kind == "forward" else -1
+        is_alone = kind == "backward_weights"
+        maker = None if is_alone or not 0 <= stage - way < num_stages else stage - way
+        taker = None if is_alone or not 0 <= stage + way < num_stages else stage + way
         gradients = 0 if kind == "forward" else num_stages
         taken, sent = self._transfer(stage, maker), self._transfer(stage, taker)
         waits = self.transfers != "asynchronous"
@@ -114,21 +141,13 @@ class _Rules:
             need=self.num_microbatches * (2 * num_stages if maker is None else gradients + maker),
             asks_ahead=False,
             held_by_receive=taken if waits else 0.0,
-            seconds=getattr(self.stages[stage], kind),
+            seconds=self.stages[stage].of(kind),
             extra_after=0.0,
             slot=self.num_microbatches * (2 * num_stages + 1 if taker is None else gradients + stage),
             link=here * len(self.order) + (here if taker is None else self.homes[taker]),
             wire=0.0 if waits else sent,
             held_by_send=sent if self.transfers == "blocking" else 0.0,
         )
-
-    def _neighbours(self, kind: ActionKind, stage: int) -> tuple[int | None, int | None]:
-        """The stages that make what an action needs and take what it makes."""
-        before = stage - 1 if stage > 0 else None
-        behind = stage + 1 if stage + 1 < len(self.stages) else None
-        if kind == "backward_weights":
-            return None, None
-        return (before, behind) if kind == "forward" else (behind, before)
 
     def _transfer(self, stage: int, other: int | None) -> float:
         if other is None or self.homes[other] == self.homes[stage]:
@@ -142,11 +161,6 @@ def _asking(entry: tuple[_Rule, int], before: Action | None, action: Action) -> 
     is_first = action.kind == "forward" and microbatch == 0
     is_of_before = before == Action("forward", action.stage, microbatch)
     return rule._replace(asks_ahead=not (before is None or is_first or is_of_before)), microbatch
-
-
-def _lengthened(entry: tuple[_Rule, int], before: float = 0.0, after: float = 0.0) -> tuple[_Rule, int]:
-    rule, microbatch = entry
-    return rule._replace(seconds=rule.seconds + before, extra_after=rule.extra_after + after), microbatch
 
 
 class _Machine:

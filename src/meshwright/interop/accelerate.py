@@ -24,8 +24,7 @@ import yaml
 from meshwright.core.bounds import MOST_NESTED
 from meshwright.core.codec import load
 from meshwright.core.errors import InputError
-from meshwright.core.files.given_file import read_given
-from meshwright.core.files.parsing import check_plain
+from meshwright.core.files.given_file import check_plain, read_given
 from meshwright.core.graph import Precision
 from meshwright.core.plan import Offload, ZeroStage
 from meshwright.core.recipe import Recipe

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
     from meshwright.core.errors import OutOfMemoryError
     from meshwright.core.estimate import Estimate
-    from meshwright.core.infeasible import WayOut
+    from meshwright.core.result import WayOut
     from meshwright.planner.decision import Decision
     from meshwright.training.settings import Settings
 

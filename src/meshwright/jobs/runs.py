@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from meshwright.core.codec import Value
     from meshwright.core.result import SearchResult
-    from meshwright.core.run.live import RankState
+    from meshwright.core.run.fault import RankState
     from meshwright.core.run.trace import Trace
     from meshwright.jobs.metric_lines import MetricLines
     from meshwright.planner.plan import PlanQuestion
@@ -79,7 +79,7 @@ def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricL
     from meshwright.core.files.given_file import read_given
     from meshwright.core.plan import Plan
     from meshwright.core.result import SearchResult
-    from meshwright.core.run.forecast import Forecast
+    from meshwright.core.run.trace import Forecast
     from meshwright.jobs.metric_lines import MetricLines
     from meshwright.report.run import Run
     from meshwright.training.folder import RunFolder
@@ -112,7 +112,7 @@ def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricL
 
 
 def rank_states(folder: RunFolder) -> list[RankState]:
-    from meshwright.core.run.live import RankState
+    from meshwright.core.run.fault import RankState
 
     return [RankState.load(file) for file in sorted(folder.live.glob("rank-*.json"))]
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.core.affine import Affine
 from meshwright.core.errors import PlanError
-from meshwright.core.flow import OBJECTIVE, OUTSIDE, Flow, FlowEvent, FlowTensor
+from meshwright.core.flow import OBJECTIVE, OUTSIDE, Affine, Flow, FlowEvent, FlowTensor
 from meshwright.models.effects import Effects, as_list, find_effects
 from meshwright.models.follow import (
     NUMBER,

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.core.files.compile_cache import use_own_compile_cache
+from meshwright.core.files.cache import use_own_compile_cache
 from meshwright.core.names import is_list_item
-from meshwright.rules.pieces import PIECE_BYTES
+from meshwright.rules.groups import PIECE_BYTES
 from meshwright.runtime._torch import DisableTorchFunction
 
 KNOWN_BEFOREHAND = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.ndim.__get__}  # type: ignore[attr-defined]

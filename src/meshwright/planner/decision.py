@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from meshwright.core.graph import Graph, Precision
     from meshwright.core.plan import Plan
     from meshwright.core.result import SearchResult
-    from meshwright.core.run.forecast import Forecast
+    from meshwright.core.run.trace import Forecast
     from meshwright.training.settings import Settings
 
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.infeasible import Infeasible, WayOut
+from meshwright.core.result import Infeasible, WayOut
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.plan_view import chosen_view
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.core.result import describe
-from meshwright.core.run.live import RankState
+from meshwright.core.run.fault import RankState
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.run import Run, median, speed_words
 

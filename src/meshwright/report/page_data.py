@@ -15,8 +15,7 @@ import msgspec
 
 from meshwright.core.estimate import MemoryParts
 from meshwright.core.names import compact_names
-from meshwright.core.run.forecast import Forecast
-from meshwright.core.run.trace import MemoryPoint, Trace
+from meshwright.core.run.trace import Forecast, MemoryPoint, Trace
 from meshwright.report.bars import measured_rows, planned_rows, short
 from meshwright.report.overlap import overlap
 from meshwright.report.run import Run, median

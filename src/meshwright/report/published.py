@@ -22,9 +22,8 @@ import msgspec
 from meshwright.core.cluster import Facts
 from meshwright.core.graph import Casting, Graph, Precision
 from meshwright.core.plan import Plan, ScheduleKind
-from meshwright.core.recipe import Recipe
+from meshwright.core.recipe import Recipe, TrainingSystem
 from meshwright.core.request import PlanRequest
-from meshwright.core.training_system import TrainingSystem
 from meshwright.interop.published import Run
 from meshwright.rules.plain_plan import plain_plan
 

@@ -11,8 +11,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.core.result import SearchResult
-from meshwright.core.run.forecast import Forecast
-from meshwright.core.run.trace import Trace, steps_that_count
+from meshwright.core.run.trace import Forecast, Trace, steps_that_count
 
 
 @dataclass(frozen=True)

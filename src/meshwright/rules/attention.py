@@ -8,8 +8,10 @@ scaling, mask, softmax, dropout and the product with the values are in.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
+
+from meshwright.rules.kinds import reached
 
 FUSED_ATTENTION = "_scaled_dot_product"
 SOFTMAXES = ("_softmax", "_safe_softmax")
@@ -51,31 +53,21 @@ def attention_core(ops: Sequence[Step], outside: set[int]) -> set[int]:
     after: dict[int, list[int]] = defaultdict(list)
     for number in inside:
         for source in ops[number].inputs:
-            if isinstance(source, int) and source in inside and _same_module(ops[source], ops[number]):
+            if isinstance(source, int) and source in inside and _module(ops[source]) == _module(ops[number]):
                 before[number].append(source)
                 after[source].append(number)
     found = set()
     for number in inside:
         op = ops[number]
         if op.kind == "attention":
-            found |= _reached([number], before) | _reached([number], after)
+            found |= reached([number], before.__getitem__) | reached([number], after.__getitem__)
         elif op.name in SOFTMAXES:
-            upstream, downstream = _reached([number], before), _reached([number], after)
+            upstream, downstream = reached([number], before.__getitem__), reached([number], after.__getitem__)
             if all(any(ops[other].kind == "matmul" for other in side) for side in (upstream, downstream)):
                 products = [other for other in downstream if ops[other].kind == "matmul"]
-                found |= _reached(products, before) | downstream
+                found |= reached(products, before.__getitem__) | downstream
     return found
 
 
-def _same_module(one: Step, other: Step) -> bool:
-    return (one.block, one.module) == (other.block, other.module)
-
-
-def _reached(starts: Iterable[int], steps: dict[int, list[int]]) -> set[int]:
-    seen, waiting = set(starts), list(starts)
-    while waiting:
-        for number in steps[waiting.pop()]:
-            if number not in seen:
-                seen.add(number)
-                waiting.append(number)
-    return seen
+def _module(op: Step) -> tuple[str, str]:
+    return op.block, op.module

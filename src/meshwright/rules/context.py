@@ -49,16 +49,12 @@ def key_repeats(num_key_heads: int, cp: int) -> int:
 def num_heads(op: Op) -> tuple[int, int]:
     """Of queries, and of keys; 0 where the op is no attention.
 
-    Explicit attention makes [samples · heads, tokens, tokens].
+    Explicit attention is a matmul batched over samples and heads: it makes [samples · heads, tokens, tokens].
     """
     if op.kind == "attention" and op.phase == "forward" and op.input_shapes and len(op.input_shapes[0]) == FUSED_DIMS:
         queries, keys, *_ = [round(shape[1].fixed) for shape in op.input_shapes if len(shape) == FUSED_DIMS]
         return queries, keys
-    scores = round(op.result_shape[0].per_sample) if _makes_scores(op) else 0
+    is_product = op.kind == "matmul" and op.phase == "forward" and op.region == "attention"
+    has_scores = is_product and len(op.result_shape) == 3 and op.result_shape[0].per_sample > 0
+    scores = round(op.result_shape[0].per_sample) if has_scores else 0
     return scores, scores
-
-
-def _makes_scores(op: Op) -> bool:
-    """Whether it is a matmul of explicit attention, batched over samples and heads."""
-    core = op.kind == "matmul" and op.phase == "forward" and op.region == "attention"
-    return core and len(op.result_shape) == 3 and op.result_shape[0].per_sample > 0

@@ -1,9 +1,13 @@
-"""The divisors of a number, as many questions about batches and ranks need them."""
+"""The divisors of a number, as questions about batches, ranks and experts need them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from math import isqrt
+
+from meshwright.core.errors import PlanError
+from meshwright.core.plan import Mesh
 
 
 @lru_cache(maxsize=1024)
@@ -19,3 +23,13 @@ def near_divisors(number: int, wish: int) -> tuple[int, ...]:
     below = [part for part in found if part < wish]
     above = [part for part in found if part > wish]
     return (*below[-1:], *above[:1])
+
+
+def check_experts(counts: Iterable[int], mesh: Mesh) -> None:
+    """Refuse an ep that does not divide each of these numbers of experts."""
+    for count in counts:
+        if count % mesh.ep:
+            legal = [str(degree) for degree in divisors(count) if mesh.dp % degree == 0]
+            raise PlanError(
+                f"{count} experts do not divide over ep={mesh.ep}: with dp={mesh.dp} use {', '.join(legal)}"
+            )

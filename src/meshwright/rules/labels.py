@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.graph import Kind, Op, Shape, Source
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_in_value
 
 Label = Literal["whole", "split"]
 Way = Literal["column", "row", "table", "heads"]
@@ -69,8 +69,8 @@ def labels_of(kind: Kind, ways: dict[str, Way], outside: dict[Source, Label] | N
             elif way in ("row", "table"):
                 label = "whole"
                 summed.append(number)
-        elif way == "row" or _is_table_gradient(op, tables):
-            label = "split"
+        elif way == "row" or (op.name == "embedding_dense_backward" and op.result_shape in tables):
+            label = "split"  # a table's gradient reads the stream's gradient and token ids: the shape tells whose it is
         elif way == "column":
             label = "whole"
         known[number] = label
@@ -85,7 +85,7 @@ def labels_of(kind: Kind, ways: dict[str, Way], outside: dict[Source, Label] | N
     )
 
 
-@cached_per_kind
+@cached_in_value
 def weight_copies(kind: Kind) -> dict[Source, str]:
     """Ops that only copy a parameter into another dtype → the parameter's name."""
     return {
@@ -118,16 +118,11 @@ def _split_tables(kind: Kind, ways: dict[str, Way]) -> set[Shape]:
     """Shapes of the tables that are split by their rows."""
     return {
         shape
-        for op in kind.ops
-        if op.phase == "forward" and op.name == "embedding"
+        for _, op in kind.forward_ops
+        if op.name == "embedding"
         for source, shape in zip(op.inputs, op.input_shapes, strict=False)
         if isinstance(source, str) and ways.get(source) == "table"
     }
-
-
-def _is_table_gradient(op: Op, tables: set[Shape]) -> bool:
-    """It reads the stream's gradient and token ids, not the table: the shape tells whose gradient it is."""
-    return op.name == "embedding_dense_backward" and op.result_shape in tables
 
 
 def is_outer(source: Source) -> bool:

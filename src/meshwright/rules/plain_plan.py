@@ -34,6 +34,9 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
     microbatch = request.microbatch or share_of_batch(global_batch, mesh.dp)
     schedule = request.schedule or "1f1b"
     virtual = request.virtual or plain_virtual(schedule)
+    # a model that asks for activation checkpointing itself gets the plan's in its place; streamed blocks are redone anyway
+    is_redone = graph.own_recompute and graph.repeated_blocks and request.offload != "parameters"
+    own_recompute = "full" if is_redone else "none"
     return Plan(
         model=graph.model,
         graph=graph.identity,
@@ -46,7 +49,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         token_blocks=token_names(graph, mesh.cp),
         zero=request.zero or 0,
         hybrid=request.hybrid,
-        recompute=recompute_rules(request.recompute or _plain_recompute(request, graph), graph.repeated_blocks),
+        recompute=recompute_rules(request.recompute or own_recompute, graph.repeated_blocks),
         offload=_plain_offload(request),
         schedule=schedule,
         virtual=virtual,
@@ -57,12 +60,6 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
         compile=bool(request.compile),
         sync_batch_norm=bool(request.sync_batch_norm),
     )
-
-
-def _plain_recompute(request: PlanRequest, graph: Graph) -> str:
-    """A model that asks for activation checkpointing itself gets the plan's in its place; streamed blocks are redone anyway."""
-    is_wanted = graph.own_recompute and graph.repeated_blocks and request.offload != "parameters"
-    return "full" if is_wanted else "none"
 
 
 def _plain_offload(request: PlanRequest) -> Offload:

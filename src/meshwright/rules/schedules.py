@@ -1,18 +1,32 @@
-"""The schedule a plan names: its words (core/pipeline/kinds.py) as actions, with transfers and updates."""
+"""The schedule a plan names: its words (core/pipeline/kinds.py) as actions, with transfers and updates.
+
+What a stage makes is sent as soon as it is made. A receive comes just before the work that needs it, and before it the
+receives of everything the same link sent earlier: nothing but order tells two messages apart. That holds nobody up: what
+was sent earlier has been sent.                                                                 -> with_transfers
+"""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 
 from meshwright.core.errors import ScheduleError
 from meshwright.core.pipeline.kinds import ScheduleKind, check_virtual, kind_of, placement_of
-from meshwright.core.pipeline.placement import Placement, stage_at
-from meshwright.core.pipeline.schedule import Action, ActionKind, Order, Schedule
-from meshwright.rules.transfers import with_transfers
+from meshwright.core.pipeline.placement import Placement, coordinate_of, stage_at
+from meshwright.core.pipeline.schedule import COMPUTE_KINDS, Action, ActionKind, Order, Schedule
 
 MEANINGS: dict[str, ActionKind] = {"F": "forward", "B": "backward", "I": "backward_inputs"}
+SENDS: dict[ActionKind, ActionKind] = {
+    "forward": "send_forward", "backward": "send_backward", "backward_inputs": "send_backward",
+}  # fmt: skip
+OTHER_SIDE: dict[ActionKind, tuple[ActionKind, int]] = {
+    "send_forward": ("receive_forward", 1), "send_backward": ("receive_backward", -1),
+    "receive_forward": ("send_forward", -1), "receive_backward": ("send_backward", 1),
+}  # fmt: skip
+"""A send or receive → what the other side does, and how many stages on."""
+RECEIVES: tuple[ActionKind, ActionKind] = ("receive_forward", "receive_backward")
 
 
 def make_schedule(kind: ScheduleKind, num_coordinates: int, num_microbatches: int, virtual: int = 1) -> Schedule:
@@ -84,3 +98,71 @@ def _counted(words: list[str], stages: Sequence[int], num_microbatches: int) -> 
             if kind == "backward_inputs":
                 owed.append(Action("backward_weights", stages[turn], microbatch))
     return (*row, *owed)
+
+
+def other_side(action: Action) -> Action:
+    """The receive of a send; the send of a receive."""
+    kind, distance = OTHER_SIDE[action.kind]
+    return Action(kind, action.stage + distance, action.microbatch)
+
+
+def with_transfers(order: Order, num_stages: int, placement: Placement) -> tuple[tuple[Action, ...], ...]:
+    """Each coordinate's work with its sends and receives."""
+    homes = [coordinate_of(stage, len(order), placement) for stage in range(num_stages)]
+    under_way: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
+    """On every link, the receives that are still to come."""
+
+    def goes_abroad(action: Action, distance: int) -> bool:
+        """Whether another coordinate takes what an action makes (distance 1), or makes what it takes (-1)."""
+        other = action.stage + (distance if action.kind == "forward" else -distance)
+        return action.kind in SENDS and 0 <= other < num_stages and homes[other] != homes[action.stage]
+
+    def laid(row: tuple[Action, ...]) -> Iterator[Action]:
+        received: set[Action] = set()
+        for action in row:
+            if goes_abroad(action, -1):
+                needed = Action(RECEIVES[action.kind != "forward"], action.stage, action.microbatch)
+                queue = under_way[homes[other_side(needed).stage], homes[action.stage]]
+                while needed not in received:
+                    received.add(queue[0])
+                    yield queue.popleft()
+            yield action
+            if goes_abroad(action, 1):
+                yield Action(SENDS[action.kind], action.stage, action.microbatch)
+
+    for action in chain.from_iterable(order):
+        if goes_abroad(action, 1):
+            message = other_side(Action(SENDS[action.kind], action.stage, action.microbatch))
+            under_way[homes[action.stage], homes[message.stage]].append(message)
+    return tuple(tuple(laid(row)) for row in order)
+
+
+def receives_ahead(row: tuple[Action, ...]) -> dict[int, tuple[Action, ...]]:
+    """Which receives to post before each piece of work: those of the next piece. By the work's place in the row."""
+    found: dict[int, tuple[Action, ...]] = {}
+    place = None
+    for number, action in enumerate(row):
+        if action.kind in COMPUTE_KINDS:
+            place = number
+        elif action.kind in RECEIVES and place is not None:
+            found[place] = (*found.get(place, ()), action)
+    return found
+
+
+def receipts(rows: tuple[tuple[Action, ...], ...], coordinate: int) -> dict[Action, tuple[Action, ...]]:
+    """Which sends of a coordinate have arrived when one of its receives has: those that the other side had taken before it sent
+    this message. Each send stands at the first receive that tells."""
+    homes = {action.stage: number for number, row in enumerate(rows) for action in row}
+    own = [action for action in rows[coordinate] if action.kind in RECEIVES]
+    sent = {other_side(action): action for action in rows[coordinate] if action.kind in SENDS.values()}
+    told: set[Action] = set()
+    found: dict[Action, tuple[Action, ...]] = {}
+    for receive in own:
+        send = other_side(receive)
+        row = rows[homes[send.stage]]
+        taken = [sent[action] for action in row[: row.index(send)] if action in sent]
+        new = tuple(action for action in taken if action not in told)
+        told.update(new)
+        if new:
+            found[receive] = new
+    return found

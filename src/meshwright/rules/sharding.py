@@ -9,7 +9,7 @@ weight whose outputs do not, stay whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.graph import Graph, Kind, Op, Parameter, Source
@@ -29,29 +29,33 @@ def plain_sharding(graph: Graph, tp: int = 1) -> tuple[BlockSharding, ...]:
 
     tp: the degree, where it is known: what does not divide over it stays whole.
     """
-    rows = _most_rows(graph)
-    found = (
-        block_sharding(_named_blocks(graph, kind), kind, parameters, plain_ways(kind, parameters, rows, tp))
+    tables = (
+        parameters[weight].shape[0]
         for kind, parameters in _kinds(graph)
+        for op in kind.ops
+        if op.name == "embedding" and (weight := weight_of(op, parameters, {})) is not None
     )
-    return tuple(rule for rule in found if rule is not None) or _by_inputs(graph, tp)
+    rows = max(tables, default=0)
+    found = _rules(graph, lambda kind, parameters: plain_ways(kind, parameters, rows, tp))
+    return found or _rules(graph, lambda kind, parameters: _by_inputs(kind, parameters, tp))
 
 
-def _by_inputs(graph: Graph, tp: int) -> tuple[BlockSharding, ...]:
+def _by_inputs(kind: Kind, parameters: dict[str, Parameter], tp: int) -> dict[str, Way]:
     """Where every layer is a block of its own, as in a plain `nn.Sequential`, no layer in a block reads another's columns: each is
     split by its inputs, of which a rank takes its part."""
+    copies = weight_copies(kind)
+    applied = [op for _, op in kind.forward_ops if op.kind == "matmul" and op.region != "attention"]
+    weights = {name: op for op in applied if (name := weight_of(op, parameters, copies)) is not None}
+    return {name: "row" for name, op in weights.items() if num_inputs(op) % tp == 0}
+
+
+def _rules(graph: Graph, choose: Callable[[Kind, dict[str, Parameter]], dict[str, Way]]) -> tuple[BlockSharding, ...]:
+    """What a plan writes for every kind, by the names of its blocks."""
     found = []
     for kind, parameters in _kinds(graph):
-        copies = weight_copies(kind)
-        applied = [op for op in kind.ops if op.phase == "forward" and op.kind == "matmul" and op.region != "attention"]
-        weights = {name: op for op in applied if (name := weight_of(op, parameters, copies)) is not None}
-        ways: dict[str, Way] = {name: "row" for name, op in weights.items() if num_inputs(op) % tp == 0}
-        found.append(block_sharding(_named_blocks(graph, kind), kind, parameters, ways))
+        names = [block.name for block in graph.blocks if block.kind == kind.name and block.name]
+        found.append(block_sharding(names, kind, parameters, choose(kind, parameters)))
     return tuple(rule for rule in found if rule is not None)
-
-
-def _named_blocks(graph: Graph, kind: Kind) -> list[str]:
-    return [block.name for block in graph.blocks if block.kind == kind.name and block.name]
 
 
 def block_sharding(
@@ -59,10 +63,17 @@ def block_sharding(
 ) -> BlockSharding | None:
     """What a plan writes for blocks of a kind whose weights are split in these ways; None where none is."""
     names = compact_names(blocks)
-    by_channel = _with_channels(ways, kind, parameters) if ways else set()
-    tensors = (_tensor(parameter, ways, kind, parameters, by_channel) for parameter in parameters.values())
-    split = tuple(tensor for tensor in tensors if any(tensor.dims))
-    return BlockSharding(for_blocks=names, tensors=split) if names and split else None
+    along = _along_columns(ways, kind, parameters) if ways else set()
+    split = []
+    for name, parameter in parameters.items():
+        dims = [""] * len(parameter.shape)
+        if name in ways:
+            dims[split_dim(ways[name], outputs_are_first(name, kind, parameters))] = "tp"
+        elif name in along:
+            dims[0] = "tp"
+        if any(dims):
+            split.append(TensorSharding(tensor=name, dims=tuple(dims)))
+    return BlockSharding(for_blocks=names, tensors=tuple(split)) if names and split else None
 
 
 def _kinds(graph: Graph) -> Iterator[tuple[Kind, dict[str, Parameter]]]:
@@ -71,17 +82,6 @@ def _kinds(graph: Graph) -> Iterator[tuple[Kind, dict[str, Parameter]]]:
         first = next((block.name for block in graph.blocks if block.kind == kind.name), None)
         if first is not None:
             yield kind, {parameter.own_name: parameter for parameter in graph.parameters_of([first])}
-
-
-def _most_rows(graph: Graph) -> int:
-    """Rows of the largest table: the tokens'."""
-    tables = (
-        parameters[weight].shape[0]
-        for kind, parameters in _kinds(graph)
-        for op in kind.ops
-        if op.name == "embedding" and (weight := weight_of(op, parameters, {})) is not None
-    )
-    return max(tables, default=0)
 
 
 def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0, tp: int = 1) -> dict[str, Way]:
@@ -97,7 +97,8 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
         came_from = {name for source in op.inputs if isinstance(source, int) for name in origins.get(source, ())}
         weight = weight_of(op, parameters, copies)
         origins[number] = came_from
-        if WHOLE in came_from or _is_undivided(op, tp):
+        is_undivided = any(heads % tp for heads in num_heads(op))  # attention whose heads do not divide over tp
+        if WHOLE in came_from or is_undivided:
             origins[number] = {WHOLE} if weight is None else set()
             continue
         if weight is None:
@@ -119,22 +120,12 @@ def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0
             ways[weight] = "row"
             used |= came_from
             origins[number] = set()
-        elif not came_from and (_divides(weight, kind, parameters, tp) or _is_head(weight, parameters)):
-            ways[weight] = "column"
-            origins[number] = {weight}
+        elif not came_from:
+            outputs = split_dim("column", outputs_are_first(weight, kind, parameters))
+            if parameters[weight].shape[outputs] % tp == 0 or _is_head(weight, parameters):
+                ways[weight] = "column"
+                origins[number] = {weight}
     return {name: way for name, way in ways.items() if way != "column" or name in used or _is_head(name, parameters)}
-
-
-def _divides(weight: str, kind: Kind, parameters: dict[str, Parameter], tp: int) -> bool:
-    """Whether a weight can be split by its outputs."""
-    return (
-        tp == 1 or parameters[weight].shape[split_dim("column", outputs_are_first(weight, kind, parameters))] % tp == 0
-    )
-
-
-def _is_undivided(op: Op, tp: int) -> bool:
-    """Attention with heads that do not divide over tp."""
-    return any(heads % tp for heads in num_heads(op))
 
 
 def is_depthwise(op: Op, weight: Parameter) -> bool:
@@ -152,18 +143,12 @@ def weight_of(op: Op, parameters: dict[str, Parameter], copies: dict[Source, str
     """The matrix, filter or table an op applies: of two parameters (learned queries through a layer) the latter."""
     if op.kind not in ("matmul", "convolution") and op.name != "embedding":
         return None
-    names = [copies.get(source, source) for source in reversed(op.inputs)]
-    return next(
-        (
-            name
-            for name in names
-            if isinstance(name, str)
-            and name in parameters
-            and len(parameters[name].shape) > 1
-            and not parameters[name].expert
-        ),
-        None,
-    )
+    for source in reversed(op.inputs):
+        name = copies.get(source, source)
+        parameter = parameters.get(name) if isinstance(name, str) else None
+        if parameter is not None and len(parameter.shape) > 1 and not parameter.expert:
+            return str(name)
+    return None
 
 
 def num_outputs(op: Op) -> float:
@@ -171,44 +156,23 @@ def num_outputs(op: Op) -> float:
 
 
 def num_inputs(op: Op) -> float:
-    """Features of the tensor the weight is applied to: the input that has tokens."""
-    shapes = [shape for shape in op.input_shapes if any(dim.per_sample for dim in shape)]
-    return shapes[0][1 if op.kind == "convolution" else -1].fixed if shapes else 0.0
+    """Features of the tensor the weight is applied to."""
+    shape = op.activation_shape
+    return shape[1 if op.kind == "convolution" else -1].fixed if shape else 0.0
 
 
-def _tensor(
-    parameter: Parameter, ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter], by_channel: set[str]
-) -> TensorSharding:
-    name = parameter.own_name
-    dims = [""] * len(parameter.shape)
-    if name in ways:
-        dims[split_dim(ways[name], outputs_are_first(name, kind, parameters))] = "tp"
-    elif name in by_channel or (len(dims) == 1 and _is_bias_of_column(name, ways, kind)):
-        dims[0] = "tp"
-    return TensorSharding(tensor=name, dims=tuple(dims))
-
-
-def _with_channels(ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> set[str]:
-    """What batch norm and depthwise filters keep for channels that are split."""
+def _along_columns(ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> set[str]:
+    """What goes with columns and channels that are split: biases, and what batch norm and depthwise filters keep for each."""
     labels, copies = labels_of(kind, ways), weight_copies(kind)
     found: set[str] = set()
-    for op in kind.ops:
-        if op.phase == "forward" and any(
-            labels.of(source) == "split" for source in op.inputs if isinstance(source, int)
-        ):
-            own = [parameters[name] for s in op.inputs if (name := str(copies.get(s, s))) in parameters]
+    for _, op in kind.forward_ops:
+        own = [parameters[name] for s in op.inputs if (name := str(copies.get(s, s))) in parameters]
+        if op.kind in ("matmul", "convolution") and way_of(op, ways, copies) == "column":
+            found |= {p.own_name for p in own if len(p.shape) == 1}
+        if any(labels.of(source) == "split" for source in op.inputs if isinstance(source, int)):
             is_norm = "batch_norm" in op.name
             found |= {p.own_name for p in own if is_norm or (len(p.shape) > 1 and is_depthwise(op, p))}
     return found
-
-
-def _is_bias_of_column(name: str, ways: dict[str, Way], kind: Kind) -> bool:
-    copies = weight_copies(kind)
-    return any(
-        way_of(op, ways, copies) == "column" and name in {copies.get(source, source) for source in op.inputs}
-        for op in kind.ops
-        if op.phase == "forward" and op.kind in ("matmul", "convolution")
-    )
 
 
 def split_dim(way: Way, outputs_first: bool) -> int:
@@ -227,8 +191,8 @@ def outputs_are_first(name: str, kind: Kind, parameters: dict[str, Parameter]) -
         return True
     votes = {}
     copies = weight_copies(kind)
-    for op in kind.ops:
-        weight = weight_of(op, parameters, copies) if op.phase == "forward" and op.kind == "matmul" else None
+    for _, op in kind.forward_ops:
+        weight = weight_of(op, parameters, copies) if op.kind == "matmul" else None
         if weight is not None and op.result_shape and len(set(parameters[weight].shape)) > 1:
             votes[weight] = parameters[weight].shape[0] == op.result_shape[-1].fixed
     return votes.get(name, next(iter(votes.values()), True))
@@ -237,28 +201,36 @@ def outputs_are_first(name: str, kind: Kind, parameters: dict[str, Parameter]) -
 # ---------------------------------------------------------------- what a plan says
 
 
+def rules_by_block(plan: Plan, graph: Graph) -> dict[str, BlockSharding]:
+    """Block → what the plan says of its tensors; nothing without tp."""
+    if plan.mesh.tp == 1:
+        return {}
+    of_kind = {rule.for_kind: rule for rule in plan.sharding if rule.for_kind is not None}
+    of_block = {name: rule for rule in plan.sharding for name in expand_names(rule.for_blocks)}
+    rules = {block.name: of_block.get(block.name) or of_kind.get(block.kind) for block in graph.blocks}
+    return {name: rule for name, rule in rules.items() if rule is not None}
+
+
 def ways_by_block(plan: Plan, graph: Graph) -> dict[str, dict[str, Way]]:
     """For every block, the weights the plan splits over tp, and how."""
     by_kind = {kind.name: (kind, parameters) for kind, parameters in _kinds(graph)}
-    of_kind = {rule.for_kind: rule for rule in plan.sharding if rule.for_kind is not None}
-    of_block = {name: rule for rule in plan.sharding for name in expand_names(rule.for_blocks)}
-    unknown = of_kind.keys() - by_kind.keys()
+    unknown = {rule.for_kind for rule in plan.sharding if rule.for_kind is not None} - by_kind.keys()
     if unknown:
         raise PlanError(
             f"sharding is for kind '{min(unknown)}', which the model does not have: {nearest(min(unknown), by_kind)}"
         )
-    read: dict[tuple[str, int], dict[str, Way]] = {}
-    found: dict[str, dict[str, Way]] = {}
-    nothing: dict[str, Way] = {}  # one for all, so that blocks of a kind share what follows from it
+    rules = rules_by_block(plan, graph)
+    read: dict[
+        tuple[str, int], dict[str, Way]
+    ] = {}  # one for all blocks of a kind, so that they share what follows from it
+    nothing: dict[str, Way] = {}
+    found = {}
     for block in graph.blocks:
-        rule = of_block.get(block.name) or of_kind.get(block.kind)
-        if rule is None or plan.mesh.tp == 1:
-            found[block.name] = nothing
-            continue
+        rule = rules.get(block.name)
         key = (block.kind, id(rule))
-        if key not in read:
+        if rule is not None and key not in read:
             read[key] = _read_ways(rule, *by_kind[block.kind])
-        found[block.name] = read[key]
+        found[block.name] = read.get(key, nothing)
     return found
 
 

@@ -13,15 +13,27 @@
 Where a number does not divide, the stages at the ends are the first to hold fewer: the last, the first, the last but one, the
 second, …                                                                                                    -> even_counts
 An encoder and a decoder are one row of repeated blocks. The block named '' belongs to no stage.
+
+Which tensors cross from stage to stage follows from the flow of the model (core/flow.py):
+
+    stage of an event   a block's: the block's; the objective: the last; a function outside: the latest stage of what it
+                        reads; a parameter in no block: the first                                       -> stages_of_events
+    home of a tensor    the stage of the event that made it
+    cut c               between stages c and c + 1: tensor t crosses it where home(t) ≤ c < stage of an event that reads t:
+                        a stage hands on what a later one needs, though it does not read it itself      -> crossings
+
+A block that reads what a later stage makes cannot be where it is: the plan is refused with its name. One that is called several
+times can be nowhere, if others between its calls are on other stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 from meshwright.core.errors import PlanError
+from meshwright.core.flow import OBJECTIVE, Flow
 from meshwright.core.graph import Graph
 from meshwright.core.names import compact_names
 from meshwright.core.pipeline.kinds import ScheduleKind, kind_of, placement_of
@@ -31,6 +43,8 @@ from meshwright.core.request import Ends
 
 FEWEST_OWN = 3
 """Stages where embedding and head have their own."""
+Cuts = tuple[tuple[int, ...], ...]
+"""For every cut the numbers of the tensors that cross it, ascending."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +68,10 @@ class Units:
 
 def units_of(graph: Graph) -> Units:
     """A model without repeated blocks is one unit."""
-    named = [block.name for block in graph.blocks if block.name]
-    repeated = [place for place, block in enumerate(block for block in graph.blocks if block.name) if block.repeated]
+    named = [block for block in graph.blocks if block.name]
+    repeated = [place for place, block in enumerate(named) if block.repeated]
     places = {0, len(named), *repeated, *(place + 1 for place in repeated[-1:])}
-    rows = tuple(tuple(named[begin:end]) for begin, end in pairwise(sorted(places)))
+    rows = tuple(tuple(block.name for block in named[begin:end]) for begin, end in pairwise(sorted(places)))
     if not repeated:
         return Units(rows, embedding=False, head=False)
     return Units(rows, embedding=repeated[0] > 0, head=repeated[-1] + 1 < len(named))
@@ -138,14 +152,8 @@ def check_ends(graph: Graph, ends: Ends | None) -> None:
     if ends in (None, "even"):
         return
     units, repeated = units_of(graph), graph.repeated_blocks
-    missing = [
-        words
-        for has, words in (
-            (units.embedding, "before its first (the embedding)"),
-            (units.head, "after its last (the head)"),
-        )
-        if not has
-    ]
+    parts = {"before its first (the embedding)": units.embedding, "after its last (the head)": units.head}
+    missing = [words for words, is_there in parts.items() if not is_there]
     if not repeated or len(missing) > (ends == "fewer"):
         none = f"no block {' and none '.join(missing)} repeated one" if repeated else "no repeated blocks"
         raise PlanError(
@@ -172,3 +180,44 @@ def _check_number(graph: Graph, units: Units, pp: int, virtual: int, ends: Ends)
         f"pp={pp} with virtual={virtual} needs {num_stages} stages, but '{graph.model}' has {num_repeated} repeated "
         f"blocks{few}{beside}: set pp · virtual to {most} or less{other}, or give the stages in a plan file"
     )
+
+
+def stages_of_events(flow: Flow, stage_of: Mapping[str, int], num_stages: int) -> tuple[int, ...]:
+    """stage_of: block → its stage."""
+    homes = [0] * len(flow.tensors)
+    known = {**stage_of, OBJECTIVE: num_stages - 1}
+    called: set[str] = set()
+    found = []
+    for event in flow.events:
+        latest = max((homes[number] for number in event.reads), default=0)
+        stage = known.get(event.block, latest) if event.block else latest
+        if latest > stage:
+            raise _not_there(event.block, stage, latest, called_before=event.block in called)
+        called.add(event.block)
+        for number in event.makes:
+            homes[number] = stage
+        found.append(stage)
+    return tuple(found)
+
+
+def _not_there(block: str, stage: int, latest: int, called_before: bool) -> PlanError:
+    if called_before:
+        return PlanError(
+            f"the model cannot be cut between two calls of block '{block}': it is on stage {stage}, and is called again on what "
+            f"stage {latest} makes; put it and all blocks between its calls on one stage, or set pp to 1"
+        )
+    return PlanError(
+        f"the model cannot be cut at block '{block}': it is on stage {stage}, but reads what stage {latest} makes; "
+        f"put it on stage {latest} or later"
+    )
+
+
+def crossings(flow: Flow, stages: tuple[int, ...], num_stages: int) -> Cuts:
+    """stages: of every event."""
+    homes = {number: stage for event, stage in zip(flow.events, stages, strict=True) for number in event.makes}
+    cuts: list[set[int]] = [set() for _ in range(num_stages - 1)]
+    for event, stage in zip(flow.events, stages, strict=True):
+        for number in event.reads:
+            for cut in range(homes[number], stage):
+                cuts[cut].add(number)
+    return tuple(tuple(sorted(numbers)) for numbers in cuts)

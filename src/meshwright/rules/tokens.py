@@ -18,16 +18,14 @@ from collections import Counter
 from math import prod
 from typing import NamedTuple
 
-from meshwright.core.affine import Affine
-from meshwright.core.flow import Flow, FlowTensor
+from meshwright.core.flow import Affine, Flow, FlowTensor
 from meshwright.core.graph import Graph, Kind, Op, Shape
 from meshwright.core.names import compact_names, expand_names
 from meshwright.rules.context import FUSED_DIMS, num_heads
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_in_value
 
 STREAM_DIMS = 3
 """Samples, tokens, width."""
-KEPT, LOOKED_UP = "_tokens_in_blocks", "_looked_up_tokens"
 
 
 class TokenBlocks(NamedTuple):
@@ -52,31 +50,17 @@ def looked_up_tokens(graph: Graph) -> int:
     return min(looked_up_counts(graph), default=0)
 
 
+@cached_in_value
 def looked_up_counts(graph: Graph) -> frozenset[int]:
-    """Of each of the inputs whose ids the model looks up, the tokens of a sample; found once."""
-    if LOOKED_UP not in graph.__dict__:
-        graph.__dict__[LOOKED_UP] = frozenset(_looked_up(graph))
-    found: frozenset[int] = graph.__dict__[LOOKED_UP]
-    return found
-
-
-def _looked_up(graph: Graph) -> list[int]:
-    return [
+    """Of each of the inputs whose ids the model looks up, the tokens of a sample."""
+    return frozenset(
         round(shape[-1].fixed)
         for kind in graph.kinds
-        for op in kind.ops
-        if op.name == "embedding" and op.phase == "forward" and "@batch" in op.inputs
+        for _, op in kind.forward_ops
+        if op.name == "embedding" and "@batch" in op.inputs
         for shape in op.input_shapes[1:2]
         if len(shape) == 2 and shape[0].per_sample
-    ]
-
-
-def tokens_in_blocks(graph: Graph) -> TokenBlocks:
-    """Of a graph that looks up no tokens; found once."""
-    if KEPT not in graph.__dict__:
-        graph.__dict__[KEPT] = _find(graph)
-    found: TokenBlocks = graph.__dict__[KEPT]
-    return found
+    )
 
 
 def cut_in_blocks(graph: Graph, cp: int) -> TokenBlocks | None:
@@ -90,7 +74,9 @@ def token_names(graph: Graph, cp: int) -> tuple[str, ...]:
     return found.names if found is not None else ()
 
 
-def _find(graph: Graph) -> TokenBlocks:
+@cached_in_value
+def tokens_in_blocks(graph: Graph) -> TokenBlocks:
+    """Of a graph that looks up no tokens."""
     kinds = graph.kind_by_block
     attending = [name for name in graph.repeated_blocks if _attentions(kinds[name])]
     if not attending:
@@ -128,24 +114,23 @@ def _runs(flow: Flow, attending: list[str]) -> list[list[str]]:
 # ---------------------------------------------------------------- kinds
 
 
-@cached_per_kind
+@cached_in_value
 def stream_of(kind: Kind) -> Shape | None:
     """The tensor [samples, tokens, width] a block is called with; None where there is none, or several of different tokens."""
     found = [
         shape
-        for op in kind.ops
-        if op.phase == "forward"
+        for _, op in kind.forward_ops
         for source, shape in zip(op.inputs, op.input_shapes, strict=True)
         if source == "@input" and len(shape) == STREAM_DIMS and shape[0] == Affine(0.0, 1.0)
     ]
     return found[0] if len({shape[1] for shape in found}) == 1 else None
 
 
-@cached_per_kind
+@cached_in_value
 def handed_on(kind: Kind) -> tuple[FlowTensor, ...]:
     """Of what a block of a run makes, the tensor [samples, tokens, width]: the last that is made."""
     stream = stream_of(kind)
-    made = [op for op in kind.ops if op.phase == "forward" and stream and _size(op.result_shape) == _size(stream)]
+    made = [op for _, op in kind.forward_ops if stream and _size(op.result_shape) == _size(stream)]
     needs_gradient = any(op.phase == "backward" for op in kind.ops)
     return tuple(FlowTensor(_result_bytes(op), needs_gradient) for op in made[-1:])
 
@@ -162,9 +147,9 @@ def _size(shape: Shape) -> float:
     return prod(dim.at(1) for dim in shape)
 
 
-@cached_per_kind
+@cached_in_value
 def _attentions(kind: Kind) -> tuple[Op, ...]:
-    return tuple(op for op in kind.ops if op.phase == "forward" and num_heads(op)[0])
+    return tuple(op for _, op in kind.forward_ops if num_heads(op)[0])
 
 
 def _refusal(kind: Kind) -> str:

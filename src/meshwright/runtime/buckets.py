@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.rules.buckets import fill_buckets
+from meshwright.rules.groups import fill_buckets
 
 NOTE = "_meshwright_buckets"
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.core.errors import PlanError
-from meshwright.core.files.compile_cache import use_own_compile_cache
+from meshwright.core.files.cache import use_own_compile_cache
 from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.models.experts import find_experts

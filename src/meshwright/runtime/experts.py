@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.errors import ModelError, PlanError
 from meshwright.core.plan import Plan
 from meshwright.models.experts import find_experts
-from meshwright.rules.experts import check_experts
+from meshwright.rules.divisors import check_experts
 from meshwright.runtime.communicators import expert_groups
 from meshwright.runtime.places import Place, note_place
 

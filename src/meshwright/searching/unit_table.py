@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 
 from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
-from meshwright.cost.communication.stage_transfers import sent_bytes
 from meshwright.cost.compute.recomputed_ops import ActivationMode
 from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.local_parameters import split_dims
 from meshwright.cost.memory.peak_memory import MemoryCost
 from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch
-from meshwright.cost.passes import StagePasses, passes_by_stage
+from meshwright.cost.passes import StagePasses, passes_by_stage, sent_bytes
 from meshwright.cost.stages import StageCosts
 from meshwright.searching.problem import Problem
 from meshwright.searching.recompute_curve import recompute_curve

@@ -22,8 +22,7 @@ from meshwright.core.files.disk import free_name
 from meshwright.core.files.given_file import given_lines, open_given, read_given
 from meshwright.core.plan import Plan
 from meshwright.core.result import SearchResult
-from meshwright.core.run.forecast import Forecast
-from meshwright.core.run.trace import Trace
+from meshwright.core.run.trace import Forecast, Trace
 from meshwright.training.folder import RunFolder
 from meshwright.training.kept import all_of
 from meshwright.training.manifest import read_listed, read_manifest

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from meshwright.core.bounds import CountOrZero
 from meshwright.core.codec import Value
 from meshwright.core.errors import CheckpointError, InputError
-from meshwright.core.files.parsing import check_plain
+from meshwright.core.files.given_file import check_plain
 from meshwright.training.checked.parts import fills
 from meshwright.training.manifest import DamagedError, Manifest, read_listed
 from meshwright.training.tensors_file import DTYPES

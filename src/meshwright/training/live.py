@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from meshwright.core.codec import write_whole
-from meshwright.core.run.live import RankState
+from meshwright.core.run.fault import RankState
 
 if TYPE_CHECKING:
     from meshwright.core.run.trace import Trace

@@ -8,8 +8,7 @@ from typing import Literal
 from meshwright.core.bounds import Count, CountOrZero, Degree, NotNegative
 from meshwright.core.codec import Value
 from meshwright.core.errors import CheckpointError, InputError
-from meshwright.core.files.given_file import read_given_bytes
-from meshwright.core.files.parsing import parse_json
+from meshwright.core.files.given_file import parse_json, read_given_bytes
 from meshwright.training.manifest import DamagedError, Manifest, check_plain, damage_of, read_listed, read_manifest
 
 FILE = "progress.json"

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from meshwright.core.bounds import LARGEST_RECORD_BYTES
 from meshwright.core.errors import InputError, ModelError
-from meshwright.core.files.given_file import read_given
-from meshwright.core.files.parsing import parse_json
+from meshwright.core.files.given_file import parse_json, read_given
 from meshwright.runtime.extent import Extent, extent_sizes
 
 ONE_FILE = "model.safetensors"

@@ -1,13 +1,25 @@
-"""Where measured clusters, captured graphs and compiled kernels are kept from one command to the next."""
+"""Where measured clusters, captured graphs and compiled kernels are kept from one command to the next.
+
+What is loaded as code (a compiled kernel) must be a file that only this user, or the administrator, can have put there: whoever can
+write it, or a folder on the way to it, decides what runs.                                               -> distrust
+torch.compile takes `torchinductor_USER` in the temporary folder, a name that every user of the machine knows and can make first,
+and loads what it finds there. Where others could write it, a folder of our own cache takes its place.  -> use_own_compile_cache
+"""
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from meshwright.core.bounds import LARGEST_RECORD_BYTES
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, RunError
 from meshwright.core.files.given_file import read_given
 
 
@@ -29,3 +41,68 @@ def version_of(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+ADMINISTRATOR = 0
+
+
+def distrust(path: Path) -> str | None:
+    """Why others could have written it, in words; None where they could not. Of a file that is not there, its folders count."""
+    for place in _on_the_way(path):
+        try:
+            found = os.lstat(place)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{place} cannot be looked at ({error.strerror})"
+        if problem := _problem(found):
+            return f"{place} {problem}"
+    return None
+
+
+def _on_the_way(path: Path) -> Iterator[Path]:
+    """The path and all its folders, as it is given and where its links lead; the outermost first."""
+    given, real = path.absolute(), path.resolve()
+    for one in (given,) if given == real else (given, real):
+        yield from reversed(one.parents)
+        yield one
+
+
+def _problem(found: os.stat_result) -> str | None:
+    if found.st_uid not in (os.getuid(), ADMINISTRATOR):
+        return f"belongs to another user (number {found.st_uid})"
+    if stat.S_ISLNK(found.st_mode):
+        return None  # its mode means nothing; what it leads to is looked at
+    is_shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if is_shared and not is_sticky:  # in a sticky folder, as /tmp is, others cannot replace what is there
+        return f"can be written by others than its owner (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def use_own_compile_cache() -> None:
+    """Before something is compiled. A folder that the user names is the user's choice."""
+    if os.environ.get(VARIABLE):
+        return
+    danger = distrust(usual_folder())
+    if danger is None:
+        return
+    own = cache_folder() / "inductor"
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if problem := distrust(own):
+        raise RunError(
+            f"neither {usual_folder()} nor {own} is safe to load compiled code from: {danger}; {problem}: correct their owner and "
+            f"mode (chmod go-w), or name another folder with {VARIABLE}"
+        )
+    os.environ[VARIABLE] = str(own)
+    if os.environ.get("RANK", "0") == "0":
+        warnings.warn(f"compiled code is kept in {own}, since {danger}", RuntimeWarning, stacklevel=2)
+
+
+def usual_folder() -> Path:
+    """As torch names it."""
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    return Path(tempfile.gettempdir()) / f"torchinductor_{user}"

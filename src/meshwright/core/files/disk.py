@@ -31,10 +31,13 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileFacts:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         for part in parts:
-            for piece in _pieces(memoryview(part)):
+            whole = memoryview(part)
+            for start in range(0, len(whole), PIECE_BYTES):
+                piece = whole[start : start + PIECE_BYTES]
                 checksum = zlib.crc32(piece, checksum)
                 size += len(piece)
-                _write_all(handle, piece)
+                while piece:  # a disk that is nearly full takes a part, and says so at the next one
+                    piece = piece[os.write(handle, piece) :]
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -73,13 +76,3 @@ def flush_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _pieces(part: memoryview) -> Iterable[memoryview]:
-    return (part[start : start + PIECE_BYTES] for start in range(0, len(part), PIECE_BYTES))
-
-
-def _write_all(handle: int, piece: memoryview) -> None:
-    """A disk that is nearly full takes a part, and says so at the next one."""
-    while piece:
-        piece = piece[os.write(handle, piece) :]

@@ -77,11 +77,3 @@ class Schedule(Value, kw_only=True):
         """For each stage of a coordinate the last action that makes gradients of weights."""
         kinds = ("backward", "backward_weights")
         return {action.stage: action for action in self.actions[coordinate] if action.kind in kinds}
-
-    def most_in_flight(self, coordinate: int) -> int:
-        """The most activations a coordinate holds at once, counted in microbatches of one of its stages."""
-        held = most = 0
-        for action in self.actions[coordinate]:
-            held += {"forward": 1, "backward": -1, "backward_weights": -1}.get(action.kind, 0)
-            most = max(most, held)
-        return most

@@ -37,13 +37,12 @@ from collections.abc import Collection, Iterator
 from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Shape
 from meshwright.core.plan import Plan
 from meshwright.cost.communication.block_ops import BlockOps
-from meshwright.cost.communication.collective_call import Call
-from meshwright.cost.communication.links import axis_group
+from meshwright.cost.communication.links import Call
 from meshwright.cost.communication.token_calls import token_calls
 from meshwright.cost.compute.recomputed_ops import last_needed
 from meshwright.cost.local_block import LocalBlock
 from meshwright.rules.context import ACCUMULATED_BYTES
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_in_value
 
 EXPERT_COUNT_BYTES = 8
 """How many rows come to one expert, as int64."""
@@ -67,58 +66,54 @@ def block_calls(
     passes: numbers of the block's forward passes that are on the stage, where it has not all of them; backward follows.
     recomputed: whether the block is recomputed in backward; again: whether this is the second forward, inside backward.
     """
-    own = BlockOps(local_block, plan, passes, last_needed(local_block.kind) if again else None)
-    found = [*_tensor_calls(own, phase, recomputed), *_loss_calls(own, phase), *_lookup_calls(own, phase)]
-    handed_on = () if again else _hand_on_calls(own, phase)
-    return (*found, *token_calls(own, phase), *_context_calls(own, phase), *handed_on, *_expert_calls(own, phase))
+    own = BlockOps(local_block, plan, phase, passes, last_needed(local_block.kind) if again else None)
+    found = [*_tensor_calls(own, recomputed), *_loss_calls(own), *_lookup_calls(own), *token_calls(own)]
+    if own.cp > 1:
+        found += _exchange_calls(own) if plan.context == "heads" else _ring_calls(own)
+    return (*found, *(() if again else _hand_on_calls(own)), *_expert_calls(own))
 
 
 # ---------------------------------------------------------------- tp
 
 
-def _tensor_calls(own: BlockOps, phase: Phase, recomputed: bool) -> Iterator[Call]:
+def _tensor_calls(own: BlockOps, recomputed: bool) -> Iterator[Call]:
     plan, labels = own.plan, own.local_block.labels
     if plan.mesh.tp == 1:
         return
-    made = [_result_bytes(op, own) for op in own.made(labels.reduced_forward)]
-    read = [_read_bytes(op, own) for op in own.of(labels.reduced_backward)]
-    group = axis_group(plan.mesh, "tp")
-    reduced = made if phase == "forward" else read
+    made = [_result_bytes(op, own) for op in own.of(tuple(filter(own.is_made, labels.reduced_forward)))]
+    applied = [(op.activation_shape, PRECISION_BYTES[op.dtype]) for op in own.of(labels.reduced_backward)]
+    read = [round(own.elements(shape) * item) if shape else 0 for shape, item in applied]
+    reduced = made if own.is_forward else read
     if not plan.sequence_parallel:
-        yield from (Call("all_reduce", size, 1, phase, "tp", group) for size in reduced)
+        yield from (own.call("all_reduce", size, "tp") for size in reduced)
         return
-    gathered = read if phase == "forward" else [*([] if recomputed else read), *made]
-    yield from (Call("all_gather", size // plan.mesh.tp, 1, phase, "tp", group) for size in gathered)
-    yield from (Call("reduce_scatter", size, 1, phase, "tp", group) for size in reduced)
+    gathered = read if own.is_forward else [*([] if recomputed else read), *made]
+    yield from (own.call("all_gather", size // plan.mesh.tp, "tp") for size in gathered)
+    yield from (own.call("reduce_scatter", size, "tp") for size in reduced)
 
 
-def _loss_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
+def _loss_calls(own: BlockOps) -> Iterator[Call]:
     """A softmax over what lies split over tp (attention's is over the tokens), and the sum over tokens."""
-    plan = own.plan
+    plan, label_of = own.plan, own.local_block.labels.of
     for _, op in own:
-        if plan.mesh.tp > 1 and phase == "forward" and _is_split_softmax(op, own.local_block):
-            size = own.elements(op.result_shape[:-1]) * LOSS_ITEM_BYTES
-            yield Call("all_reduce", round(size), LOSS_CALLS, phase, "tp", axis_group(plan.mesh, "tp"))
+        is_softmax = "softmax" in op.name and op.region != "attention"
+        if is_softmax and plan.mesh.tp > 1 and own.is_forward and label_of(op.inputs[0]) == "split":
+            yield own.call("all_reduce", own.elements(op.result_shape[:-1]) * LOSS_ITEM_BYTES, "tp", LOSS_CALLS)
         if op.name.startswith("nll_loss") and op.result_shape == ():
             size = max(LOSS_ITEM_BYTES, PRECISION_BYTES[op.dtype])
             if own.cp > 1:
-                yield Call("all_reduce", size, 1, phase, "cp", axis_group(plan.mesh, "cp"))
-            if plan.sequence_parallel and phase == "forward" and own.local_block.labels.of(op.inputs[0]) == "whole":
-                yield Call("all_reduce", size, 1, phase, "tp", axis_group(plan.mesh, "tp"))
+                yield own.call("all_reduce", size, "cp")
+            if plan.sequence_parallel and own.is_forward and label_of(op.inputs[0]) == "whole":
+                yield own.call("all_reduce", size, "tp")
 
 
-def _is_split_softmax(op: Op, local_block: LocalBlock) -> bool:
-    return "softmax" in op.name and op.region != "attention" and local_block.labels.of(op.inputs[0]) == "split"
-
-
-def _lookup_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
-    plan = own.plan
-    if not plan.sequence_parallel or phase == "forward":
+def _lookup_calls(own: BlockOps) -> Iterator[Call]:
+    if not own.plan.sequence_parallel or own.is_forward:
         return
     for number, op in own:
         if is_whole_lookup(op) and own.local_block.labels.results[number] == "whole":
-            size = own.elements(op.result_shape) * PRECISION_BYTES[op.dtype] / plan.mesh.tp
-            yield Call("all_gather", round(size), 1, phase, "tp", axis_group(plan.mesh, "tp"))
+            size = own.elements(op.result_shape) * PRECISION_BYTES[op.dtype] / own.plan.mesh.tp
+            yield own.call("all_gather", size, "tp")
 
 
 def is_whole_lookup(op: Op) -> bool:
@@ -130,55 +125,39 @@ def _result_bytes(op: Op, own: BlockOps) -> int:
     return round(op.written_bytes.at(own.plan.microbatch) * own.local_block.degrees.token_share)
 
 
-def _read_bytes(op: Op, own: BlockOps) -> int:
-    """Of the activation a weight is applied to: the input that has tokens."""
-    shapes = [shape for shape in op.input_shapes if any(dim.per_sample for dim in shape)]
-    return round(own.elements(shapes[0]) * PRECISION_BYTES[op.dtype]) if shapes else 0
-
-
 # ---------------------------------------------------------------- cp
 
 
-def _context_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
-    if own.cp > 1:
-        yield from _exchange_calls(own, phase) if own.plan.context == "heads" else _ring_calls(own, phase)
-
-
-def _hand_on_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
+def _hand_on_calls(own: BlockOps) -> Iterator[Call]:
     """The last of a run of blocks that cut their tokens gathers what it hands on; nothing in it is kept, so that no second forward
     does."""
     for tensor in own.local_block.gathered:
         part = round(tensor.num_bytes.at(own.plan.microbatch) * own.local_block.degrees.sent_share)
-        group = axis_group(own.plan.mesh, "cp")
-        if phase == "forward":
-            yield Call("all_gather", part, 1, phase, "cp", group)
+        if own.is_forward:
+            yield own.call("all_gather", part, "cp")
         elif tensor.needs_gradient:
-            yield Call("reduce_scatter", part * own.cp, 1, phase, "cp", group)
+            yield own.call("reduce_scatter", part * own.cp, "cp")
 
 
-def _ring_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
-    plan, cp = own.plan, own.cp
-    group = axis_group(plan.mesh, "cp")
+def _ring_calls(own: BlockOps) -> Iterator[Call]:
     for number, op in own:
         item, tp = PRECISION_BYTES[op.dtype], own.local_block.tp_degree(number)
         if op.kind == "attention":
             count = sum(own.elements(shape) for shape in op.input_shapes[1:3]) / tp
-            yield Call("send", round(count * item), cp - 1, phase, "cp", group)
-            if phase == "backward":
-                yield Call("send", round(count * max(item, ACCUMULATED_BYTES)), cp, phase, "cp", group)
+            yield own.call("send", count * item, "cp", own.cp - 1)
+            if not own.is_forward:
+                yield own.call("send", count * max(item, ACCUMULATED_BYTES), "cp", own.cp)
         elif op.kind == "matmul" and op.region == "attention":
             size = round(own.elements(op.input_shapes[1]) * item / tp)
             yield (
-                Call("all_gather", size, 1, phase, "cp", group)
-                if phase == "forward"
-                else Call("reduce_scatter", size * cp, 1, phase, "cp", group)
+                own.call("all_gather", size, "cp")
+                if own.is_forward
+                else own.call("reduce_scatter", size * own.cp, "cp")
             )
 
 
-def _exchange_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
+def _exchange_calls(own: BlockOps) -> Iterator[Call]:
     """Four exchanges an attention: of what it reads three, of what it makes one. Explicit attention is two matmuls."""
-    plan = own.plan
-    group = axis_group(plan.mesh, "cp")
     num_matmuls = 0
     for number, op in own:
         exchanged: tuple[Shape, ...] = ()
@@ -190,47 +169,44 @@ def _exchange_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
             exchanged = op.input_shapes[:2] if num_matmuls % 2 == 0 else (op.input_shapes[1], op.result_shape)
             num_matmuls += 1
         for place, shape in enumerate(exchanged):
-            size = own.sent_elements(shape) * PRECISION_BYTES[op.dtype] / own.local_block.tp_degree(number)
-            times = repeated if place in KEY_AND_VALUE else 1
-            yield Call("all_to_all", round(size) * times, 1, phase, "cp", group)
+            count = own.whole_elements(shape) * own.local_block.degrees.sent_share
+            size = count * PRECISION_BYTES[op.dtype] / own.local_block.tp_degree(number)
+            yield own.call("all_to_all", round(size) * (repeated if place in KEY_AND_VALUE else 1), "cp")
 
 
 # ---------------------------------------------------------------- ep
 
 
-def _expert_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
+def _expert_calls(own: BlockOps) -> Iterator[Call]:
     """Tokens to their experts and back: as many bytes as the experts' first matmuls read. Forward, ranks first tell each other
     how many come to each expert."""
     experts = own.local_block.experts
     if own.plan.mesh.ep == 1:
         return
-    size, group = _expert_input_bytes(own), axis_group(own.plan.mesh, "ep")
+    ops = own.local_block.kind.ops
+    entered = {source for number, source in _entering(own.local_block.kind) if number in own.numbers}
+    size = sum(_result_bytes(ops[source], own) for source in entered)
     if own.plan.sequence_parallel:  # each tp rank sends the rows of its own tokens
         size //= own.plan.mesh.tp
     if not size:
         return
-    if phase == "forward":
-        yield from (Call("all_to_all", EXPERT_COUNT_BYTES * count, 1, phase, "ep", group) for count in experts)
+    if own.is_forward:
+        yield from (own.call("all_to_all", EXPERT_COUNT_BYTES * count, "ep") for count in experts)
     modules = max(1, len(experts))
-    yield Call("all_to_all", size // modules, 2 * modules, phase, "ep", group)
+    yield own.call("all_to_all", size // modules, "ep", 2 * modules)
 
 
-def _expert_input_bytes(own: BlockOps) -> int:
-    """What enters the experts of a block: results from outside them that their matmuls read, each once."""
-    ops = own.local_block.kind.ops
-    entered = {source for number, source in _entering(own.local_block.kind) if number in own.numbers}
-    return sum(_result_bytes(ops[source], own) for source in entered)
-
-
-@cached_per_kind
+@cached_in_value
 def _entering(kind: Kind) -> tuple[tuple[int, int], ...]:
-    """Matmuls of experts, each with the results from outside them that it reads."""
+    """Matmuls of experts, each with the results from outside them that it reads: rows, not where each expert's rows end."""
     return tuple(
         (number, _before_cast(kind.ops, source))
-        for number, op in enumerate(kind.ops)
-        if op.phase == "forward" and op.region == "expert" and op.kind == "matmul"
+        for number, op in kind.forward_ops
+        if op.region == "expert" and op.kind == "matmul"
         for source in op.inputs
-        if isinstance(source, int) and _has_tokens(kind.ops[source]) and not _after_matmul(kind.ops, source)
+        if isinstance(source, int)
+        and kind.ops[source].written_bytes.per_sample > 0
+        and not _after_matmul(kind.ops, source)
     )
 
 
@@ -240,16 +216,9 @@ def _before_cast(ops: tuple[Op, ...], number: int) -> int:
     return _before_cast(ops, source) if isinstance(source, int) else number
 
 
-def _has_tokens(op: Op) -> bool:
-    """Not so where each expert's rows end: one number an expert."""
-    return op.written_bytes.per_sample > 0
-
-
 def _after_matmul(ops: tuple[Op, ...], number: int) -> bool:
     """Whether a result inside the experts came of one of their matmuls."""
     op = ops[number]
-    if op.region != "expert":
-        return False
-    if op.kind == "matmul":
-        return True
+    if op.region != "expert" or op.kind == "matmul":
+        return op.region == "expert"
     return any(_after_matmul(ops, source) for source in op.inputs if isinstance(source, int))

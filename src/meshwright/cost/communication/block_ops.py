@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from math import prod
 
-from meshwright.core.graph import Kind, Op, Shape
+from meshwright.core.axes import Axis
+from meshwright.core.collective import CollectiveKind
+from meshwright.core.graph import Kind, Op, Phase, Shape
 from meshwright.core.plan import Plan
+from meshwright.cost.communication.links import Call, axis_group
 from meshwright.cost.compute.recomputed_ops import readers_of
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_in_value
 
 WORK_ALONG = ("sum", "mean", "cumsum", "cumprod", "logcumsumexp")
 """Ops that sum over tokens, or run along them."""
@@ -19,10 +22,15 @@ class BlockOps:
     """The forward ops of a block that a stage runs."""
 
     def __init__(
-        self, local_block: LocalBlock, plan: Plan, passes: Collection[int] | None, last_needed: int | None
+        self,
+        local_block: LocalBlock,
+        plan: Plan,
+        phase: Phase,
+        passes: Collection[int] | None,
+        last_needed: int | None,
     ) -> None:
-        self.local_block, self.plan = local_block, plan
-        self.last_needed = last_needed
+        """last_needed: in a second forward, the op after which nothing more is made."""
+        self.local_block, self.plan, self.phase, self.last_needed = local_block, plan, phase, last_needed
         every = local_block.kind.passes
         self.numbers: Collection[int] = range(len(local_block.kind.ops))
         if passes is not None:
@@ -33,15 +41,19 @@ class BlockOps:
         """Over how many ranks the block's tokens lie."""
         return self.local_block.degrees.cp
 
+    @property
+    def is_forward(self) -> bool:
+        return self.phase == "forward"
+
+    def call(self, kind: CollectiveKind, num_bytes: float, axis: Axis, count: int = 1) -> Call:
+        """A collective along an axis in this phase."""
+        return Call(kind, round(num_bytes), count, self.phase, axis, axis_group(self.plan.mesh, axis))
+
     def elements(self, shape: Shape) -> float:
         """Elements of an activation on the rank."""
-        return self._elements(shape) * self.local_block.degrees.token_share
+        return self.whole_elements(shape) * self.local_block.degrees.token_share
 
-    def sent_elements(self, shape: Shape) -> float:
-        """Elements of an activation that a rank sends along cp."""
-        return self._elements(shape) * self.local_block.degrees.sent_share
-
-    def _elements(self, shape: Shape) -> float:
+    def whole_elements(self, shape: Shape) -> float:
         return prod(dim.at(self.plan.microbatch) for dim in shape)
 
     def __iter__(self) -> Iterator[tuple[int, Op]]:
@@ -56,21 +68,18 @@ class BlockOps:
     def of(self, wanted: tuple[int, ...]) -> list[Op]:
         return [self.local_block.kind.ops[number] for number in wanted if number in self.numbers]
 
-    def made(self, wanted: tuple[int, ...]) -> list[Op]:
-        """The ops whose result is made: a recompute stops where backward needs nothing more."""
-        return self.of(tuple(number for number in wanted if self.is_made(number)))
-
     def is_made(self, number: int) -> bool:
+        """Whether an op's result is made: a recompute stops where backward needs nothing more."""
         return self.last_needed is None or number < self.last_needed
 
 
-@cached_per_kind
+@cached_in_value
 def calling_ops(kind: Kind) -> tuple[tuple[int, Op], ...]:
     """Forward ops that may call collectives of their own: the loss, lookups, attention, experts, sums over tokens."""
-    return tuple((number, op) for number, op in enumerate(kind.ops) if op.phase == "forward" and _may_call(op))
 
+    def may_call(op: Op) -> bool:
+        in_region = op.kind == "matmul" and op.region in ("attention", "expert")
+        of_loss = "softmax" in op.name or op.name.startswith("nll_loss")
+        return in_region or of_loss or op.kind == "attention" or op.name == "embedding" or op.name in WORK_ALONG
 
-def _may_call(op: Op) -> bool:
-    in_region = op.kind == "matmul" and op.region in ("attention", "expert")
-    of_loss = "softmax" in op.name or op.name.startswith("nll_loss")
-    return in_region or of_loss or op.kind == "attention" or op.name == "embedding" or op.name in WORK_ALONG
+    return tuple((number, op) for number, op in kind.forward_ops if may_call(op))

@@ -1,4 +1,4 @@
-"""Seconds of one collective: interpolated between measured sizes, or as a ring over the links it crosses.
+"""Calls of collectives, and the seconds of one: interpolated between measured sizes, or as a ring over the links it crosses.
 
 Ranks lie on hosts in the order of the mesh: tp next to each other, then cp, dp, pp. A group of g ranks, every s-th rank,
 on hosts of D devices has r = min(g, D/s) ranks on a host (at least one) and spans h = g/r hosts. The min(s, D) parallel
@@ -16,14 +16,16 @@ it spans hosts: the min(s, D) last ranks of a host then send at once.           
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from meshwright.core.axes import Axis
 from meshwright.core.cluster import Cluster, Link
-from meshwright.core.collective import CollectiveKind
+from meshwright.core.collective import Collective, CollectiveKind, total
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Mesh
-from meshwright.cost.interpolation import interpolated_seconds
+from meshwright.cost.measurements import interpolated_seconds
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,33 @@ class Group:
         """How many of them are on one host."""
         return max(1, min(self.size, cluster.devices_per_host // self.stride))
 
-    def groups_sharing_link(self, cluster: Cluster) -> int:
-        """How many parallel groups along the same axis share a host's outer link."""
-        return min(self.stride, cluster.devices_per_host)
-
     def num_hosts(self, cluster: Cluster) -> int:
         return -(-self.size // self.per_host(cluster))
+
+
+ALONE = Group(1)
+When = Literal["forward", "backward", "other", "update"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective call: its bytes, when it runs in a step, and how often."""
+
+    kind: CollectiveKind
+    num_bytes: int
+    count: int
+    phase: When
+    axis: Axis = "dp"
+    group: Group = ALONE
+    block: str = ""
+    """The group of parameters it moves, or the block it runs in."""
+
+
+def as_collectives(found: Iterable[Call]) -> tuple[Collective, ...]:
+    return total(
+        Collective(kind=call.kind, axis=call.axis, count=call.count, total_bytes=call.count * call.num_bytes)
+        for call in found
+    )
 
 
 def axis_group(mesh: Mesh, axis: Axis) -> Group:
@@ -77,52 +100,47 @@ def ring_seconds(kind: CollectiveKind, num_bytes: float, group: Group, cluster: 
 
 def ring_link(group: Group, cluster: Cluster) -> tuple[float, float]:
     """Latency of all hops, and bytes per second of the slowest."""
-    per_host, num_hosts = group.per_host(cluster), group.num_hosts(cluster)
-    latency, bandwidths = 0.0, []
-    if per_host > 1:
-        inner = _needed(cluster.intra_host, group, cluster)
-        bandwidths.append(inner.bytes_per_second * inner_share(cluster))
-        latency += (group.size - num_hosts if num_hosts > 1 else group.size - 1) * inner_hop(cluster)
-    if num_hosts > 1:
-        outer = _needed(cluster.inter_host, group, cluster)
-        bandwidths.append(outer.bytes_per_second * outer_share(cluster) / group.groups_sharing_link(cluster))
-        latency += (num_hosts - 1) * outer_hop(cluster)
-    return latency, min(bandwidths)
+    num_outer = group.num_hosts(cluster) - 1
+    crossed = _hops(group, cluster)
+    latency = sum(hop.latency_seconds * (num_outer if hop.is_outer else group.size - 1 - num_outer) for hop in crossed)
+    return latency, min(hop.bytes_per_second / hop.num_sharing for hop in crossed)
 
 
 def send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
     """From one rank to the next along an axis, over the slowest hop, while the parallel groups do the same."""
     if group.size == 1:
         return 0.0
-    hops = []
+    crossed = _hops(group, cluster)
+    return max(hop.latency_seconds + num_bytes * hop.num_sharing / hop.bytes_per_second for hop in crossed)
+
+
+class Hop(NamedTuple):
+    """From one rank of a group to the next, inside a host or to another."""
+
+    is_outer: bool
+    latency_seconds: float
+    """The link's own, or the family's."""
+    bytes_per_second: float
+    """What collectives reach of the link's."""
+    num_sharing: int
+    """How many parallel groups along the same axis share the link."""
+
+
+def _hops(group: Group, cluster: Cluster) -> list[Hop]:
+    """The kinds of hops that a group has."""
+    found, known = [], cluster.device.constants
     if group.per_host(cluster) > 1:
-        inner = _needed(cluster.intra_host, group, cluster).bytes_per_second * inner_share(cluster)
-        hops.append(inner_hop(cluster) + num_bytes / inner)
+        link = _needed(cluster.intra_host, group, cluster)
+        share, latency = (known.intra_host_share, known.inner_hop_seconds) if known else (1.0, 0.0)
+        latency = latency if link.latency_seconds is None else link.latency_seconds
+        found.append(Hop(False, latency, link.bytes_per_second * share, 1))
     if group.num_hosts(cluster) > 1:
-        outer = _needed(cluster.inter_host, group, cluster).bytes_per_second * outer_share(cluster)
-        hops.append(outer_hop(cluster) + num_bytes * group.groups_sharing_link(cluster) / outer)
-    return max(hops)
-
-
-def inner_share(cluster: Cluster) -> float:
-    return cluster.device.constants.intra_host_share if cluster.device.constants else 1.0
-
-
-def outer_share(cluster: Cluster) -> float:
-    return cluster.device.constants.inter_host_share if cluster.device.constants else 1.0
-
-
-def inner_hop(cluster: Cluster) -> float:
-    """Latency of one hop inside a host: the link's own, or the family's."""
-    if cluster.intra_host and cluster.intra_host.latency_seconds is not None:
-        return cluster.intra_host.latency_seconds
-    return cluster.device.constants.inner_hop_seconds if cluster.device.constants else 0.0
-
-
-def outer_hop(cluster: Cluster) -> float:
-    if cluster.inter_host and cluster.inter_host.latency_seconds is not None:
-        return cluster.inter_host.latency_seconds
-    return cluster.device.constants.hop_seconds if cluster.device.constants else 0.0
+        link = _needed(cluster.inter_host, group, cluster)
+        share, latency = (known.inter_host_share, known.hop_seconds) if known else (1.0, 0.0)
+        latency = latency if link.latency_seconds is None else link.latency_seconds
+        sharing = min(group.stride, cluster.devices_per_host)
+        found.append(Hop(True, latency, link.bytes_per_second * share, sharing))
+    return found
 
 
 def _needed(link: Link | None, group: Group, cluster: Cluster) -> Link:
@@ -132,3 +150,13 @@ def _needed(link: Link | None, group: Group, cluster: Cluster) -> Link:
             f"need: probe it with --nproc {group.size}, or add intra_host and inter_host"
         )
     return link
+
+
+def host_link(cluster: Cluster, user: str) -> Link:
+    """Between a device and its host's memory. user: what needs it, for the error where the cluster has no figure."""
+    if cluster.host_link is None:
+        raise InputError(
+            f"cluster '{cluster.name}' has no figure for the link between device and host, which {user} needs: "
+            "add host_link to its file"
+        )
+    return cluster.host_link

@@ -31,12 +31,11 @@ from collections.abc import Iterable, Iterator
 from meshwright.core.axes import Axis
 from meshwright.core.collective import COUNT_BYTES, FLAG_BYTES, LOSS_BYTES, NORM_BYTES
 from meshwright.core.graph import Graph, Parameter
-from meshwright.core.names import expand_names, is_list_item
+from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication.block_calls import is_whole_lookup
-from meshwright.cost.communication.collective_call import Call
-from meshwright.cost.communication.links import Group, axis_group
+from meshwright.cost.communication.links import Call, Group, axis_group
 from meshwright.cost.compute.recomputed_ops import recompute_modes
 from meshwright.cost.local_block import make_local_blocks
 from meshwright.cost.memory.local_parameters import (
@@ -50,7 +49,7 @@ from meshwright.cost.memory.local_parameters import (
     stage_parameters,
     total_elements,
 )
-from meshwright.rules.buckets import fill_buckets
+from meshwright.rules.groups import fill_buckets
 
 FIGURE_BYTES = 4
 """Of what ranks tell each other about a tensor that stays on the device (runtime/offload/resident.py)."""
@@ -60,9 +59,8 @@ BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_nor
 def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tuple[Call, ...]:
     """The collectives of a rank on this coordinate outside the blocks."""
     parameters = local_parameters(graph, plan, coordinate)
-    mine = [number for number, stage in enumerate(plan.stages) if stage.coordinate == coordinate]
     return (
-        *(call for number in mine for call in stage_calls(graph, plan, recipe, number)),
+        *(call for number in plan.stages_on(coordinate) for call in stage_calls(graph, plan, recipe, number)),
         *_tied_calls(graph, plan, recipe, parameters, coordinate),
         *_whole_calls(graph, plan, recipe, parameters),
         *_batch_norm_calls(graph, plan, recipe, coordinate),
@@ -100,11 +98,15 @@ def _state_calls(
     if plan.offload.what == "parameters" and plan.zero == 3:
         yield from _streamed(plan, parameters, items, everyone)
     elif plan.zero == 0:
-        yield from _replicated(_as_filled(graph, plan, parameters), items, everyone)
+        for size in bucket_bytes(_as_filled(graph, plan, parameters), items.reduced):
+            yield Call("all_reduce", size, 1, "backward", "dp", everyone)
     elif plan.zero == 1 and recipe.system.reduces_whole:
-        yield from _reduced_whole(parameters, items, group, everyone)
+        elements = total_elements(parameters, trainable_only=True)
+        yield Call("all_reduce", elements * items.reduced, 1, "update", "dp", everyone)
+        if group.size > 1:
+            yield Call("all_gather", elements * items.gathered // group.size, 1, "update", "dp", group)
     else:
-        yield from _sharded(plan, parameters, items, group)
+        yield from _sharded(plan, parameters, items, everyone)
 
 
 def with_cp(plan: Plan, group: Group) -> Group:
@@ -117,29 +119,17 @@ def with_cp(plan: Plan, group: Group) -> Group:
 
 
 def _as_filled(graph: Graph, plan: Plan, parameters: tuple[Parameter, ...]) -> list[Parameter]:
-    """In the order of their buckets. torch fills in gradients as they become ready; those of experts that lie over ep go in
-    from the last to the first (runtime/buckets.py)."""
+    """The trained parameters in the order of their buckets."""
     trained = [parameter for parameter in parameters if parameter.trainable]
     if plan.mesh.ep > 1 and any(parameter.expert for parameter in trained):
-        return trained[::-1]
-    return _from_the_last(trained, plan) if plan.mesh.pp > 1 else _as_ready(trained, graph)
-
-
-def _replicated(trained: list[Parameter], items: Items, group: Group) -> Iterator[Call]:
-    for size in bucket_bytes(trained, items.reduced):
-        yield Call("all_reduce", size, 1, "backward", "dp", group)
-
-
-def _as_ready(parameters: list[Parameter], graph: Graph) -> list[Parameter]:
-    """DistributedDataParallel fills its buckets while gradients become ready."""
-    ready = {parameter.name: place for place, parameter in enumerate(graph.trained)}
-    return sorted(parameters, key=lambda parameter: ready.get(parameter.name, -1))
-
-
-def _from_the_last(parameters: list[Parameter], plan: Plan) -> list[Parameter]:
-    """A stage fills them when its last backward is done: blocks from the last to the first, then what is in none."""
-    places = {name: place for place, name in enumerate(plan.blocks)}
-    return sorted(parameters, key=lambda parameter: places.get(parameter.block, -1))[::-1]
+        return trained[::-1]  # from the last to the first, where experts lie over ep (runtime/buckets.py)
+    if (
+        plan.mesh.pp > 1
+    ):  # a stage fills them when its last backward is done: from the last block to the first, then the rest
+        places = {name: place for place, name in enumerate(plan.blocks)}
+        return sorted(trained, key=lambda parameter: places.get(parameter.block, -1))[::-1]
+    ready = {parameter.name: place for place, parameter in enumerate(graph.trained)}  # DistributedDataParallel's order
+    return sorted(trained, key=lambda parameter: ready.get(parameter.name, -1))
 
 
 def bucket_bytes(parameters: Iterable[Parameter], item_bytes: int) -> list[int]:
@@ -148,15 +138,8 @@ def bucket_bytes(parameters: Iterable[Parameter], item_bytes: int) -> list[int]:
     return [sum(parameter.num_elements for parameter in bucket) * item_bytes for bucket in buckets]
 
 
-def _reduced_whole(parameters: tuple[Parameter, ...], items: Items, group: Group, everyone: Group) -> Iterator[Call]:
-    elements = total_elements(parameters, trainable_only=True)
-    yield Call("all_reduce", elements * items.reduced, 1, "update", "dp", everyone)
-    if group.size > 1:
-        yield Call("all_gather", elements * items.gathered // group.size, 1, "update", "dp", group)
-
-
-def _sharded(plan: Plan, parameters: tuple[Parameter, ...], items: Items, group: Group) -> Iterator[Call]:
-    everyone = with_cp(plan, group)
+def _sharded(plan: Plan, parameters: tuple[Parameter, ...], items: Items, everyone: Group) -> Iterator[Call]:
+    """everyone: the ranks that hold these parameters, along dp and cp."""
     degree, microbatches = min(plan.shard_degree, everyone.size), plan.num_microbatches
     inner = Group(degree, everyone.stride)
     outer = Group(everyone.size // degree, everyone.stride * degree)
@@ -181,7 +164,7 @@ def _streamed(plan: Plan, parameters: tuple[Parameter, ...], items: Items, group
     blocks = {name: members for name, members in groups_of(own, plan).items() if is_list_item(name)}
     still_there = list(blocks)[-plan.offload.window :]
     for name, members in blocks.items():
-        cut = total_elements([one for one in members if _is_cut(one, group.size)])
+        cut = total_elements(one for one in members if one.shape and one.shape[0] % group.size == 0)
         whole = total_elements(members) - cut
         if cut:
             yield Call("all_gather", cut // group.size * items.gathered, 1, "forward", "dp", group, name)
@@ -199,10 +182,6 @@ def _streamed(plan: Plan, parameters: tuple[Parameter, ...], items: Items, group
             yield Call("all_reduce", one.num_elements * items.reduced, 1, "update", "dp", group)
 
 
-def _is_cut(parameter: Parameter, degree: int) -> bool:
-    return bool(parameter.shape) and parameter.shape[0] > 0 and parameter.shape[0] % degree == 0
-
-
 # ---------------------------------------------------------------- once a step
 
 
@@ -212,11 +191,11 @@ def _tied_calls(
     """What each rank holds of the gradient, its shard under ZeRO, once dp has added it up."""
     if plan.mesh.pp == 1:
         return
-    homes = {name: stage.coordinate for stage in plan.stages for name in expand_names(stage.blocks)}
     first_name = {p.name: p.tied_to or p.name for p in graph.parameters}
     places: dict[str, set[int]] = {}
     for parameter in graph.parameters:
-        places.setdefault(first_name[parameter.name], set()).add(homes.get(parameter.block, 0))
+        stage = plan.stages[plan.stage_of.get(parameter.block, 0)]
+        places.setdefault(first_name[parameter.name], set()).add(stage.coordinate)
     apart = axis_group(plan.mesh, "pp").stride
     for parameter in {first_name[parameter.name]: parameter for parameter in parameters}.values():
         here = places[first_name[parameter.name]]
@@ -229,7 +208,14 @@ def _tied_calls(
 def _whole_calls(graph: Graph, plan: Plan, recipe: Recipe, parameters: tuple[Parameter, ...]) -> Iterator[Call]:
     if not plan.sequence_parallel:
         return
-    others = {*split_dims(graph, plan), *_whole_lookups(graph)}
+    kinds = graph.kind_by_block
+    lookups = {  # tables whose gradient every rank has whole
+        (block.name, op.inputs[0])
+        for block in graph.blocks
+        for _, op in kinds[block.name].forward_ops
+        if is_whole_lookup(op) and op.inputs
+    }
+    others = {*split_dims(graph, plan), *lookups}
     whole = [p for p in parameters if (p.block, p.own_name) not in others]
     elements = held_elements(whole, plan, trainable_only=True)
     if elements:
@@ -237,24 +223,11 @@ def _whole_calls(graph: Graph, plan: Plan, recipe: Recipe, parameters: tuple[Par
         yield Call("all_reduce", size, 1, "other", "tp", axis_group(plan.mesh, "tp"))
 
 
-def _whole_lookups(graph: Graph) -> set[tuple[str, str]]:
-    """(block, tensor) of tables whose gradient every rank has whole."""
-    kinds = graph.kind_by_block
-    return {
-        (block.name, source)
-        for block in graph.blocks
-        for op in kinds[block.name].ops
-        if op.phase == "forward" and is_whole_lookup(op)
-        for source in op.inputs[:1]
-        if isinstance(source, str)
-    }
-
-
 def _batch_norm_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> Iterator[Call]:
     """Mean and mean square of every channel in forward, two sums in backward, in each microbatch; a recompute asks again."""
     if not plan.sync_batch_norm or plan.mesh.dp == 1:
         return
-    group, item = axis_group(plan.mesh, "dp"), 8 if plan.precision == "fp64" else 4
+    group, item = axis_group(plan.mesh, "dp"), plan.master_bytes
     here, modes, kinds = {*blocks_on(plan, coordinate)}, recompute_modes(plan, recipe), graph.kind_by_block
     local_blocks = make_local_blocks(graph, plan)
     for block in graph.blocks:
@@ -262,8 +235,8 @@ def _batch_norm_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int)
             continue
         labels = local_blocks[block.name].labels
         times = plan.num_microbatches * (3 if modes.get(block.name) == "full" else 2)
-        for op in kinds[block.name].ops:
-            if op.name in BATCH_NORMS and op.phase == "forward":
+        for _, op in kinds[block.name].forward_ops:
+            if op.name in BATCH_NORMS:
                 channels = op.input_shapes[0][1].fixed / (plan.mesh.tp if labels.of(op.inputs[0]) == "split" else 1)
                 size = round(2 * item * channels)
                 yield Call("all_reduce", size, times * op.count, "other", "dp", group, block.name)

@@ -17,11 +17,10 @@ from collections.abc import Iterator
 from math import prod
 
 from meshwright.core.axes import Axis
-from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Phase, Source
+from meshwright.core.graph import PRECISION_BYTES, Kind, Op, Source
 from meshwright.cost.communication.block_ops import WORK_ALONG, BlockOps
-from meshwright.cost.communication.collective_call import Call
-from meshwright.cost.communication.links import axis_group
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.cost.communication.links import Call
+from meshwright.rules.kinds import cached_in_value, reached
 
 SUMS = ("sum", "mean")
 STREAM_DIMS = 3
@@ -33,38 +32,37 @@ NOT_DIFFERENTIATED = (
 """Ops whose result has no gradient, whatever they read."""
 
 
-def token_calls(own: BlockOps, phase: Phase) -> Iterator[Call]:
+def token_calls(own: BlockOps) -> Iterator[Call]:
     """Of one microbatch through one block."""
     if own.cp == 1 and not own.plan.sequence_parallel:
         return
+    kind = own.local_block.kind
     for number, op in own:
         if op.name not in WORK_ALONG or op.region == "expert" or not own.is_made(number):
             continue
-        if not _lies_over_ranks(own.local_block.kind, number) or (op.name in SUMS and not _sums_tokens(op)):
+        if not _lies_over_ranks(kind, number) or (op.name in SUMS and not _sums_tokens(op)):
             continue
-        is_added_up = op.name in SUMS and _is_fraction(op)
-        yield from (_sum_calls if is_added_up else _gather_calls)(own, number, op, phase)
+        needs_gradient = own.is_forward or _is_differentiated(kind, number)
+        if op.name in SUMS and _is_fraction(op):
+            readers = max(1, own.readers(number))
+            for axis in _axes(own, op):
+                if own.is_forward or (axis == "cp" and needs_gradient):
+                    yield own.call("all_reduce", op.written_bytes.at(own.plan.microbatch), axis, readers)
+        else:
+            yield from _gather_calls(own, op, needs_gradient)
 
 
-def _sum_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[Call]:
-    size = round(op.written_bytes.at(own.plan.microbatch))
-    readers = max(1, own.readers(number))
-    for axis in _axes(own, op):
-        if phase == "forward" or (axis == "cp" and _is_differentiated(own.local_block.kind, number)):
-            yield Call("all_reduce", size, readers, phase, axis, axis_group(own.plan.mesh, axis))
-
-
-def _gather_calls(own: BlockOps, number: int, op: Op, phase: Phase) -> Iterator[Call]:
+def _gather_calls(own: BlockOps, op: Op, needs_gradient: bool) -> Iterator[Call]:
     """Gathers start at the axis that was cut last; the next axis then gathers the result."""
     mesh, axes = own.plan.mesh, _axes(own, op)
     part = op.read_bytes.at(own.plan.microbatch) * (own.local_block.degrees.sent_share if "cp" in axes else 1)
     part /= mesh.tp if "tp" in axes else 1
     for axis in reversed(axes):
-        if phase == "forward":
-            yield Call("all_gather", round(part), 1, phase, axis, axis_group(mesh, axis))
-        elif axis == "cp" and _is_differentiated(own.local_block.kind, number):
-            yield Call("reduce_scatter", round(part * own.cp), 1, phase, axis, axis_group(mesh, axis))
-        part *= getattr(mesh, axis)
+        if own.is_forward:
+            yield own.call("all_gather", part, axis)
+        elif axis == "cp" and needs_gradient:
+            yield own.call("reduce_scatter", part * own.cp, axis)
+        part *= mesh.degrees[axis]
 
 
 def _axes(own: BlockOps, op: Op) -> list[Axis]:
@@ -90,7 +88,7 @@ def _is_fraction(op: Op) -> bool:
     return op.name == "mean" or op.read_bytes.at(1) == elements * PRECISION_BYTES[op.dtype]
 
 
-@cached_per_kind
+@cached_in_value
 def _lies_over_ranks(kind: Kind, number: int) -> bool:
     """Whether it reads tokens of the stream; a lookup of the batch's ids makes some."""
     sources = _upstream(kind, number, stops=("embedding",))
@@ -100,7 +98,7 @@ def _lies_over_ranks(kind: Kind, number: int) -> bool:
     )
 
 
-@cached_per_kind
+@cached_in_value
 def _is_differentiated(kind: Kind, number: int) -> bool:
     sources = _upstream(kind, number, stops=NOT_DIFFERENTIATED)
     return any(isinstance(source, str) and source != "@batch" for source in sources)
@@ -108,13 +106,10 @@ def _is_differentiated(kind: Kind, number: int) -> bool:
 
 def _upstream(kind: Kind, number: int, stops: tuple[str, ...]) -> set[Source]:
     """What an op's result comes of, in its block; not beyond ops of these names."""
-    found: set[Source] = set()
-    waiting = list(kind.ops[number].inputs)
-    while waiting:
-        source = waiting.pop()
-        if source in found:
-            continue
-        found.add(source)
+
+    def read(source: Source) -> tuple[Source, ...]:
         if isinstance(source, int) and kind.ops[source].name not in stops:
-            waiting += kind.ops[source].inputs
-    return found
+            return kind.ops[source].inputs
+        return ()
+
+    return reached(kind.ops[number].inputs, read)

@@ -15,6 +15,7 @@ each at least the least time of a kernel.
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 from meshwright.core.cluster import Device
 from meshwright.core.constants import Constants
@@ -55,9 +56,9 @@ class Kernels:
             )
             for rows, columns, efficiency in TILES
         )
-        return (
-            max(best / self.alignment_share(size), self._matmul_bytes_seconds(size, dtype)) + known.kernel_floor_seconds
-        )
+        elements = size.rows * size.depth + size.depth * size.columns + size.rows * size.columns
+        moved = size.batch * elements * PRECISION_BYTES[dtype] / (self.bytes_per_second * known.elementwise_share)
+        return max(best / self.alignment_share(size), moved) + known.kernel_floor_seconds
 
     def _waves(self, size: MatmulSize, rows: int, columns: int) -> float:
         tiles = size.batch * ceil(size.rows / rows) * ceil(size.columns / columns)
@@ -70,12 +71,6 @@ class Kernels:
             if all(width % divisor == 0 for width in size.widths):
                 return share
         return known.matmul_unaligned_share
-
-    def _matmul_bytes_seconds(self, size: MatmulSize, dtype: Precision) -> float:
-        elements = size.rows * size.depth + size.depth * size.columns + size.rows * size.columns
-        return (
-            size.batch * elements * PRECISION_BYTES[dtype] / (self.bytes_per_second * self.constants.elementwise_share)
-        )
 
     def attention_seconds(self, op: Op, flops: float, num_tokens: float, width: float) -> float:
         known = self.constants
@@ -102,23 +97,27 @@ class Kernels:
             case "reduction":
                 return known.reduction_share
             case "copy":
-                return known.cast_up_share if _widens(op) else known.copy_share
+                read, written = op.read_bytes, op.written_bytes
+                is_wider = written.per_sample + written.fixed > 1.5 * (read.per_sample + read.fixed)
+                return known.cast_up_share if is_wider else known.copy_share
             case _:
                 return known.elementwise_share
+
+    def copy_seconds(self, num_bytes: float, dtype: Precision) -> float:
+        return num_bytes / (self.bytes_per_second * self.constants.copy_share)
+
+    def fused_seconds(self, num_bytes: float, dtype: Precision) -> float:
+        return num_bytes / (self.bytes_per_second * self.constants.fused_share) + self.constants.kernel_floor_seconds
 
     def update_seconds(self, num_bytes: float) -> float:
         return num_bytes / (self.bytes_per_second * self.constants.update_share)
 
 
-def _widens(op: Op) -> bool:
-    """Whether a copy writes more bytes than it reads."""
-    return op.written_bytes.per_sample + op.written_bytes.fixed > 1.5 * (op.read_bytes.per_sample + op.read_bytes.fixed)
-
-
-class MatmulSize:
+class MatmulSize(NamedTuple):
     """B × [rows, depth] · [depth, columns]; `widths` are the sizes that count features, not tokens."""
 
-    __slots__ = ("batch", "columns", "depth", "rows", "widths")
-
-    def __init__(self, batch: float, rows: float, columns: float, depth: float, widths: tuple[int, ...]) -> None:
-        self.batch, self.rows, self.columns, self.depth, self.widths = batch, rows, columns, depth, widths
+    batch: float
+    rows: float
+    columns: float
+    depth: float
+    widths: tuple[int, ...]

@@ -19,7 +19,7 @@ from meshwright.cost.compute.fusion import is_fused
 from meshwright.cost.compute.kernel_costs import KernelCosts
 from meshwright.cost.compute.recomputed_ops import ActivationMode, last_needed, recomputed_ops
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_in_value
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,14 @@ class ComputeCost:
         if key not in self._known:
             again = recomputed_ops(local_block.kind, mode)
             end = last_needed(local_block.kind)
-            if mode == "full" and end >= 0 and not self._recomputes_whole:  # below 0: the graph names no kept tensor
+            # a streamed block runs whole: its output must exist to receive its gradient
+            is_whole = self.recipe.system.whole_recompute or self.plan.offload.what == "parameters"
+            if mode == "full" and end >= 0 and not is_whole:  # below 0: the graph names no kept tensor
                 again = frozenset(number for number in again if number < end)
             passes = [one for one in local_block.kind.passes if one.phase == "forward"]
             parts = (self._work(local_block, block, one, [n for n in one.op_range if n in again]) for one in passes)
             self._known[key] = sum(parts, NO_WORK)
         return self._known[key]
-
-    @property
-    def _recomputes_whole(self) -> bool:
-        """Whether a recompute runs every op of the block. A streamed block does: its output must exist to receive its gradient."""
-        return self.recipe.system.whole_recompute or self.plan.offload.what == "parameters"
 
     def _work(self, local_block: LocalBlock, block: str, one: Pass, numbers: Iterable[int]) -> Work:
         ops, numbers = local_block.kind.ops, list(numbers)
@@ -118,7 +115,7 @@ def forward_launch_seconds(plan: Plan, device: Device) -> float:
     return device.launch_seconds + added
 
 
-@cached_per_kind
+@cached_in_value
 def weight_products(kind: Kind, number: int) -> tuple[int, ...]:
     """Matmuls of a pass whose result has no tokens: in backward, gradients of weights."""
     return tuple(

@@ -23,7 +23,7 @@ from meshwright.core.cluster import FLOP_KINDS
 from meshwright.core.graph import Affine, Kind, Op, Source
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_in_value, reached
 
 
 @dataclass(frozen=True)
@@ -58,29 +58,24 @@ def is_fused(block: str, plan: Plan, recipe: Recipe) -> bool:
     return plan.compile or recipe.system.fused_ops
 
 
-@cached_per_kind
+@cached_in_value
 def fused_groups(kind: Kind) -> Fused:
     first_of = _first_of_equals(kind)
     group_of = _groups(kind, first_of)
     members: dict[int, list[int]] = {}
     for number, group in group_of.items():
         members.setdefault(group, []).append(number)
-    readers = _readers(kind, first_of)
-    written = frozenset(
-        number
-        for number in group_of
-        if first_of[number] == number and _needed_outside(kind, number, group_of, readers.get(number, []))
-    )
-    kept = _kept(kind, group_of, written, first_of)
-    keeps_input = _input_is_dropped(kind) and _reads_input_again(kind, group_of, written, first_of)
-    added = frozenset(number for number in kept if keeps_input and _is_dropped(kind.ops[number]))
+    written = _written(kind, group_of, first_of)
+    kept, reads_input = _kept(kind, group_of, written, first_of)
+    # blocks of a kind follow each other: what one hands on is the next one's input
+    keeps_input = reads_input and not any(kind.ops[number].is_saved for number in output_ops(kind))
     return Fused(
         group_of=group_of,
         members={group: tuple(numbers) for group, numbers in members.items()},
-        moved={group: _moved(kind, numbers, group_of, (written, first_of)) for group, numbers in members.items()},
+        moved={group: _moved(kind, numbers, group_of, written, first_of) for group, numbers in members.items()},
         written=written,
         kept_ops=kept,
-        added_ops=added,
+        added_ops=frozenset(number for number in kept if keeps_input and not kind.ops[number].is_saved),
         keeps_input=keeps_input,
     )
 
@@ -123,35 +118,35 @@ def _groups(kind: Kind, first_of: dict[int, int]) -> dict[int, int]:
     return group_of
 
 
-def _readers(kind: Kind, first_of: dict[int, int]) -> dict[int, list[int]]:
-    """Op → the ops that read its result, or that of its equals."""
-    found: dict[int, list[int]] = {}
+def _written(kind: Kind, group_of: dict[int, int], first_of: dict[int, int]) -> frozenset[int]:
+    """Fused ops whose result something outside the group reads in the same phase, or nothing in the block reads at all."""
+    readers: dict[int, list[int]] = {}
     for number, op in enumerate(kind.ops):
         for source in op.inputs:
-            if isinstance(source, int):
-                found.setdefault(first_of[source], []).append(number)
-    return found
-
-
-def _needed_outside(kind: Kind, number: int, group_of: dict[int, int], readers: list[int]) -> bool:
-    """Whether something outside the group reads the result in the same phase, or nothing in the block reads it at all."""
-    phase = kind.ops[number].phase
-    now = [reader for reader in readers if kind.ops[reader].phase == phase]
-    return not now or any(group_of.get(reader) != group_of[number] for reader in now)
+            if isinstance(source, int) and kind.ops[first_of[source]].phase == op.phase:
+                readers.setdefault(first_of[source], []).append(number)
+    return frozenset(
+        number
+        for number, group in group_of.items()
+        if first_of[number] == number
+        and (number not in readers or any(group_of.get(reader) != group for reader in readers[number]))
+    )
 
 
 def _moved(
-    kind: Kind, numbers: list[int], group_of: dict[int, int], known: tuple[frozenset[int], dict[int, int]]
+    kind: Kind, numbers: list[int], group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]
 ) -> Affine:
-    """Distinct outside inputs read once, needed results written."""
-    written, first_of = known
+    """Distinct outside inputs read once, needed results written. What an op reads is divided over its inputs by their elements."""
     read: dict[Source, Affine] = {}
     fixed = per_sample = 0.0
     for number in numbers:
         op = kind.ops[number]
-        for source, part in zip(op.inputs, _input_bytes(op), strict=False):
+        sizes = [prod(dim.at(1) for dim in shape) for shape in op.input_shapes]
+        whole = sum(sizes) or 1.0
+        for source, size in zip(op.inputs, sizes, strict=False):
             origin = first_of[source] if isinstance(source, int) else source
             if not (isinstance(origin, int) and group_of.get(origin) == group_of[number]):
+                part = Affine(op.read_bytes.fixed * size / whole, op.read_bytes.per_sample * size / whole)
                 read[origin if origin != "@input" else f"@input{len(read)}"] = part
         if number in written:
             fixed += op.written_bytes.fixed
@@ -161,37 +156,24 @@ def _moved(
     )
 
 
-def _input_bytes(op: Op) -> list[Affine]:
-    """What an op reads, divided over its inputs by their number of elements."""
-    sizes = [prod(dim.at(1) for dim in shape) for shape in op.input_shapes]
-    whole = sum(sizes) or 1.0
-    return [Affine(op.read_bytes.fixed * size / whole, op.read_bytes.per_sample * size / whole) for size in sizes]
-
-
-def _kept(kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]) -> frozenset[int]:
-    """What backward needs itself, or what it computes that from."""
+def _kept(
+    kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]
+) -> tuple[frozenset[int], bool]:
+    """What backward needs itself, or what it computes that from; and whether it computes something from the block's input."""
     kept: set[int] = set()
-    for number, op in enumerate(kind.ops):
-        if op.phase != "forward" or _is_dropped(op):
+    reads_input = False
+    for number, op in kind.forward_ops:
+        if not op.is_saved:
             continue
         if number not in group_of:
             kept.add(number)
         elif first_of[number] in written:
             kept.add(_smaller_origin(kind, first_of[number], group_of))
         else:
-            kept |= _flop_inputs(kind, number, group_of)
-    return frozenset(kept)
-
-
-def _computed_again(
-    kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]
-) -> list[int]:
-    """Ops of forward whose results backward needs, and which stay inside their groups."""
-    return [
-        number
-        for number, op in enumerate(kind.ops)
-        if op.phase == "forward" and not _is_dropped(op) and number in group_of and first_of[number] not in written
-    ]
+            sources = _sources(kind, number, group_of)
+            kept |= {source for source in sources if isinstance(source, int) and source not in group_of}
+            reads_input = reads_input or "@input" in sources
+    return frozenset(kept), reads_input
 
 
 def _smaller_origin(kind: Kind, number: int, group_of: dict[int, int]) -> int:
@@ -205,42 +187,15 @@ def _smaller_origin(kind: Kind, number: int, group_of: dict[int, int]) -> int:
     return number
 
 
-def _is_dropped(op: Op) -> bool:
-    return not (op.saved_bytes.per_sample or op.saved_bytes.fixed)
+@cached_in_value
+def output_ops(kind: Kind) -> frozenset[int]:
+    """Forward ops whose results no forward op of the block reads: the block's outputs."""
+    read = {source for _, op in kind.forward_ops for source in op.inputs}
+    return frozenset(number for number, _ in kind.forward_ops if number not in read)
 
 
-def _input_is_dropped(kind: Kind) -> bool:
-    """Blocks of a kind follow each other: what one hands on is the next one's input."""
-    forward = [(number, op) for number, op in enumerate(kind.ops) if op.phase == "forward"]
-    read = {source for _, op in forward for source in op.inputs}
-    return all(_is_dropped(op) for number, op in forward if number not in read)
-
-
-def _reads_input_again(kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]) -> bool:
-    """Whether something that backward needs is computed again from the block's input."""
-    return any(
-        "@input" in kind.ops[source].inputs
-        for number in _computed_again(kind, group_of, written, first_of)
-        for source in _inside(kind, number, group_of)
-    )
-
-
-def _inside(kind: Kind, number: int, group_of: dict[int, int]) -> set[int]:
-    """The ops of its group that a fused result is computed from, itself included."""
-    waiting, seen = [number], {number}
-    while waiting:
-        for source in kind.ops[waiting.pop()].inputs:
-            if isinstance(source, int) and source not in seen and group_of.get(source) == group_of[number]:
-                seen.add(source)
-                waiting.append(source)
-    return seen
-
-
-def _flop_inputs(kind: Kind, number: int, group_of: dict[int, int]) -> set[int]:
-    """Results of matmuls and attention that a fused result is computed from, inside its group."""
-    return {
-        source
-        for op in _inside(kind, number, group_of)
-        for source in kind.ops[op].inputs
-        if isinstance(source, int) and source not in group_of
-    }
+def _sources(kind: Kind, number: int, group_of: dict[int, int]) -> set[Source]:
+    """What a fused result is computed from, through ops of its group."""
+    group = {other for other, its in group_of.items() if its == group_of[number]}
+    inside = reached([number], lambda made: group.intersection(kind.ops[made].inputs))
+    return {source for made in inside for source in kind.ops[made].inputs}

@@ -1,6 +1,6 @@
 """Seconds of one kernel as one rank runs it; equal ops are costed once.
 
-probed device   interpolated between measured sizes (measured_kernels.py)
+probed device   interpolated between measured sizes (cost/measurements.py)
 named device    from its peaks and the constants of its family (analytical_kernels.py)
 """
 
@@ -11,27 +11,24 @@ from math import prod
 from meshwright.core.cluster import FLOP_KINDS, Device
 from meshwright.core.graph import Graph, Kind, Op, Precision
 from meshwright.cost.compute.analytical_kernels import Kernels, MatmulSize
-from meshwright.cost.compute.measured_kernels import measured_kernels, no_rate
-from meshwright.cost.interpolation import interpolated_seconds
 from meshwright.cost.local_block import LocalBlock
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.cost.measurements import MeasuredKernels, no_rate
+from meshwright.rules.kinds import cached_in_value
 
 
 class KernelCosts:
     """Kernel times of one graph on one device, without launches."""
 
     def __init__(self, graph: Graph, device: Device) -> None:
-        self.device = device
         self._known: dict[tuple[object, ...], tuple[Op, float]] = {}
         """Each entry holds its op, so that the `id` in its key stays that op's."""
-        self.kernels = Kernels(device, device.constants) if device.constants else None
-        needed = {(op.dtype, op.kind) for kind in graph.kinds for op in kind.ops}
-        if self.kernels is None:
-            self._measured = {dtype: measured_kernels(device, dtype) for dtype, _ in needed}
-        for dtype, kind in sorted(needed):
-            if self.kernels is None and kind not in self._measured[dtype]:
-                raise no_rate(device, dtype, kind)
-            if self.kernels is not None and dtype not in device.peaks and dtype != "fp64":
+        self.kernels = kernels_of(device)
+        for dtype, kind in sorted({(op.dtype, op.kind) for block in graph.kinds for op in block.ops}):
+            if isinstance(self.kernels, MeasuredKernels):
+                is_known = kind in self.kernels.measurements(dtype)
+            else:
+                is_known = dtype in device.peaks or dtype == "fp64"
+            if not is_known:
                 raise no_rate(device, dtype, kind)
 
     def op_seconds(self, local_block: LocalBlock, number: int, samples: float) -> float:
@@ -44,55 +41,44 @@ class KernelCosts:
         return known[1]
 
     def _op_seconds(self, local_block: LocalBlock, number: int, samples: float) -> float:
-        op = local_block.kind.ops[number]
+        op, kernels = local_block.kind.ops[number], self.kernels
         share = local_block.work_share(number)
         num_bytes = share * (op.read_bytes.at(samples) + op.written_bytes.at(samples))
-        if self.kernels is None:
-            work = share * op.flops.at(samples) if op.kind in FLOP_KINDS else num_bytes
-            return interpolated_seconds(work, self._measured[op.dtype][op.kind], has_least=self.device.kind == "cpu")
+        flops = share * op.flops.at(samples)
+        if isinstance(kernels, MeasuredKernels):
+            return kernels.seconds(op.kind, op.dtype, flops if op.kind in FLOP_KINDS else num_bytes)
         if op.kind == "attention":
-            return self._attention_seconds(op, share, samples)
+            shape = op.input_shapes[0] if op.input_shapes else ()
+            tokens, width = (shape[-2].at(samples), shape[-1].fixed) if len(shape) >= 3 else (1e4, 128.0)
+            return kernels.attention_seconds(op, flops * (0.5 if op.causal else 1.0), tokens, width)
         if op.kind in FLOP_KINDS and op.result_shape:
-            return self.kernels.matmul_seconds(matmul_size(local_block, number, samples), op.dtype)
-        return self.kernels.bytes_seconds(op, num_bytes)
-
-    def _attention_seconds(self, op: Op, share: float, samples: float) -> float:
-        assert self.kernels is not None
-        shape = op.input_shapes[0] if op.input_shapes else ()
-        tokens, width = (shape[-2].at(samples), shape[-1].fixed) if len(shape) >= 3 else (1e4, 128.0)
-        flops = share * op.flops.at(samples) * (0.5 if op.causal else 1.0)
-        return self.kernels.attention_seconds(op, flops, tokens, width)
+            return kernels.matmul_seconds(matmul_size(local_block, number, samples), op.dtype)
+        return kernels.bytes_seconds(op, num_bytes)
 
     def copy_seconds(self, num_bytes: float, dtype: Precision) -> float:
         """num_bytes: read and written by plain copies."""
-        if self.kernels is None:
-            return interpolated_seconds(
-                num_bytes, measured_kernels(self.device, dtype)["copy"], has_least=self.device.kind == "cpu"
-            )
-        return num_bytes / (self.kernels.bytes_per_second * self.kernels.constants.copy_share)
+        return self.kernels.copy_seconds(num_bytes, dtype)
 
     def fused_seconds(self, local_block: LocalBlock, members: tuple[int, ...], num_bytes: float) -> float:
         """One kernel for a group of ops that only move bytes."""
-        ops = local_block.kind.ops
         share = max(local_block.work_share(number) for number in members)
-        if self.kernels is None:
-            measurements = self._measured[ops[members[0]].dtype]["elementwise"]
-            return interpolated_seconds(share * num_bytes, measurements, has_least=self.device.kind == "cpu")
-        known = self.kernels.constants
-        return share * num_bytes / (self.kernels.bytes_per_second * known.fused_share) + known.kernel_floor_seconds
+        return self.kernels.fused_seconds(share * num_bytes, local_block.kind.ops[members[0]].dtype)
 
 
-@cached_per_kind
+def kernels_of(device: Device) -> Kernels | MeasuredKernels:
+    return Kernels(device, device.constants) if device.constants else MeasuredKernels(device)
+
+
+@cached_in_value
 def first_alike(kind: Kind) -> tuple[Op, ...]:
     """For every op, the first op of the block that does the same work on tensors of the same shapes."""
     first: dict[tuple[object, ...], Op] = {}
-    return tuple(first.setdefault(_work_of(op), op) for op in kind.ops)
 
+    def work(op: Op) -> tuple[object, ...]:
+        sizes = (op.input_shapes[:1], op.result_shape, op.flops, op.read_bytes, op.written_bytes)
+        return (op.name, op.kind, op.phase, op.dtype, op.causal, *sizes)
 
-def _work_of(op: Op) -> tuple[object, ...]:
-    shapes = (op.input_shapes[:1], op.result_shape)
-    sizes = (op.flops, op.read_bytes, op.written_bytes)
-    return (op.name, op.kind, op.phase, op.dtype, op.causal, *shapes, *sizes)
+    return tuple(first.setdefault(work(op), op) for op in kind.ops)
 
 
 def matmul_size(local_block: LocalBlock, number: int, samples: float) -> MatmulSize:

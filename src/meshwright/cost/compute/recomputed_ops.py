@@ -16,7 +16,7 @@ from meshwright.core.graph import Kind, Source
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.rules.kind_cache import cached_per_kind
+from meshwright.rules.kinds import cached_in_value, reached
 
 ActivationMode = Literal["none", "selective", "selective core", "selective ops", "full", "offloaded"]
 """How a block keeps its activations. offloaded: nothing is recomputed; activations come back from the host for backward."""
@@ -36,42 +36,38 @@ def activation_modes(plan: Plan, recipe: Recipe) -> dict[str, ActivationMode]:
     return {**recompute_modes(plan, recipe), **dict.fromkeys(expand_names(plan.offload.activations), "offloaded")}
 
 
-@cached_per_kind
+@cached_in_value
 def recomputed_ops(kind: Kind, mode: ActivationMode) -> frozenset[int]:
     """Numbers of the forward ops that backward runs again."""
-    forward = [number for number, op in enumerate(kind.ops) if op.phase == "forward"]
     if mode == "full":
-        return frozenset(forward)
+        return frozenset(number for number, _ in kind.forward_ops)
     if mode == "selective":
         return _makers(kind, dropped_ops(kind))
     if mode == "selective core":
         return core_ops(kind)
     if mode == "selective ops":
-        matmuls = [
-            number for number in forward if kind.ops[number].kind in FLOP_KINDS and kind.ops[number].kind != "attention"
-        ]
-        kept = {*matmuls[::2], *(number for number in forward if kind.ops[number].kind == "attention")}
-        return frozenset(number for number in forward if number not in kept)
+        attention = {number for number, op in kind.forward_ops if op.kind == "attention"}
+        matmuls = [number for number, op in kind.forward_ops if op.kind in FLOP_KINDS and number not in attention]
+        return recomputed_ops(kind, "full") - attention - set(matmuls[::2])
     return frozenset()
 
 
-@cached_per_kind
+@cached_in_value
 def core_ops(kind: Kind) -> frozenset[int]:
     """Numbers of the forward ops of the attention core."""
-    return frozenset(number for number, op in enumerate(kind.ops) if op.phase == "forward" and op.region == "attention")
+    return frozenset(number for number, op in kind.forward_ops if op.region == "attention")
 
 
-@cached_per_kind
+@cached_in_value
 def dropped_ops(kind: Kind) -> frozenset[int]:
     """Core ops whose results selective recompute drops; none where dropping them would free nothing."""
     found = frozenset(number for number in core_ops(kind) - read_behind(kind) if kind.ops[number].saved_bytes.at(1) > 0)
     freed = sum(kind.ops[number].saved_bytes.at(1) for number in found)
-    return (
-        found if freed > sum(kind.ops[number].written_bytes.at(1) for number in _read_by(kind, found)) else frozenset()
-    )
+    kept = sum(kind.ops[number].written_bytes.at(1) for number in _read_by(kind, found))
+    return found if freed > kept else frozenset()
 
 
-@cached_per_kind
+@cached_in_value
 def kept_for_core(kind: Kind) -> frozenset[int]:
     """Ops outside the core whose results are kept only because recomputed ops read them."""
     return _read_by(kind, dropped_ops(kind))
@@ -83,49 +79,36 @@ def _read_by(kind: Kind, dropped: frozenset[int]) -> frozenset[int]:
     return frozenset(number for number in read - recomputed if not kind.ops[number].saved_bytes.at(1))
 
 
-@cached_per_kind
+@cached_in_value
 def read_behind(kind: Kind) -> frozenset[int]:
     """Ops whose results are read in forward outside the attention core; ops there (the projection) need them in backward too."""
     core = core_ops(kind)
-    return frozenset(
-        source
-        for number, op in enumerate(kind.ops)
-        if op.phase == "forward" and number not in core
-        for source in op.inputs
-        if isinstance(source, int)
-    )
+    outside = (op for number, op in kind.forward_ops if number not in core)
+    return frozenset(source for op in outside for source in op.inputs if isinstance(source, int))
 
 
 def _makers(kind: Kind, wanted: frozenset[int]) -> frozenset[int]:
     """Core ops that compute these results from kept results and from tensors outside the core."""
-    core, kept = core_ops(kind), read_behind(kind)
-    found: set[int] = set()
-    waiting = list(wanted)
-    while waiting:
-        number = waiting.pop()
-        if number not in found:
-            found.add(number)
-            waiting += [s for s in kind.ops[number].inputs if isinstance(s, int) and s in core and s not in kept]
-    return frozenset(found)
+    made = core_ops(kind) - read_behind(kind)
+    return frozenset(reached(wanted, lambda number: made.intersection(kind.ops[number].inputs)))
 
 
 KEEP_NOTHING = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack")
 """Ops whose backward needs none of their inputs."""
 
 
-@cached_per_kind
+@cached_in_value
 def readers_of(kind: Kind) -> dict[Source, dict[int, int]]:
     """Source → the forward ops that read it, each with how often."""
     found: dict[Source, dict[int, int]] = {}
-    for number, op in enumerate(kind.ops):
-        if op.phase == "forward":
-            for source in op.inputs:
-                times = found.setdefault(source, {})
-                times[number] = times.get(number, 0) + 1
+    for number, op in kind.forward_ops:
+        for source in op.inputs:
+            times = found.setdefault(source, {})
+            times[number] = times.get(number, 0) + 1
     return found
 
 
-@cached_per_kind
+@cached_in_value
 def last_needed(kind: Kind) -> int:
     """The last forward op that backward needs: an op that reads a kept tensor and needs it in backward, or the op that made it.
 
@@ -133,9 +116,8 @@ def last_needed(kind: Kind) -> int:
     """
     last = -1
     readers = readers_of(kind)
-    for number, op in enumerate(kind.ops):
-        kept = op.phase == "forward" and (op.saved_bytes.fixed or op.saved_bytes.per_sample)
-        if kept and number in readers:
+    for number, op in kind.forward_ops:
+        if op.is_saved and number in readers:
             keepers = [reader for reader in readers[number] if kind.ops[reader].name not in KEEP_NOTHING]
             last = max(last, *(keepers or [number]))
     return last

@@ -24,14 +24,6 @@ class Activations(msgspec.Struct, frozen=True):
     full: float
 
 
-def block_activations(kind: Kind, repeated: bool, num_samples: int) -> Activations:
-    """Bytes that one block keeps, less the bytes it frees of other blocks. Only repeated blocks are recomputed in full."""
-    forward = [step for step in kind.passes if step.phase == "forward"]
-    none = sum(step.kept_at(num_samples) for step in forward)
-    handed_on = sum(step.output_bytes.at(num_samples) for step in forward)
-    return Activations(none, none - selective_freed_bytes(kind, num_samples), handed_on if repeated else none)
-
-
 def selective_freed_bytes(kind: Kind, num_samples: int) -> float:
     """Bytes that selective recompute frees in one block."""
     freed = sum(kind.ops[number].saved_bytes.at(num_samples) for number in dropped_ops(kind))
@@ -40,19 +32,20 @@ def selective_freed_bytes(kind: Kind, num_samples: int) -> float:
 
 
 def activations_by_block(graph: Graph, num_samples: int) -> dict[str, Activations]:
+    """Bytes that each block keeps, less the bytes it frees of other blocks. Only repeated blocks are recomputed in full."""
     kinds = graph.kind_by_block
     found: dict[tuple[str, bool], Activations] = {}
     for block in graph.blocks:
-        key = (block.kind, block.repeated)
+        key, kind = (block.kind, block.repeated), kinds[block.name]
         if key not in found:
-            found[key] = block_activations(kinds[block.name], block.repeated, num_samples)
+            forward = [step for step in kind.passes if step.phase == "forward"]
+            none = sum(step.kept_at(num_samples) for step in forward)
+            handed_on = sum(step.output_bytes.at(num_samples) for step in forward)
+            selective = none - selective_freed_bytes(kind, num_samples)
+            found[key] = Activations(none, selective, handed_on if block.repeated else none)
     return {block.name: found[block.kind, block.repeated] for block in graph.blocks}
 
 
 def total_activations(graph: Graph, num_samples: int) -> Activations:
-    blocks = activations_by_block(graph, num_samples).values()
-    return Activations(
-        none=sum(block.none for block in blocks),
-        selective=sum(block.selective for block in blocks),
-        full=sum(block.full for block in blocks),
-    )
+    rows = map(msgspec.structs.astuple, activations_by_block(graph, num_samples).values())
+    return Activations(*map(sum, zip((0.0, 0.0, 0.0), *rows, strict=True)))

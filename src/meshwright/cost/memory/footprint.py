@@ -3,17 +3,20 @@
 plain       the memory events of the pass; each tensor counts with the share of it that this rank has
 recompute   forward keeps the block's output and the results that are not recomputed; backward first rebuilds the others
 fused       results that stay inside fused groups take no memory; backward computes those it needs again
+gradients   of parameters are not among the memory events: backward makes them one by one         -> GradientLiveness
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.core.graph import Kind, Pass, Source
+from meshwright.core.graph import Kind, MemoryEvent, Pass, Source
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
-from meshwright.cost.compute.fusion import Fused, is_fused
+from meshwright.cost.compute.fusion import Fused, is_fused, output_ops
 from meshwright.cost.compute.recomputed_ops import (
     ActivationMode,
     activation_modes,
@@ -23,7 +26,6 @@ from meshwright.cost.compute.recomputed_ops import (
     recomputed_ops,
 )
 from meshwright.cost.local_block import LocalBlock
-from meshwright.cost.memory.gradient_liveness import GradientLiveness
 from meshwright.rules.labels import weight_copies
 
 
@@ -56,7 +58,7 @@ class Step(NamedTuple):
     """The share of the block's parameter gradients that is made before that op."""
     not_kept: bool
     given_late: bool
-    """Whether the tensor is freed when the pass ends, and not before."""
+    """Whether the tensor is freed when the pass ends, and not before: another block's result that fused code reads again."""
 
 
 class Steps(NamedTuple):
@@ -64,8 +66,30 @@ class Steps(NamedTuple):
     gradient_bytes: float
     pending_gradient_share: float
     """The share of the gradients that is not made when the pass begins."""
-    has_ring_messages: bool
-    """Whether some op holds messages in addition to its tensors."""
+
+
+class GradientLiveness:
+    """How much of a block's parameter gradients a backward pass has made when each of its ops begins.
+
+    An op of backward makes one where its result has no tokens and no memory event names that op.
+    """
+
+    def __init__(self, kind: Kind, one: Pass) -> None:
+        seen = {event.source for event in one.events}
+        made = [
+            (number, kind.ops[number].written_bytes.fixed)
+            for number in one.op_range
+            if one.phase == "backward" and number not in seen and not kind.ops[number].written_bytes.per_sample
+        ]
+        self._makers = [number for number, _ in made]
+        self._bytes = list(accumulate((num_bytes for _, num_bytes in made), initial=0.0))
+        self.total_bytes = self._bytes[-1]
+
+    def share_made_before(self, number: int) -> float:
+        """The share of the gradients, by bytes, that the ops before this one have made; 1 where the pass makes no gradients."""
+        if not self.total_bytes:
+            return 1.0
+        return self._bytes[bisect_left(self._makers, number)] / self.total_bytes
 
 
 class Footprints:
@@ -79,102 +103,81 @@ class Footprints:
         modes: how each block keeps its activations, if not as the plan says.
         """
         self.plan, self.recipe = plan, recipe
-        self.samples = plan.microbatch
         self.modes = activation_modes(plan, recipe) if modes is None else modes
-        self._known: dict[tuple[int, int, str], Footprint] = like._known if like else {}
-        self._walked: dict[tuple[int, int], tuple[float, float, float]] = like._walked if like else {}
-        self._fused: dict[int, Fused | None] = like._fused if like else {}
-        self._outputs: dict[int, frozenset[int]] = like._outputs if like else {}
+        self._blocks: dict[int, _BlockFootprints] = like._blocks if like else {}
 
     def of(self, local_block: LocalBlock, block: str, number: int) -> Footprint:
-        mode = self.modes.get(block, "none")
-        key = (id(local_block), number, mode)
+        known = self._blocks.get(id(local_block))
+        if known is None:
+            fused = local_block.fused if is_fused(block, self.plan, self.recipe) else None
+            known = self._blocks[id(local_block)] = _BlockFootprints(local_block, fused, self.plan.microbatch)
+        return known.of(number, self.modes.get(block, "none"), is_outside=not block)
+
+
+class _BlockFootprints:
+    """The footprints of one local block under every recompute mode. fused: its groups, where it runs compiled."""
+
+    def __init__(self, local_block: LocalBlock, fused: Fused | None, samples: int) -> None:
+        self.local_block, self.fused, self.samples = local_block, fused, samples
+        self.kind = local_block.kind
+        self._known: dict[tuple[int, ActivationMode], Footprint] = {}
+        self._plain: dict[int, Footprint] = {}
+
+    def of(self, number: int, mode: ActivationMode, *, is_outside: bool) -> Footprint:
+        """is_outside: whether the pass is outside all named blocks."""
+        key = (number, mode)
         if key not in self._known:
-            if id(local_block) not in self._fused:
-                fused = is_fused(block, self.plan, self.recipe)
-                self._fused[id(local_block)] = local_block.fused if fused else None
-            found = self._walk(local_block, number, mode)
-            self._known[key] = found if block else replace(found, given_back=self._given_back(local_block, number))
+            found = self._recomputed(number, mode)
+            self._known[key] = replace(found, given_back=self._given_back(number)) if is_outside else found
         return self._known[key]
 
-    def _given_back(self, local_block: LocalBlock, number: int) -> float:
-        one = local_block.kind.passes[number]
+    def _given_back(self, number: int) -> float:
+        one = self.kind.passes[number]
         if one.phase == "backward":
             return 0.0
         sizes = (event.num_bytes.at(self.samples) for event in one.events if event.source == "@input")
-        return -sum(min(0.0, size) for size in sizes) * local_block.result_share("@input")
+        return -sum(min(0.0, size) for size in sizes) * self.local_block.result_share("@input")
 
-    def _walk(self, local_block: LocalBlock, number: int, mode: ActivationMode) -> Footprint:
-        one = local_block.kind.passes[number]
-        kept, peak, pending_gradient_share = self._levels(local_block, number)
+    def _recomputed(self, number: int, mode: ActivationMode) -> Footprint:
+        plain = self._without_recompute(number)
         if mode == "none":
-            return Footprint(kept, peak, pending_gradient_share=pending_gradient_share)
-        forward = number if one.phase == "forward" else _forward_of(local_block.kind, number)
-        dropped = self._dropped(local_block, forward, mode)
-        if one.phase == "forward":
-            return Footprint(
-                kept - dropped, peak, cached=self._weight_copies(local_block, one) if mode == "full" else 0.0
-            )
-        return Footprint(dropped + kept, dropped + peak, dropped, pending_gradient_share=pending_gradient_share)
+            return plain
+        if self.kind.passes[number].phase == "forward":
+            cached = 0.0
+            if mode == "full" and self.fused is None:  # compiled code does not cache copies of weights
+                here = (op for op in weight_copies(self.kind) if op in self.kind.passes[number].op_range)
+                cached = sum(
+                    self.kind.ops[op].written_bytes.fixed * self._share(op) for op in here if isinstance(op, int)
+                )
+            return Footprint(plain.kept - self._dropped(number, mode), plain.peak, cached=cached)
+        dropped = self._dropped(_forward_of(self.kind, number), mode)
+        return Footprint(dropped + plain.kept, dropped + plain.peak, dropped, plain.pending_gradient_share)
 
-    def _weight_copies(self, local_block: LocalBlock, one: Pass) -> float:
-        """Copies of parameters in another dtype; compiled code does not cache them."""
-        if self._fused[id(local_block)] is not None:
-            return 0.0
-        copies = weight_copies(local_block.kind)
-        here = (op for op in copies if isinstance(op, int) and op in one.op_range)
-        return sum(local_block.kind.ops[op].written_bytes.fixed * self._share(local_block, op) for op in here)
-
-    def _dropped(self, local_block: LocalBlock, forward: int, mode: ActivationMode) -> float:
-        """The bytes forward would keep without recompute, and does not keep with it."""
-        kept, _, _ = self._levels(local_block, forward)
-        one, ops = local_block.kind.passes[forward], local_block.kind.ops
-        output = one.output_bytes.at(self.samples) * local_block.result_share("@input")
+    def _dropped(self, forward: int, mode: ActivationMode) -> float:
+        """The bytes a forward pass would keep without recompute, and does not keep with it."""
+        kind, one = self.kind, self.kind.passes[forward]
+        kept = self._without_recompute(forward).kept
         if mode in ("full", "offloaded"):
-            return max(0.0, kept - output)
-        if mode == "selective":
-            return min(kept, self._core_bytes(local_block, one))
-        again = recomputed_ops(local_block.kind, mode)
+            return max(0.0, kept - self._output(one))
+        again = recomputed_ops(kind, mode)
         if mode == "selective ops":  # results that are not recomputed are kept, needed or not
-            rest = (op for op in one.op_range if op not in again)
-            return (
-                kept
-                - output
-                - sum(ops[op].written_bytes.at(self.samples) * self._share(local_block, op) for op in rest)
-            )
-        fused, behind = self._fused[id(local_block)], read_behind(local_block.kind)
-        freed = (  # the core's output is kept: ops after the core need it
-            ops[op].saved_bytes.at(self.samples) * self._share(local_block, op)
-            for op in one.op_range
-            if op in again - behind and (fused is None or op in fused.kept_ops)
-        )
-        return min(kept, sum(freed))
+            return kept - self._output(one) - sum(self._written(op) for op in one.op_range if op not in again)
+        # the core's output is kept: ops after the core need it
+        dropped = _in_pass(one, dropped_ops(kind) if mode == "selective" else again - read_behind(kind))
+        freed = sum(self._saved(op) for op in dropped if self.fused is None or op in self.fused.kept_ops)
+        if mode == "selective" and self.fused is None:  # inputs are kept to recompute the core
+            freed -= sum(self._written(op) for op in _in_pass(one, kept_for_core(kind)))
+        return min(kept, freed)
 
-    def _core_bytes(self, local_block: LocalBlock, one: Pass) -> float:
-        """The bytes that the attention core need not keep, less the inputs that are kept to recompute it."""
-        ops, fused = local_block.kind.ops, self._fused[id(local_block)]
-        dropped, added = dropped_ops(local_block.kind), kept_for_core(local_block.kind)
-        freed = sum(
-            ops[op].saved_bytes.at(self.samples) * self._share(local_block, op)
-            for op in _in_pass(one, dropped)
-            if fused is None or op in fused.kept_ops
-        )
-        if fused is not None:
-            return freed
-        held = (ops[op].written_bytes.at(self.samples) * self._share(local_block, op) for op in _in_pass(one, added))
-        return freed - sum(held)
+    def _without_recompute(self, number: int) -> Footprint:
+        """Gradients count when the fullest moment is chosen, but are not in the bytes."""
+        if number not in self._plain:
+            self._plain[number] = self._walk(number)
+        return self._plain[number]
 
-    def _levels(self, local_block: LocalBlock, number: int) -> tuple[float, float, float]:
-        """Without recompute: bytes when the pass ends, bytes at its fullest moment, and the share of the parameter gradients that
-        is not made by that moment. Gradients count when the fullest moment is chosen, but are not in the bytes."""
-        key = (id(local_block), number)
-        if key not in self._walked:
-            self._walked[key] = self._walk_levels(local_block, number)
-        return self._walked[key]
-
-    def _walk_levels(self, local_block: LocalBlock, number: int) -> tuple[float, float, float]:
-        steps, samples = self._steps(local_block, number), self.samples
-        total = steps.gradient_bytes
+    def _walk(self, number: int) -> Footprint:
+        steps, samples = self._steps(number), self.samples
+        total, has_messages = steps.gradient_bytes, self.local_block.degrees.is_ring
         level = gone = late = 0.0
         fullest = (0.0, 0.0, steps.pending_gradient_share)
         for step in steps.taken:
@@ -187,92 +190,76 @@ class Footprints:
                 gone += size
             if size > 0 and step.maker is not None:
                 inside = level
-                if steps.has_ring_messages:
-                    inside += local_block.ring_message_bytes(step.maker, samples)
+                if has_messages:
+                    inside += self.local_block.ring_message_bytes(step.maker, samples)
                 full = inside + step.gradient_share_before * total
                 if full >= fullest[0]:
                     fullest = max(fullest, (full, inside, 1 - step.gradient_share_before))
-        added = self._added(local_block, number)
+        added = self._added(number)
         at_the_end = (level + added + total, level + added, 0.0)
-        _, peak, pending_gradient_share = max(fullest, at_the_end)
-        return level - gone + late + added, max(0.0, peak), pending_gradient_share
+        _, peak, pending = max(fullest, at_the_end)
+        return Footprint(level - gone + late + added, max(0.0, peak), pending_gradient_share=pending)
 
-    def _added(self, local_block: LocalBlock, number: int) -> float:
+    def _added(self, number: int) -> float:
         """Bytes that fused code keeps from forward to backward and plain code does not."""
-        fused = self._fused[id(local_block)]
-        if fused is None:
+        if self.fused is None:
             return 0.0
-        one = local_block.kind.passes[number]
-        forward = one if one.phase == "forward" else local_block.kind.passes[_forward_of(local_block.kind, number)]
-        ops = local_block.kind.ops
-        added = _in_pass(forward, fused.added_ops)
-        size = sum(ops[op].written_bytes.at(self.samples) * self._share(local_block, op) for op in added)
-        if fused.keeps_input:
-            size += forward.output_bytes.at(self.samples) * local_block.result_share("@input")
+        one = self.kind.passes[number]
+        forward = one if one.phase == "forward" else self.kind.passes[_forward_of(self.kind, number)]
+        size = sum(self._written(op) for op in _in_pass(forward, self.fused.added_ops))
+        if self.fused.keeps_input:
+            size += self._output(forward)
         return size if one.phase == "forward" else -size
 
-    def _steps(self, local_block: LocalBlock, number: int) -> Steps:
-        """The steps are the same for any number of samples: the local block keeps them."""
-        key = (number, self._fused[id(local_block)] is not None)
-        if key not in local_block.memory_steps:
-            local_block.memory_steps[key] = self._make_steps(local_block, number)
-        return local_block.memory_steps[key]  # type: ignore[return-value]
+    # ------------------------------------------------------------ bytes of tensors on the rank
 
-    def _make_steps(self, local_block: LocalBlock, number: int) -> Steps:
-        one = local_block.kind.passes[number]
-        liveness = GradientLiveness(local_block.kind, one)
-        is_backward = one.phase == "backward"
-        taken = []
-        for event in one.events:
-            source, not_kept = event.source, self._not_kept(local_block, event.source)
-            if not (is_backward and not_kept):
-                maker = source if isinstance(source, int) else None
-                gradient_share_before = liveness.share_made_before(maker) if maker is not None else 0.0
-                late = is_backward and self._read_again(local_block, source)
-                share = self._share(local_block, source)
-                taken.append(
-                    Step(
-                        event.num_bytes.fixed,
-                        event.num_bytes.per_sample,
-                        share,
-                        maker,
-                        gradient_share_before,
-                        not_kept,
-                        late,
-                    )
-                )
-        has_ring_messages = any(local_block.is_ring_attention(op) for op in local_block.kind.ops)
-        return Steps(
-            tuple(taken), liveness.total_bytes, 1.0 - liveness.share_made_before(one.first_op), has_ring_messages
+    def _written(self, op: int) -> float:
+        return self.kind.ops[op].written_bytes.at(self.samples) * self._share(op)
+
+    def _saved(self, op: int) -> float:
+        return self.kind.ops[op].saved_bytes.at(self.samples) * self._share(op)
+
+    def _output(self, one: Pass) -> float:
+        return one.output_bytes.at(self.samples) * self.local_block.result_share("@input")
+
+    def _share(self, source: Source) -> float:
+        if self.fused is not None and isinstance(source, int) and self.fused.is_gone(source):
+            return 0.0
+        return self.local_block.result_share(source)
+
+    # ------------------------------------------------------------ steps
+
+    def _steps(self, number: int) -> Steps:
+        """The steps are the same for any number of samples: the local block keeps them."""
+        key = (number, self.fused is not None)
+        if key not in self.local_block.memory_steps:
+            self.local_block.memory_steps[key] = self._make_steps(number)
+        return self.local_block.memory_steps[key]  # type: ignore[return-value]
+
+    def _make_steps(self, number: int) -> Steps:
+        one = self.kind.passes[number]
+        liveness = GradientLiveness(self.kind, one)
+        steps = (self._step(event, one, liveness) for event in one.events)
+        taken = tuple(step for step in steps if not (one.phase == "backward" and step.not_kept))
+        return Steps(taken, liveness.total_bytes, 1.0 - liveness.share_made_before(one.first_op))
+
+    def _step(self, event: MemoryEvent, one: Pass, liveness: GradientLiveness) -> Step:
+        source, size = event.source, event.num_bytes
+        return Step(
+            fixed=size.fixed,
+            per_sample=size.per_sample,
+            share=self._share(source),
+            maker=source if isinstance(source, int) else None,
+            gradient_share_before=liveness.share_made_before(source) if isinstance(source, int) else 0.0,
+            not_kept=self._is_not_kept(source),
+            given_late=one.phase == "backward" and self.fused is not None and isinstance(source, str) and "#" in source,
         )
 
-    def _read_again(self, local_block: LocalBlock, source: Source) -> bool:
-        """Whether fused code reads another block's result in backward, rather than keep its own copy of it: the result is freed
-        when the pass ends."""
-        return self._fused[id(local_block)] is not None and isinstance(source, str) and "#" in source
-
-    def _share(self, local_block: LocalBlock, source: Source) -> float:
-        fused = self._fused[id(local_block)]
-        if fused is not None and isinstance(source, int) and fused.is_gone(source):
-            return 0.0
-        return local_block.result_share(source)
-
-    def _not_kept(self, local_block: LocalBlock, source: Source) -> bool:
+    def _is_not_kept(self, source: Source) -> bool:
         """Whether fused code frees a result of forward before backward, though plain code keeps it."""
-        fused = self._fused[id(local_block)]
-        if fused is None or not isinstance(source, int) or local_block.kind.ops[source].phase == "backward":
+        if self.fused is None or not isinstance(source, int) or self.kind.ops[source].phase == "backward":
             return False
-        return source not in fused.kept_ops and source not in self._outputs_of(local_block)
-
-    def _outputs_of(self, local_block: LocalBlock) -> frozenset[int]:
-        """Forward ops whose results no forward op of the block reads: the block's outputs."""
-        if id(local_block) not in self._outputs:
-            ops = local_block.kind.ops
-            read = {source for op in ops if op.phase == "forward" for source in op.inputs}
-            self._outputs[id(local_block)] = frozenset(
-                number for number, op in enumerate(ops) if op.phase == "forward" and number not in read
-            )
-        return self._outputs[id(local_block)]
+        return source not in self.fused.kept_ops and source not in output_ops(self.kind)
 
 
 def _in_pass(one: Pass, ops: frozenset[int]) -> list[int]:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
 from meshwright.core.graph import PRECISION_BYTES, Graph, Parameter
-from meshwright.core.names import expand_names
 from meshwright.core.plan import Mesh, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.units import ceil_div
 from meshwright.rules.groups import shard_groups
+from meshwright.rules.sharding import rules_by_block
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class Items:
 
 
 def items_of(plan: Plan, recipe: Recipe) -> Items:
-    stored = 8 if plan.precision == "fp64" else 4
-    system = recipe.system
+    stored, system = plan.master_bytes, recipe.system
     narrow = plan.stores_16_bits and not system.parameter_item_bytes
     parameter = system.parameter_item_bytes or (PRECISION_BYTES[plan.precision] if narrow else stored)
     gradient = system.gradient_item_bytes or parameter
@@ -53,21 +53,19 @@ def items_of(plan: Plan, recipe: Recipe) -> Items:
 
 def moment_bytes(plan: Plan) -> int:
     """Bytes of an element of one optimizer slot on the host."""
-    stored = 8 if plan.precision == "fp64" else 4
-    return PRECISION_BYTES["bf16"] if plan.offload.moments == "bf16" else stored
+    return PRECISION_BYTES["bf16"] if plan.offload.moments == "bf16" else plan.master_bytes
 
 
 def blocks_on(plan: Plan, coordinate: int) -> tuple[str, ...]:
     """The blocks of one pp coordinate, in order."""
-    homes = zip(plan.stages, plan.blocks_by_stage, strict=True)
-    return tuple(name for stage, names in homes if stage.coordinate == coordinate for name in names)
+    return tuple(name for number in plan.stages_on(coordinate) for name in plan.blocks_by_stage[number])
 
 
 def local_parameters(graph: Graph, plan: Plan, coordinate: int) -> tuple[Parameter, ...]:
     """Each tensor that a rank on this coordinate holds, in its shape before ZeRO."""
-    mine = (number for number, stage in enumerate(plan.stages) if stage.coordinate == coordinate)
     splits = split_dims(graph, plan)
-    return tuple(parameter for number in mine for parameter in stage_parameters(graph, plan, number, splits))
+    stages = (stage_parameters(graph, plan, number, splits) for number in plan.stages_on(coordinate))
+    return tuple(chain.from_iterable(stages))
 
 
 def stage_parameters(
@@ -82,26 +80,18 @@ def stage_parameters(
     found: dict[str, Parameter] = {}
     for parameter in graph.parameters_of(here):
         found.setdefault(parameter.tied_to or parameter.name, parameter)
-    return tuple(_cut(p, plan, splits.get((p.block, p.own_name))) for p in found.values())
+    shapes = {name: cut_shape(p, plan.mesh, splits.get((p.block, p.own_name))) for name, p in found.items()}
+    return tuple(msgspec.structs.replace(p, shape=shapes[name], tied_to=None) for name, p in found.items())
 
 
 def split_dims(graph: Graph, plan: Plan) -> dict[tuple[str, str], int]:
     """(block, tensor) → the dim that lies over tp."""
-    if plan.mesh.tp == 1:
-        return {}
-    of_block = {name: rule for rule in plan.sharding for name in expand_names(rule.for_blocks)}
-    of_kind = {rule.for_kind: rule for rule in plan.sharding if rule.for_kind is not None}
-    found = {}
-    for block in graph.blocks:
-        rule = of_block.get(block.name) or of_kind.get(block.kind)
-        for tensor in rule.tensors if rule else ():
-            if "tp" in tensor.dims:
-                found[block.name, tensor.tensor] = tensor.dims.index("tp")
-    return found
-
-
-def _cut(parameter: Parameter, plan: Plan, split_dim: int | None) -> Parameter:
-    return msgspec.structs.replace(parameter, shape=cut_shape(parameter, plan.mesh, split_dim), tied_to=None)
+    return {
+        (block, tensor.tensor): tensor.dims.index("tp")
+        for block, rule in rules_by_block(plan, graph).items()
+        for tensor in rule.tensors
+        if "tp" in tensor.dims
+    }
 
 
 def cut_shape(parameter: Parameter, mesh: Mesh, split_dim: int | None) -> tuple[int, ...]:

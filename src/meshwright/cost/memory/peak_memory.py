@@ -1,7 +1,7 @@
 """Peak memory of one rank over a step, by category and by moment.
 
 State: parameters, gradients, optimizer slots and master weights (rank_state.py).
-Activations follow the passes of the rank's stages, one microbatch of each stage at a time (live_activations.py):
+Activations follow the passes of the rank's stages, one microbatch of each stage at a time          -> LiveActivations
 
     live(0)   = the activation from the previous stage   0 on the first stage; before backward, the gradient from the next stage
                                                          is added
@@ -15,8 +15,9 @@ The peak is the largest moment over all pp coordinates; the update of the optimi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.core.cluster import Device
 from meshwright.core.estimate import MemoryParts
@@ -27,7 +28,6 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.compute.recomputed_ops import ActivationMode
 from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.footprint import Footprint, Footprints
-from meshwright.cost.memory.live_activations import LiveActivations
 from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.passes import StagePasses, handed_on_bytes
 
@@ -49,8 +49,7 @@ class Held:
         return max(self.forward or 0.0, self.backward or 0.0)
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """The memory in use at one moment of a step, and when that is."""
 
     coordinate: int
@@ -62,6 +61,53 @@ class Moment:
 
 Walked = dict[tuple[object, ...], Moment]
 """(work of a coordinate, bytes its microbatches hold) → its fullest moment."""
+
+
+class LiveActivations:
+    """Bytes that one microbatch has in use on a stage after each of its passes, and the part of them that is activations.
+
+    in use        the bytes forward has kept, less the bytes backward has freed
+    activations   the part of them that forward kept for blocks whose backward has not run; the gradient that backward hands on is
+                  a temporary
+    input         where a block does not need its input again, code outside the blocks frees it right after the block; a recomputed
+                  block needs its input until its backward is done
+    """
+
+    def __init__(self, received: float) -> None:
+        self.in_use = received
+        self.cached = 0.0
+        """Copies of weights that autocast keeps until forward ends."""
+        self._kept = {"received": received}
+        self._late: dict[str, float] = {}
+
+    @property
+    def activations(self) -> float:
+        return max(0.0, min(sum(self._kept.values()), self.in_use))
+
+    def forward(self, block: str, footprint: Footprint, behind: str, *, keeps_input: bool) -> None:
+        """After a forward pass. behind: the last named block, whose input a pass outside the blocks may free."""
+        given_back = footprint.given_back
+        change = footprint.kept
+        if given_back and keeps_input:
+            self._late[behind] = self._late.get(behind, 0.0) + given_back
+            change, given_back = change + given_back, 0.0
+        self.in_use += change
+        self.cached += footprint.cached
+        self._book(block, change + given_back)
+        self._book(behind, -given_back)
+
+    def returned(self, num_bytes: float) -> None:
+        """When the gradient from the next stage has arrived."""
+        self.in_use += num_bytes
+        self._book("returned", num_bytes)
+
+    def backward(self, block: str, footprint: Footprint) -> None:
+        """After a backward pass."""
+        self.in_use += footprint.kept - self._late.pop(block, 0.0)
+        self._kept.pop(block, None)
+
+    def _book(self, block: str, num_bytes: float) -> None:
+        self._kept[block] = self._kept.get(block, 0.0) + num_bytes
 
 
 class MemoryCost:
@@ -98,11 +144,10 @@ class MemoryCost:
         """Among coordinates with the same work, the ones whose microbatches hold most, before there are gradients and after."""
         fullest: dict[tuple[object, ...], tuple[float, int]] = {}
         for coordinate, row in enumerate(order):
-            stages = dict.fromkeys(action.stage for action in row)
-            work = self._work(stages)
+            work = self._work(dict.fromkeys(action.stage for action in row))
             for has_gradients in (False, True):
                 held = max((one.most for one in self._held(row) if one.has_gradients == has_gradients), default=0.0)
-                key = (work, 0 in stages, len(self.stages) - 1 in stages, has_gradients)  # the ends hold the batch
+                key = (work, has_gradients)
                 if key not in fullest or held > fullest[key][0]:
                     fullest[key] = (held, coordinate)
         return list(dict.fromkeys(coordinate for _, coordinate in fullest.values()))
@@ -112,21 +157,21 @@ class MemoryCost:
         known, found = self._walked, []
         for coordinate, row in enumerate(order):
             held = self._held(row)
-            stages = list(dict.fromkeys(one.stage for one in held))
             sizes = tuple((one.has_gradients, one.forward, one.backward) for one in held)
-            key = (self._work(stages), sizes, 0 in stages, len(self.stages) - 1 in stages)
+            key = (self._work(dict.fromkeys(one.stage for one in held)), sizes)
             if key not in known:
                 known[key] = self.peak(coordinate, order, device)
             found.append(known[key])
         return found
 
-    def _work(self, stages: Iterable[int]) -> tuple[object, ...]:
-        """A key for the passes of some stages: blocks of one kind under one mode are equal."""
-        return tuple(
+    def _work(self, stages: Collection[int]) -> tuple[object, ...]:
+        """A key for the passes of some stages: blocks of one kind under one mode are equal. The ends hold the batch."""
+        passes = tuple(
             (id(self.local_blocks[s.block]), self.footprints.modes.get(s.block))
             for stage in stages
             for s in self.stages[stage].forward
         )
+        return passes, 0 in stages, len(self.stages) - 1 in stages
 
     def peak(self, coordinate: int, order: Order, device: Device) -> Moment:
         """The fullest moment of one coordinate; computed once for each row of an order."""
@@ -154,10 +199,9 @@ class MemoryCost:
 
     def _held(self, row: tuple[Action, ...]) -> tuple[Held, ...]:
         """For each stage of a coordinate, before there are gradients and after."""
-        key = id(row)
-        if key not in self._held_by_row:
-            self._held_by_row[key] = tuple(self._walk_held(row))
-        return self._held_by_row[key]
+        if id(row) not in self._held_by_row:
+            self._held_by_row[id(row)] = tuple(self._walk_held(row))
+        return self._held_by_row[id(row)]
 
     def _walk_held(self, row: tuple[Action, ...]) -> Iterator[Held]:
         kept = {stage: self.stage_kept(stage) for stage in dict.fromkeys(action.stage for action in row)}
@@ -182,14 +226,11 @@ class MemoryCost:
     def stage_kept(self, number: int) -> float:
         """Bytes that one microbatch keeps on a stage between its forward and its backward, its received activation included."""
         if number not in self._kept:
-            self._kept[number] = self._walk_kept(number)
+            live = LiveActivations(self._received(number))
+            for segment, behind in self._forward(number):
+                live.forward(segment.block, self._footprint(segment), behind, keeps_input=self._keeps_input(behind))
+            self._kept[number] = live.in_use
         return self._kept[number]
-
-    def _walk_kept(self, number: int) -> float:
-        live = LiveActivations(self._received(number))
-        for segment, behind in self._forward(number):
-            live.forward(segment.block, self._footprint(segment), behind, keeps_input=self._keeps_input(behind))
-        return live.in_use
 
     def own_kept(self, number: int) -> float:
         """The same without the activation it received."""
@@ -212,21 +253,15 @@ class MemoryCost:
 
     def _received(self, number: int) -> float:
         """Bytes of the activation from the previous stage: no pass of this stage allocates it, though one frees it."""
-        if number == 0 or self._same_coordinate(number - 1):
-            return 0.0
         copies = 2 if self.recipe.system.copies_received else 1
-        return copies * handed_on_bytes(self.stages[number - 1], self.local_blocks, self.plan.microbatch)
+        return copies * self._sent(number - 1) if number else 0.0
 
-    def _returned(self, number: int) -> float:
-        """Bytes of the gradient from the next stage: as many as it was sent."""
-        if number + 1 == len(self.stages) or self._same_coordinate(number):
+    def _sent(self, number: int) -> float:
+        """Bytes a stage sends to the next, and of their gradient; between stages on one coordinate nothing is in memory twice."""
+        stages = self.plan.stages
+        if number + 1 == len(stages) or stages[number].coordinate == stages[number + 1].coordinate:
             return 0.0
         return handed_on_bytes(self.stages[number], self.local_blocks, self.plan.microbatch)
-
-    def _same_coordinate(self, number: int) -> bool:
-        """Whether a stage and the next are on one coordinate: the tensor between them is then in memory once."""
-        stages = self.plan.stages
-        return stages[number].coordinate == stages[number + 1].coordinate
 
     def _footprint(self, segment: Segment) -> Footprint:
         return self.footprints.of(self.local_blocks[segment.block], segment.block, segment.number)
@@ -251,7 +286,7 @@ class MemoryCost:
         self, stage: int, held: float, live: LiveActivations, rank_state: RankState, device: Device
     ) -> Iterator[Moment]:
         coordinate = self.plan.stages[stage].coordinate
-        live.returned(self._returned(stage))
+        live.returned(self._sent(stage))
         done: set[str] = set()
         for segment in self.stages[stage].backward:
             footprint, block = self._footprint(segment), segment.block

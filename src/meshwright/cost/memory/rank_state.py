@@ -1,13 +1,12 @@
 """The state a rank holds, at any moment of a step: parameters, gradients, optimizer state, gathered parameters and buffers.
 
-Activations are counted elsewhere (live_activations.py). Optimizer offload moves a share of the optimizer state to the host. The
+Activations are counted elsewhere (peak_memory.py). Optimizer offload moves a share of the optimizer state to the host. The
 device then keeps the state of the parameters that forward needs first; a single rank keeps the gradients of two blocks: the one
 in backward, and the one whose gradients are on their way to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import copy
 from itertools import pairwise
 
@@ -27,7 +26,7 @@ from meshwright.cost.memory.local_parameters import (
     shard_degree,
     total_elements,
 )
-from meshwright.rules.offloaded import num_kept, order_of_need
+from meshwright.rules.groups import num_kept, order_of_need
 
 
 class RankState:
@@ -41,8 +40,8 @@ class RankState:
         self.parameters = local_parameters(graph, plan, coordinate)
         self.groups = groups_of(self.parameters, plan)
         alone = [name for name in plan.blocks if name in self.groups]
-        self._before = dict(zip(alone[1:], alone, strict=False))
         self._after = dict(pairwise(alone))
+        self._before = {later: name for name, later in self._after.items()}
         self.copies = (
             graph.casting == "parameters" and recipe.system.packs and self.items.gathered < self.items.parameter
         )
@@ -51,9 +50,9 @@ class RankState:
         """Elements of a group in flat form, where every shard is as long as the longest."""
         self._whole = {name: total_elements(group) for name, group in self.groups.items()}
         self._all_whole = sum(self._whole.values())
-        by_block: dict[str, list[Parameter]] = {}
+        by_block: dict[str, list[Parameter]] = {parameter.block: [] for parameter in self.parameters}
         for parameter in self.parameters:
-            by_block.setdefault(parameter.block, []).append(parameter)
+            by_block[parameter.block].append(parameter)
         self._made = {name: total_elements(found, trainable_only=True) for name, found in by_block.items()}
         self._held = {
             name: held_elements(found, plan, trainable_only=True) if name in self.groups else self._made[name]
@@ -64,7 +63,7 @@ class RankState:
         self.whole_trainable = total_elements(self.parameters, trainable_only=True)
         self.sharded_gradients = self.trainable * self.items.gradient
         self.whole_gradients = self.whole_trainable * self.items.gradient
-        sizes = _shipped_sizes(self.parameters, plan)
+        sizes = self._shipped_sizes()
         self.shipped = sum(sizes) if plan.offload.what != "parameters" else round(sum(sizes) * plan.offload.share)
         """Elements whose optimizer state is on the host."""
         self.num_shipped = len(sizes)
@@ -76,14 +75,24 @@ class RankState:
         self.state_bytes = self.trainable * self.items.state + recipe.optimizer_scalar_bytes * sum(
             parameter.trainable for parameter in self.parameters
         )
+        # the first stage needs the model's inputs, the last the labels; each is taken as half of the batch
+        ends = (plan.stages[0].coordinate, plan.stages[-1].coordinate).count(coordinate)
+        batch_share = ends / 2 / (1 if plan.token_blocks else plan.mesh.cp)
         self.base = MemoryParts(
             parameters=round(self.parameter_bytes * stored) + graph.buffer_bytes,
             optimizer_state=round(self.state_bytes * kept),
-            inputs=round(
-                _batch_share(plan, coordinate) * graph.batch_bytes.at(plan.microbatch * plan.num_microbatches)
-            ),
+            inputs=round(batch_share * graph.batch_bytes.at(plan.microbatch * plan.num_microbatches)),
         )
         self.host_bytes = round(self._host_bytes(1 - stored))
+
+    def _shipped_sizes(self) -> list[int]:
+        """Elements of each trained tensor whose optimizer state is on the host; with parameter offload, of every trained tensor."""
+        plan = self.plan
+        if plan.offload.what == "none":
+            return []
+        trained = [(one.name, held_elements([one], plan)) for one in self.parameters if one.trainable]
+        sizes = [size for _, size in order_of_need(trained, plan.blocks)]
+        return sizes if plan.offload.what == "parameters" else sizes[num_kept(sizes, plan.offload.share) :]
 
     @property
     def leaves_early(self) -> bool:
@@ -96,7 +105,7 @@ class RankState:
         plan, items = self.plan, self.items
         if plan.offload.what == "none":
             return 0.0
-        stored = 8 if plan.precision == "fp64" else 4
+        stored = plan.master_bytes
         if plan.offload.what == "parameters":
             state = self.shipped * (items.state + items.gradient)
             return state + self.parameter_bytes * offloaded_parameter_share
@@ -257,19 +266,3 @@ class RankState:
         if self.plan.offload.what != "none":
             rooms = 0
         return msgspec.structs.replace(self.base, gradients=gradients, temporaries=rooms)
-
-
-def _shipped_sizes(parameters: Iterable[Parameter], plan: Plan) -> list[int]:
-    """Elements of each trained tensor whose optimizer state is on the host; with parameter offload, of every trained tensor."""
-    if plan.offload.what == "none":
-        return []
-    trained = [(one.name, held_elements([one], plan)) for one in parameters if one.trainable]
-    sizes = [size for _, size in order_of_need(trained, plan.blocks)]
-    return sizes if plan.offload.what == "parameters" else sizes[num_kept(sizes, plan.offload.share) :]
-
-
-def _batch_share(plan: Plan, coordinate: int) -> float:
-    """The share of a batch on this coordinate: the first stage needs the model's inputs, the last the labels; each is taken as
-    half of the batch."""
-    ends = (plan.stages[0].coordinate, plan.stages[-1].coordinate)
-    return sum(end == coordinate for end in ends) / 2 / (1 if plan.token_blocks else plan.mesh.cp)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import MeshwrightError, ModelError, RunError
-from meshwright.core.files.trusted import distrust
+from meshwright.core.files.cache import distrust
 from meshwright.models.examples import repeat_samples
 from meshwright.models.objective import Batch, Objective, map_batch
 from meshwright.models.old_norms import without_computed_weights

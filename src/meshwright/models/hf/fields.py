@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.core.bounds import MOST_CONFIG_NUMBER, MOST_LAYERS, MOST_NESTED
 from meshwright.core.errors import InputError, shortened
-from meshwright.core.files.parsing import check_plain
+from meshwright.core.files.given_file import check_plain
 
 COUNTED = {
     "num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "hidden_size", "n_embd", "d_model",

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Offload, Plan
-from meshwright.rules.offloaded import num_kept, order_of_need, place_of
+from meshwright.rules.groups import num_kept, order_of_need, place_of
 from meshwright.runtime.clip import local
 from meshwright.runtime.lowered import Values, fill_rest
 from meshwright.runtime.offload.host import FileMemory, HostMemory, check_host_memory

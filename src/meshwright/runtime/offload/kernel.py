@@ -4,7 +4,7 @@ needs too.
 Python's interpreter lock is free while it runs. Where there is no compiler, updates run op by op through torch (rules.py), which
 takes longer: the first rank says so.
 
-A library is loaded from the cache only where nobody else can have put it there (core/files/trusted.py). Else it is compiled into a
+A library is loaded from the cache only where nobody else can have put it there (core/files/cache.py). Else it is compiled into a
 folder of this command's own, and the first rank says that.
 """
 
@@ -24,8 +24,7 @@ from pathlib import Path
 from torch import Tensor
 
 from meshwright.core.errors import RunError
-from meshwright.core.files.cache import cache_folder
-from meshwright.core.files.trusted import distrust
+from meshwright.core.files.cache import cache_folder, distrust
 from meshwright.runtime.temporary import PARENT, temporary_folder
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("adam.c", "queue.c"))

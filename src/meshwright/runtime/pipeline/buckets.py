@@ -1,6 +1,6 @@
 """Buckets: the gradients of one stage's replicas, averaged over the ranks that hold the same once its last backward is done.
 
-Buckets are as large as those of DistributedDataParallel (`rules/buckets.py`), filled from the last parameter to the first. They
+Buckets are as large as those of DistributedDataParallel (`rules/groups.py`), filled from the last parameter to the first. They
 travel while the coordinate works on for its other stages.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.rules.buckets import fill_buckets
+from meshwright.rules.groups import fill_buckets
 
 
 class Buckets:

@@ -1,7 +1,7 @@
 """Links between neighbouring stages: tensors there, gradients back, in order.
 
 Sends return at once. What they send is kept until it has left: until the work says so (NCCL), or a message comes back that the
-other side sent after it had taken it (gloo, `rules/transfers.py:receipts`). Receives are posted one piece of work ahead of the
+other side sent after it had taken it (gloo, `rules/schedules.py:receipts`). Receives are posted one piece of work ahead of the
 piece that needs them, so that a message crosses while its taker computes. Each link has its own communicator (`communicators.py`).
 
 Nothing but order tells messages of a link apart. The first message of a kind is preceded by a header that says shape, dtype and

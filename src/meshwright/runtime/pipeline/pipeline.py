@@ -29,8 +29,7 @@ from meshwright.models.fakes import unchecked_distributions
 from meshwright.models.follow import give_number
 from meshwright.models.objective import Batch, Objective, call, tensors_of
 from meshwright.models.sketch import Sketch
-from meshwright.rules.schedules import make_schedule
-from meshwright.rules.transfers import receipts, receives_ahead
+from meshwright.rules.schedules import make_schedule, receipts, receives_ahead
 from meshwright.runtime._torch import around_calls
 from meshwright.runtime.communicators import state_mesh
 from meshwright.runtime.data_parallel import give_up_gathered

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from meshwright.core.errors import PlanError
 from meshwright.models.steps import Answer, Steps
-from meshwright.rules.crossings import Cuts, crossings, stages_of_events
+from meshwright.rules.stages import Cuts, crossings, stages_of_events
 
 
 @dataclass(frozen=True)

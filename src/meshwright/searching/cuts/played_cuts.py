@@ -73,12 +73,7 @@ class _Played:
         table = self.table
         backward = float(table.backward(begin, end))
         weights = min(backward, float(table.weights[end] - table.weights[begin]))
-        return StageSeconds(
-            forward=float(table.forward(begin, end)),
-            backward=backward,
-            backward_inputs=backward - weights,
-            backward_weights=weights,
-        )
+        return StageSeconds(forward=float(table.forward(begin, end)), backward=backward, weights=weights)
 
 
 def _quickest(played: _Played, table: UnitTable, point: Point) -> Counts:

@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 
 from meshwright.core.estimate import Estimate
-from meshwright.core.infeasible import Infeasible, WayOut
 from meshwright.core.names import compact_names
 from meshwright.core.plan import Offload, Plan, Recompute, RecomputeMode
+from meshwright.core.result import Infeasible, WayOut
 from meshwright.core.units import ceil_div, format_bytes
 from meshwright.rules.divisors import divisors
 from meshwright.rules.limits import not_yet

@@ -14,8 +14,8 @@ import msgspec
 from meshwright.core.axes import RANK_AXES
 from meshwright.core.errors import PlanError, ScheduleError
 from meshwright.core.estimate import Estimate
-from meshwright.core.infeasible import WayOut
 from meshwright.core.plan import Plan
+from meshwright.core.result import WayOut
 from meshwright.cost.degrees import check_degrees, check_divides
 from meshwright.cost.estimate import check_costable
 from meshwright.rules.limits import check_runs

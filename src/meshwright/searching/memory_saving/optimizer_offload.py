@@ -2,7 +2,7 @@
 
 State on the device is updated there, without a transfer. Offloaded state makes room for activations, which then need no recompute.
 So the search chooses the share together with the recompute, for every candidate, before it compares candidates. Shares are
-multiples of 1 / STEPS, and the state of one parameter is offloaded as a whole or not at all (rules/offloaded.py). Where parameters
+multiples of 1 / STEPS, and the state of one parameter is offloaded as a whole or not at all (rules/groups.py). Where parameters
 are in 16 bits, a share of 0 also differs from no offload: the master weights stay on the device too.
 
     few shares that differ   each gets the least recompute that fits, and the fastest is taken: exact   -> shares_of

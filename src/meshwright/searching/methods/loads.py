@@ -28,13 +28,12 @@ from meshwright.core.graph import Segment
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Mesh, Plan, Recompute
 from meshwright.cost.communication.links import axis_group, collective_seconds, send_seconds
-from meshwright.cost.communication.stage_transfers import sends_shares, sent_bytes
 from meshwright.cost.compute.recomputed_ops import recompute_modes
 from meshwright.cost.memory.allocator_slack import usable_bytes
 from meshwright.cost.memory.peak_memory import MemoryCost
 from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import microbatch_of
-from meshwright.cost.passes import handed_on_bytes, passes_by_stage
+from meshwright.cost.passes import handed_on_bytes, passes_by_stage, sends_shares, sent_bytes
 from meshwright.cost.stages import StageCosts
 from meshwright.rules.schedules import make_order
 from meshwright.searching.methods.builder import Builder, Point

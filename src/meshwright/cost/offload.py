@@ -1,6 +1,6 @@
-"""The cost of optimizer offload: its transfers and its updates on the host, as runtime/offload/optimizer.py runs them.
+"""The cost of offload: of optimizer state, with its updates on the host (runtime/offload/optimizer.py), and of activations.
 
-    n, n_h        elements this rank updates, and those whose state is on the host (rules/offloaded.py)
+    n, n_h        elements this rank updates, and those whose state is on the host (rules/groups.py)
     D, M          bytes of an element as the device computes with it, and as the host updates it
     F, B          forward of a step, and backward of its last microbatch
     U             seconds the host needs for its updates: n_h / rate, in proportion to the bytes of memory an element moves there.
@@ -11,7 +11,7 @@
     host memory   n_h (M master + slots · M state + D for a gradient on its way, twice where updates may be late
                   + M for a sum where there are microbatches)
     on disk       state is in a file. Host memory holds gradients in transfer, and the master weights where the device computes
-                  with the same numbers. U is at least the time to read and write the state         -> _disk_seconds
+                  with the same numbers. U is at least the time to read and write the state               -> _Host
     one rank, U > B   gradients arrive while backward runs, in its order. When backward ends, the updates of the first blocks are
                       left; they run in the order forward needs them, and the last blocks' forward runs after the last update:
                           step = last gradient's delay + U + F · B / U                                   -> _early
@@ -24,6 +24,9 @@
                       so is the handling of each tensor that leaves, is updated and returns: one latency of the link for every two
                       times that one thread wakes another. Only the sleep of a throttled link is hidden     -> _on_same_cores
 
+    activations       of one microbatch, what forward of the offloaded blocks kept, less their outputs: it leaves during forward and
+                      comes back during backward (runtime/offload/activations.py)                    -> exposed_activation_seconds
+
 Parameter offload streams the parameters: cost/parameter_offload.py. A plan with parameter offload that cannot run is costed by
 its traffic.
 """
@@ -34,13 +37,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
+from meshwright.cost.communication.links import host_link
 from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.cost.memory.local_parameters import moment_bytes
 from meshwright.cost.memory.rank_state import RankState
-from meshwright.cost.stages import StageCost
+from meshwright.cost.timing import StageSeconds
 
 ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
 """Parameters per second that AdamW updates on one host where nobody measured it. Origin: assumed."""
@@ -60,9 +63,9 @@ WIDENING_BYTES = 12
 
 @dataclass(frozen=True)
 class Offloaded:
-    transfer_seconds: float = 0.0
-    update_seconds: float | None = None
-    """Seconds of the updates on device and host together; None where nothing is offloaded."""
+    transfer_seconds: float
+    update_seconds: float
+    """Of the updates on device and host together."""
 
 
 def offloaded(
@@ -70,16 +73,9 @@ def offloaded(
     plan: Plan,
     cluster: Cluster,
     recipe: Recipe,
-    stages: Sequence[StageCost],
+    stages: Sequence[StageSeconds],
     played_seconds: float,
 ) -> Offloaded:
-    if plan.offload.what == "none":
-        return Offloaded()
-    if cluster.host_link is None:
-        raise InputError(
-            f"cluster '{cluster.name}' has no figure for the link between device and host, which offload needs: "
-            "add host_link to its file"
-        )
     if plan.offload.what == "parameters":
         return _by_traffic(rank_state, plan, cluster, played_seconds)
     host = _Host(rank_state, plan, cluster)
@@ -134,35 +130,46 @@ def _early(host: _Host, forward: float, backward: float, update: float, num_bloc
     return max(0.0, first_gradient + update + forward * backward / update - forward - backward)
 
 
+def exposed_activation_seconds(num_bytes: float, cluster: Cluster, stages: Sequence[StageSeconds]) -> float:
+    """Seconds of one microbatch's transfers that its forward and backward do not hide."""
+    seconds = num_bytes / host_link(cluster, "offload of activations").bytes_per_second
+    forward = sum(stage.forward_seconds for stage in stages)
+    backward = sum(stage.backward_seconds for stage in stages)
+    return max(0.0, seconds - forward) + max(0.0, seconds - backward)
+
+
 def host_update_rate(plan: Plan, cluster: Cluster) -> float:
     """Parameters a second that the host updates for one of its ranks."""
-    ranks = min(plan.world, cluster.devices_per_host)
-    return (cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND) / ranks
+    rate = cluster.host_updates_per_second or ASSUMED_HOST_UPDATES_PER_SECOND
+    return rate / min(plan.world, cluster.devices_per_host)
 
 
 def disk_rate(plan: Plan, cluster: Cluster) -> float:
     """Bytes a second that one rank writes to its host's disk, or reads from it."""
-    ranks = min(plan.world, cluster.devices_per_host)
-    return (cluster.disk_bytes_per_second or ASSUMED_DISK_BYTES_PER_SECOND) / ranks
+    rate = cluster.disk_bytes_per_second or ASSUMED_DISK_BYTES_PER_SECOND
+    return rate / min(plan.world, cluster.devices_per_host)
 
 
 class _Host:
     """Seconds of the host's work for one rank in a step."""
 
     def __init__(self, rank_state: RankState, plan: Plan, cluster: Cluster) -> None:
-        assert cluster.host_link is not None
-        link = cluster.host_link.bytes_per_second
+        found = host_link(cluster, "offload")
+        link = found.bytes_per_second
         rate = host_update_rate(plan, cluster)
         moved = rank_state.shipped * rank_state.items.gradient
         self.out = moved * plan.num_microbatches / link
         self.back = moved / link
         shared = 1 + 2 * rank_state.items.gradient / UPDATE_BYTES
-        disk = _disk_seconds(rank_state, plan, cluster)
+        disk = 0.0
+        if plan.offload.where == "disk":  # every update reads its state from the disk, and the state is written back
+            narrower = rank_state.recipe.optimizer_slots * (plan.master_bytes - moment_bytes(plan))
+            disk = 2 * rank_state.shipped * (rank_state.items.state - narrower) / disk_rate(plan, cluster)
         self.update = max(rank_state.shipped / rate * shared, disk)
         """Seconds of the updates when all gradients have waited in memory."""
         self._fresh_update = max(rank_state.shipped / rate * FRESH_BYTES / UPDATE_BYTES, disk)
         blocks = max(len(plan.blocks), 1)
-        self.latency = cluster.host_link.latency_seconds or 0.0
+        self.latency = found.latency_seconds or 0.0
         self.num_tensors = rank_state.num_shipped
         self.largest_piece = (rank_state.shipped / rate + moved / link) / blocks
 
@@ -175,20 +182,9 @@ class _Host:
         return fresh * self._fresh_update + (1 - fresh) * self.update
 
 
-def _disk_seconds(rank_state: RankState, plan: Plan, cluster: Cluster) -> float:
-    """Every update reads its state from the disk, and the state is written back."""
-    if plan.offload.where != "disk":
-        return 0.0
-    slots = rank_state.recipe.optimizer_slots
-    stored = 8 if plan.precision == "fp64" else 4
-    state = rank_state.items.state - slots * (stored - moment_bytes(plan))
-    return 2 * rank_state.shipped * state / disk_rate(plan, cluster)
-
-
 def _by_traffic(rank_state: RankState, plan: Plan, cluster: Cluster, played_seconds: float) -> Offloaded:
     """Parameter offload by its traffic: parameters come in before each forward and each backward, and gradients go out."""
-    assert cluster.host_link is not None
-    link, share = cluster.host_link.bytes_per_second, plan.offload.share
+    link, share = host_link(cluster, "offload").bytes_per_second, plan.offload.share
     out = rank_state.sharded_gradients * share / link
     back = rank_state.parameter_bytes * share / link
     rate = host_update_rate(plan, cluster)
