@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 import typer
 
 from meshwright.cli.options import (
@@ -15,6 +16,12 @@ from meshwright.cli.options import (
     PlanFlags,
     plan_flags,
 )
+from meshwright.jobs.output import make_console, print_json
+from meshwright.planner.estimate import EstimateQuestion
+from meshwright.planner.limits import Limits
+from meshwright.planner.subject import NamedModel
+from meshwright.report.explain import explain_table, figures
+from meshwright.report.tables import estimate_table
 
 
 @plan_flags
@@ -34,18 +41,9 @@ def estimate(
     as_json: JsonFlag = False,
 ) -> None:
     """Predict step time and memory of a plan, given as a file or by plan flags, without running it."""
-    import msgspec
-
-    from meshwright.jobs.output import make_console, print_json, say_on
-    from meshwright.planner.estimate import EstimateQuestion
-    from meshwright.planner.limits import Limits
-    from meshwright.planner.subject import NamedModel
-    from meshwright.report.explain import explain_table, figures
-    from meshwright.report.tables import estimate_table
-
     console = make_console(as_json)
     limits = Limits(hosts, nproc, devices, memory)
-    asked = EstimateQuestion.ask(NamedModel(model), cluster, flags.request, flags.file, limits, say_on(console))
+    asked = EstimateQuestion.ask(NamedModel(model), cluster, flags.request, flags.file, limits, console.print)
     result = asked.answer()
     console.print(estimate_table(asked.plan, result))
     if explain:

@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from meshwright.core.axes import AXES, AxisKind
+from meshwright.core.codec import decode
+from meshwright.core.errors import InputError
 from meshwright.core.pipeline.kinds import KINDS
-
-if TYPE_CHECKING:
-    from meshwright.core.request import PlanRequest
+from meshwright.core.request import PlanRequest
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
@@ -29,6 +29,14 @@ MemoryOption = Annotated[
 NprocOption = Annotated[int | None, typer.Option("--nproc", help="Local ranks. Default: one per GPU, or per core.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 BackendOption = Annotated[str, typer.Option("--backend", help="auto, gloo or nccl. gloo lets ranks share a GPU.")]
+SearchOption = Annotated[str, typer.Option("--search", help="Which method searches.")]
+PreferFastestFlag = Annotated[
+    bool,
+    typer.Option(
+        "--prefer-fastest",
+        help="Take the fastest plan even where a simpler one is as fast within the estimate's error.",
+    ),
+]
 TimeoutOption = Annotated[
     float | None,
     typer.Option(
@@ -89,10 +97,6 @@ def plan_flags(verb: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(verb)
     def run(**given: Any) -> Any:
-        from meshwright.core.codec import decode
-        from meshwright.core.errors import InputError
-        from meshwright.core.request import PlanRequest
-
         file = given.pop("plan_file")
         no_offload = given.pop("no_offload")
         fixed = {p.name: value for p in added if p.name in given and (value := given.pop(p.name)) is not None}

@@ -16,6 +16,8 @@ from meshwright.cli.options import (
     TimeoutOption,
     plan_flags,
 )
+from meshwright.jobs.output import make_run_console
+from meshwright.jobs.train import run
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -63,9 +65,6 @@ def train(
     Ctrl-C stops within two steps, with a checkpoint; --resume goes on from it, on any number of ranks: `train FILE.toml --resume`,
     or `train --resume RUN` with the settings that the run folder holds.
     """
-    from meshwright.jobs.output import make_run_console
-    from meshwright.jobs.train import run
-
     given = {
         "nproc": nproc,
         "steps": steps,
