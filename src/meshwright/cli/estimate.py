@@ -18,7 +18,7 @@ from meshwright.cli.options import (
 )
 from meshwright.jobs.output import make_console, print_json
 from meshwright.planner.estimate import EstimateQuestion
-from meshwright.planner.limits import Limits
+from meshwright.planner.plan import Limits
 from meshwright.planner.subject import NamedModel
 from meshwright.report.explain import explain_table, figures
 from meshwright.report.tables import estimate_table

@@ -22,7 +22,6 @@ from meshwright.cli.options import (
 from meshwright.core.result import describe
 from meshwright.jobs.output import make_console, print_json
 from meshwright.jobs.ready import LOADED, ready_ranks
-from meshwright.planner.parity import ParityQuestion
 from meshwright.runtime.rank import started_by_launcher
 
 if TYPE_CHECKING:
@@ -47,6 +46,8 @@ def parity(
     """
     console, is_rank = make_console(as_json), started_by_launcher()
     with nullcontext() if is_rank else ready_ranks((*LOADED, "meshwright.measure.parity")):
+        from meshwright.planner.parity import ParityQuestion  # brings torch
+
         num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else nproc
         asked = ParityQuestion.ask(target, flags.request, flags.file, num_ranks)
         payload = asked.payload(steps, device, backend, timeout)

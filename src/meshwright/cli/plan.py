@@ -24,8 +24,7 @@ from meshwright.interop.deepspeed import load_deepspeed
 from meshwright.jobs.output import make_console
 from meshwright.jobs.runs import planned_run, write_page
 from meshwright.planner.foreign import ForeignQuestion
-from meshwright.planner.limits import Limits
-from meshwright.planner.plan import PlanQuestion, check_offload
+from meshwright.planner.plan import Limits, PlanQuestion, check_offload
 from meshwright.planner.subject import NamedModel
 
 

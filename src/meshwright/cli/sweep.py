@@ -19,7 +19,7 @@ from meshwright.cli.options import (
 from meshwright.core.codec import write_whole
 from meshwright.core.errors import InputError
 from meshwright.jobs.output import make_console, print_json, writing
-from meshwright.planner.limits import Limits
+from meshwright.planner.plan import Limits
 from meshwright.planner.subject import NamedModel
 from meshwright.planner.sweep import Axes, SweepQuestion
 from meshwright.report.sweep import Sweep, as_csv, as_rows, sweep_view

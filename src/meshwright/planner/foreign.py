@@ -15,8 +15,7 @@ from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import estimate
 from meshwright.interop.foreign import Foreign, filled, foreign_plan
 from meshwright.planner.clusters import Say, silent
-from meshwright.planner.limits import NO_LIMITS, Limits
-from meshwright.planner.plan import PlanQuestion
+from meshwright.planner.plan import NO_LIMITS, Limits, PlanQuestion
 from meshwright.planner.subject import Subject
 
 

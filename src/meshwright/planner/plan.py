@@ -16,20 +16,39 @@ from typing import TYPE_CHECKING, Any, Unpack
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InputError
 from meshwright.core.graph import Graph, Precision
+from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchProgress, SearchResult
 from meshwright.planner.clusters import LOCAL, Say, asked_cluster, checked_budget, silent
 from meshwright.planner.flags import PlanFlags, request_of
-from meshwright.planner.limits import NO_LIMITS, Limits
 from meshwright.planner.subject import Subject, subject_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.core.legal import LegalSharding
 
+@dataclass(frozen=True)
+class Limits:
+    """What a question is asked about beside the plan itself: how much of the cluster, how much memory, and how to search."""
+
+    hosts: int | None = None
+    """How many, where not the cluster's own number."""
+    nproc: int | None = None
+    """Ranks of this machine, where it is the cluster."""
+    devices: int | None = None
+    """Use exactly so many."""
+    memory: str | int | None = None
+    """Budget per device, in bytes or as people write it; without it, all the device has."""
+    search: str = "joint"
+    prefer_fastest: bool = False
+    """Whether the fastest plan is taken even where a simpler one is as fast within the estimate's error."""
+    recipe: Recipe | None = None
+    """What training adds to the model."""
+
+
+NO_LIMITS = Limits()
 Watch = Callable[[SearchProgress], None]
 COLLECTED_AFTER = 200_000
 """New objects before the collector looks for circles among them: a search makes many, and hardly a circle."""
@@ -111,7 +130,7 @@ class PlanQuestion:
     def answer(self, watch: Watch | None = None) -> SearchResult:
         """watch: told how far the search has come, again and again."""
         from meshwright.searching.legality import search_legal
-        from meshwright.searching.search import search
+        from meshwright.searching.search import search  # numpy and scipy are loaded while the model is captured
 
         limits = self.limits
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import GuessWarning, InputError
 from meshwright.core.graph import Casting, Graph, Precision
+from meshwright.core.plan import Plan
+from meshwright.planner.graphs import both_castings, graph_of
+from meshwright.planner.shardings import settled, with_legal_sharding
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.core.plan import Plan
     from meshwright.models.objective import Objective
 
 SIXTEEN_BITS = ("bf16", "fp16")
@@ -25,10 +27,6 @@ SIXTEEN_BITS = ("bf16", "fp16")
 
 class Subject(ABC):
     """A model, as far as planning asks about it."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str: ...
 
     @abstractmethod
     def graph(self, precision: Precision, casting: Casting = "autocast") -> Graph: ...
@@ -56,23 +54,13 @@ class NamedModel(Subject):
 
     model: str
 
-    @property
-    def name(self) -> str:
-        return self.model
-
     def graph(self, precision: Precision, casting: Casting = "autocast") -> Graph:
-        from meshwright.planner.graphs import graph_of
-
         return graph_of(self.model, precision, casting)
 
     def both_castings(self, precision: Precision) -> tuple[Graph, Graph | None]:
-        from meshwright.planner.graphs import both_castings
-
         return both_castings(self.model, precision)
 
     def with_legal_sharding(self, plan: Plan) -> Plan:
-        from meshwright.planner.shardings import with_legal_sharding
-
         return with_legal_sharding(plan, self.model)
 
 
@@ -83,10 +71,6 @@ class ModuleInMemory(Subject):
     module: nn.Module
     batch: Any
     objective: Objective
-
-    @property
-    def name(self) -> str:
-        return type(self.module).__name__
 
     def graph(self, precision: Precision, casting: Casting = "autocast") -> Graph:
         from meshwright.capturing.capture import capture
@@ -105,10 +89,6 @@ class GivenGraph(Subject):
 
     given: Graph
 
-    @property
-    def name(self) -> str:
-        return self.given.model
-
     def graph(self, precision: Precision, casting: Casting = "autocast") -> Graph:
         return self.given
 
@@ -116,8 +96,6 @@ class GivenGraph(Subject):
         return self.given, None
 
     def with_legal_sharding(self, plan: Plan) -> Plan:
-        from meshwright.planner.captured import settled
-
         return settled(plan)
 
     def precision(self, asked: Precision | None, plain: Precision) -> Precision:

@@ -16,10 +16,10 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.planner.clusters import LOCAL, Say, asked_cluster, silent
 from meshwright.planner.flags import SweptFlags, request_of
-from meshwright.planner.limits import NO_LIMITS, Limits
-from meshwright.planner.plan import PlanQuestion
+from meshwright.planner.plan import NO_LIMITS, Limits, PlanQuestion
 from meshwright.planner.subject import Subject, subject_of
 from meshwright.report.sweep import Sweep, SweepPoint
+from meshwright.searching.problem import SAMPLES_PER_DEVICE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -114,8 +114,6 @@ class SweepQuestion:
 
 def _best_at(asked: PlanQuestion) -> SweepPoint:
     """The best plan at one point, or why there is none."""
-    from meshwright.searching.problem import SAMPLES_PER_DEVICE
-
     cluster = asked.cluster
     batch = asked.request.global_batch or SAMPLES_PER_DEVICE * cluster.num_devices
     point = SweepPoint(num_hosts=cluster.num_hosts, num_devices=cluster.num_devices, global_batch=batch)
