@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from meshwright.cli.options import JsonFlag
+from meshwright.cli.options import JsonFlag, SeedOption
 from meshwright.cli.report import show_together
 from meshwright.core.errors import InputError, RunError
 from meshwright.jobs.output import make_console, print_json
@@ -29,7 +29,7 @@ def compare(
     nproc: Annotated[str | None, typer.Option("--nproc", help="Numbers of ranks, such as 1,2,4.")] = None,
     repeat: Annotated[int | None, typer.Option("--repeat", min=1, help="Run each so often, against noise.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps of each run.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    seed: SeedOption = None,
     out: Annotated[str | None, typer.Option("--out", help="Folder of the runs. Default: runs/NAME-compare.")] = None,
     peers: Annotated[
         str | None,

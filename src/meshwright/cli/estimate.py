@@ -17,6 +17,7 @@ from meshwright.cli.options import (
     plan_flags,
 )
 from meshwright.jobs.output import make_console, print_json
+from meshwright.planner.clusters import asked_cluster
 from meshwright.planner.estimate import EstimateQuestion
 from meshwright.planner.plan import Limits
 from meshwright.planner.subject import NamedModel
@@ -42,8 +43,8 @@ def estimate(
 ) -> None:
     """Predict step time and memory of a plan, given as a file or by plan flags, without running it."""
     console = make_console(as_json)
-    limits = Limits(hosts, nproc, devices, memory)
-    asked = EstimateQuestion.ask(NamedModel(model), cluster, flags.request, flags.file, limits, console.print)
+    found = asked_cluster(cluster, hosts, nproc, console.print)
+    asked = EstimateQuestion.ask(NamedModel(model), found, flags.request, flags.file, Limits(devices, memory))
     result = asked.answer()
     console.print(estimate_table(asked.plan, result))
     if explain:

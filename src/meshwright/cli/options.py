@@ -37,6 +37,7 @@ PreferFastestFlag = Annotated[
         help="Take the fastest plan even where a simpler one is as fast within the estimate's error.",
     ),
 ]
+SeedOption = Annotated[int | None, typer.Option("--seed")]
 TimeoutOption = Annotated[
     float | None,
     typer.Option(

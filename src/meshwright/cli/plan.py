@@ -23,6 +23,7 @@ from meshwright.interop.accelerate import load_accelerate
 from meshwright.interop.deepspeed import load_deepspeed
 from meshwright.jobs.output import make_console
 from meshwright.jobs.runs import planned_run, write_page
+from meshwright.planner.clusters import LOCAL, asked_cluster
 from meshwright.planner.foreign import ForeignQuestion
 from meshwright.planner.plan import Limits, PlanQuestion, check_offload
 from meshwright.planner.subject import NamedModel
@@ -95,16 +96,18 @@ def plan(
         return
     if model is None:
         raise InputError("no MODEL was given: name one, such as gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304")
-    limits = Limits(hosts, nproc, devices, memory, search, prefer_fastest)
-    subject, name = NamedModel(model), cluster or "local"
+    limits = Limits(devices, memory, search, prefer_fastest)
+    subject, name = NamedModel(model), cluster or LOCAL
     if from_deepspeed is not None or from_accelerate is not None:
         foreign = load_deepspeed(from_deepspeed) if from_deepspeed else load_accelerate(str(from_accelerate))
-        theirs = ForeignQuestion.ask(foreign, subject, name, flags.request, limits, console.print)
+        found = asked_cluster(name, foreign.num_hosts if hosts is None else hosts, nproc, console.print)
+        theirs = ForeignQuestion.ask(foreign, subject, found, flags.request, limits)
         improve_on(console, theirs, output, as_json)
         return
     if console.is_terminal:  # a spinner is a thread, and beside one no second process could capture the other casting
         console.print("following the model …", end="\r")
-    asked = PlanQuestion.ask(subject, name, flags.request, limits, console.print)
+    found = asked_cluster(name, hosts, nproc, console.print)
+    asked = PlanQuestion.ask(subject, found, flags.request, limits)
     result = answer(asked, console, as_json)
     if html is not None:
         console.print(f"saved as {write_page([planned_run(result, asked)], html)}")

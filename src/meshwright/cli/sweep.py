@@ -19,7 +19,7 @@ from meshwright.cli.options import (
 from meshwright.core.codec import write_whole
 from meshwright.core.errors import InputError
 from meshwright.jobs.output import make_console, print_json, writing
-from meshwright.planner.plan import Limits
+from meshwright.planner.plan import Limits, check_offload
 from meshwright.planner.subject import NamedModel
 from meshwright.planner.sweep import Axes, SweepQuestion
 from meshwright.report.sweep import Sweep, as_csv, as_rows, sweep_view
@@ -68,9 +68,10 @@ def sweep(
     sizes = parse_list(hosts, "--hosts") if hosts is not None else []
     batches = parse_list(global_batch, "--global-batch") if global_batch is not None else []
     console = make_console(as_json)
-    limits = Limits(memory=memory, search=search, prefer_fastest=prefer_fastest)
     axes = Axes(tuple(sizes), tuple(batches))
-    asked = SweepQuestion.ask(NamedModel(model), cluster, flags.request, axes, limits, console.print)
+    check_offload(flags.request)
+    limits = Limits(None, memory, search, prefer_fastest)
+    asked = SweepQuestion.ask(NamedModel(model), axes.clusters(cluster, console.print), flags.request, axes, limits)
     with console.status("searching …") as status:
         found = asked.answer(
             price,

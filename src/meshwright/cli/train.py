@@ -13,6 +13,7 @@ from meshwright.cli.options import (
     MemoryOption,
     NprocOption,
     PlanFlags,
+    SeedOption,
     TimeoutOption,
     plan_flags,
 )
@@ -37,7 +38,7 @@ def train(
         typer.Option("--verify", help="With --resume: first replay one step, and compare it with what was recorded."),
     ] = False,
     out: Annotated[str | None, typer.Option("--out", help="Run folder. Default: runs/NAME.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    seed: SeedOption = None,
     memory: MemoryOption = None,
     timeout: TimeoutOption = None,
     restarts: Annotated[

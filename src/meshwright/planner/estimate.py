@@ -24,8 +24,6 @@ from meshwright.rules.plain_plan import plain_plan
 if TYPE_CHECKING:
     from torch import nn
 
-NO_REQUEST = PlanRequest()
-
 
 def estimate(
     model: str | nn.Module | Graph,
@@ -51,9 +49,9 @@ def estimate(
     plan: a whole plan, as a value or a file; without it, the plan flags (keywords, as of `mw.plan`) with plain defaults for the
     rest, on all devices of the cluster. All else as for `mw.plan`.
     """
-    limits = Limits(hosts, nproc, devices, memory, recipe=recipe)
     subject, request = subject_of(model, batch, loss, count), request_of(flags, estimate)
-    return EstimateQuestion.ask(subject, cluster, request, plan, limits, say).answer()
+    found, limits = asked_cluster(cluster, hosts, nproc, say), Limits(devices, memory, recipe=recipe)
+    return EstimateQuestion.ask(subject, found, request, plan, limits).answer()
 
 
 @dataclass(frozen=True)
@@ -70,20 +68,18 @@ class EstimateQuestion:
     def ask(
         cls,
         subject: Subject,
-        cluster: Cluster | str | PathLike[str],
-        request: PlanRequest = NO_REQUEST,
+        cluster: Cluster,
+        request: PlanRequest,
         plan: Plan | str | PathLike[str] | None = None,
         limits: Limits = NO_LIMITS,
-        say: Say = silent,
     ) -> EstimateQuestion:
         """plan: a whole one; without it, the request with plain defaults for the rest."""
-        found = asked_cluster(cluster, limits.hosts, limits.nproc, say)
         if plan is None:
-            whole, graph = _plain(subject, request, found, limits.devices)
+            whole, graph = _plain(subject, request, cluster, limits.devices)
         else:
             whole, graph = _given(subject, request, plan)
-        check_uses_all(whole, found, limits.devices)
-        return cls(whole, graph, found, budget_of(limits.memory), limits.recipe)
+        check_uses_all(whole, cluster, limits.devices)
+        return cls(whole, graph, cluster, budget_of(limits.memory), limits.recipe)
 
     def answer(self) -> Estimate:
         check_memory_of_all(self.graph, self.plan, self.cluster)
@@ -122,7 +118,7 @@ def check_uses_all(plan: Plan, cluster: Cluster, devices: int | None) -> None:
 
 
 def _given(subject: Subject, request: PlanRequest, plan: Plan | str | PathLike[str]) -> tuple[Plan, Graph]:
-    if request != NO_REQUEST:
+    if request != PlanRequest():
         raise InputError("plan= gives a whole plan: leave the plan flags out, or edit the plan")
     whole = given_plan(plan)
     graph = subject.graph(subject.precision(whole.precision, whole.precision), whole.casting)

@@ -31,12 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a question is asked about beside the plan itself: how much of the cluster, how much memory, and how to search."""
+    """What a question is asked about beside the plan itself: how many devices, how much memory, and how to search."""
 
-    hosts: int | None = None
-    """How many, where not the cluster's own number."""
-    nproc: int | None = None
-    """Ranks of this machine, where it is the cluster."""
     devices: int | None = None
     """Use exactly so many."""
     memory: str | int | None = None
@@ -90,9 +86,10 @@ def plan(
 
     Raises InfeasibleError, which names what does not fit and by how much.
     """
-    limits = Limits(hosts, nproc, devices, memory, search, prefer_fastest, recipe)
     subject, request = subject_of(model, batch, loss, count), request_of(flags, plan)
-    return PlanQuestion.ask(subject, cluster, request, limits, say).answer(watch)
+    check_offload(request)
+    limits = Limits(devices, memory, search, prefer_fastest, recipe)
+    return PlanQuestion.ask(subject, asked_cluster(cluster, hosts, nproc, say), request, limits).answer(watch)
 
 
 @dataclass(frozen=True)
@@ -108,20 +105,11 @@ class PlanQuestion:
     limits: Limits = NO_LIMITS
 
     @classmethod
-    def ask(
-        cls,
-        subject: Subject,
-        cluster: Cluster | str | PathLike[str],
-        request: PlanRequest,
-        limits: Limits = NO_LIMITS,
-        say: Say = silent,
-    ) -> PlanQuestion:
-        """With the model captured as the plan will run it, and the cluster found."""
-        check_offload(request)
-        found = asked_cluster(cluster, limits.hosts, limits.nproc, say)
-        budget = checked_budget(limits.memory, found)
-        graphs = subject.both_castings(subject.precision(request.precision, plain_precision(found)))
-        return cls(subject, *graphs, found, request, budget, limits)
+    def ask(cls, subject: Subject, cluster: Cluster, request: PlanRequest, limits: Limits = NO_LIMITS) -> PlanQuestion:
+        """With the model captured as the plan will run it."""
+        budget = checked_budget(limits.memory, cluster)
+        graphs = subject.both_castings(subject.precision(request.precision, plain_precision(cluster)))
+        return cls(subject, *graphs, cluster, request, budget, limits)
 
     def graph_run_by(self, plan: Plan) -> Graph:
         """Of both castings, the one that a plan runs."""
