@@ -10,15 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from meshwright.cli.options import (
-    BackendOption,
-    DeviceOption,
-    JsonFlag,
-    NprocOption,
-    PlanFlags,
-    TimeoutOption,
-    plan_flags,
-)
+from meshwright.cli import options
 from meshwright.core.result import describe
 from meshwright.jobs.output import make_console, print_json
 from meshwright.jobs.ready import LOADED, ready_ranks
@@ -28,16 +20,16 @@ if TYPE_CHECKING:
     from meshwright.measure.parity import ParityResult
 
 
-@plan_flags
+@options.plan_flags
 def parity(
     target: Annotated[str, typer.Argument(metavar="FILE.toml|MODEL")],
-    flags: PlanFlags,
-    nproc: NprocOption = None,
+    flags: options.PlanFlags,
+    nproc: options.NprocOption = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 5,
-    timeout: TimeoutOption = None,
-    device: DeviceOption = "auto",
-    backend: BackendOption = "auto",
-    as_json: JsonFlag = False,
+    timeout: options.TimeoutOption = None,
+    device: options.DeviceOption = "auto",
+    backend: options.BackendOption = "auto",
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Run a plan and one process side by side, in float64 on a shrunk model: same loss, same gradients?
 

@@ -6,16 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import (
-    HostsOption,
-    JsonFlag,
-    MemoryOption,
-    NprocOption,
-    PlanFlags,
-    PreferFastestFlag,
-    SearchOption,
-    plan_flags,
-)
+from meshwright.cli import options
 from meshwright.cli.plan_answers import answer, check_plan_file, compare_files, improve_on, show
 from meshwright.core.errors import InputError
 from meshwright.core.request import PlanRequest
@@ -29,19 +20,19 @@ from meshwright.planner.plan import Limits, PlanQuestion, check_offload
 from meshwright.planner.subject import NamedModel
 
 
-@plan_flags
+@options.plan_flags
 def plan(
-    flags: PlanFlags,
+    flags: options.PlanFlags,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False)] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local', the default.")
     ] = None,
-    hosts: HostsOption = None,
+    hosts: options.HostsOption = None,
     devices: Annotated[int | None, typer.Option("--devices", min=1, help="Use exactly so many devices.")] = None,
-    nproc: NprocOption = None,
-    memory: MemoryOption = None,
-    search: SearchOption = "joint",
-    prefer_fastest: PreferFastestFlag = False,
+    nproc: options.NprocOption = None,
+    memory: options.MemoryOption = None,
+    search: options.SearchOption = "joint",
+    prefer_fastest: options.PreferFastestFlag = False,
     diff: Annotated[
         tuple[str, str] | None, typer.Option("--diff", metavar="A B", help="Compare two plan files; search nothing.")
     ] = None,
@@ -56,7 +47,7 @@ def plan(
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE.html", help="Write what is predicted as one page.")
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Search the best plan for a model on a cluster. A plan flag fixes that part; the rest is searched.
 

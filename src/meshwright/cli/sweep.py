@@ -7,15 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.options import (
-    ClusterOption,
-    JsonFlag,
-    MemoryOption,
-    PlanFlags,
-    PreferFastestFlag,
-    SearchOption,
-    plan_flags,
-)
+from meshwright.cli import options
 from meshwright.core.codec import write_whole
 from meshwright.core.errors import InputError
 from meshwright.jobs.output import make_console, print_json, writing
@@ -28,11 +20,11 @@ from meshwright.report.sweep_page import sweep_page
 FORMATS = (".html", ".csv", ".json")
 
 
-@plan_flags
+@options.plan_flags
 def sweep(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
-    flags: PlanFlags,
-    cluster: ClusterOption = "local",
+    flags: options.PlanFlags,
+    cluster: options.ClusterOption = "local",
     hosts: Annotated[
         str | None, typer.Option("--hosts", metavar="LIST", help="Numbers of hosts: 1,2,4, or 1..8 for 1, 2, 4, 8.")
     ] = None,
@@ -45,11 +37,11 @@ def sweep(
     price: Annotated[
         float | None, typer.Option("--price", min=0, help="Money per device-hour, in any currency.")
     ] = None,
-    memory: MemoryOption = None,
-    search: SearchOption = "joint",
-    prefer_fastest: PreferFastestFlag = False,
+    memory: options.MemoryOption = None,
+    search: options.SearchOption = "joint",
+    prefer_fastest: options.PreferFastestFlag = False,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Save as .html, .csv or .json.")] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Search the best plan at each of several cluster sizes or batch sizes, to choose what to rent.
 

@@ -52,33 +52,11 @@ class RunSummary(Value, kw_only=True):
 def show_summary(
     settings: Settings, decision: Decision, summary: dict[str, Any], console: Console, as_json: bool
 ) -> RunSummary:
-    """Predicted against measured, and where everything is."""
-    found = _figures(settings, decision, summary)
-    folder = RunFolder(settings.folder)
-    if folder.trace.exists():
-        console.print(comparison_table(decision.estimate, Trace.load(folder.trace)))
-    for line in _lines(folder, summary, *dropped_tokens(folder.metrics)):
-        console.print(line)
-    if as_json:
-        print_json(found)
-    return found
-
-
-def _lines(folder: RunFolder, summary: dict[str, Any], dropped: int, routed: int) -> Iterator[str]:
-    ended = f"stopped after {summary['num_steps']} steps: {summary['stopped']}" if summary["stopped"] else "done"
-    yield f"{ended}; loss {summary['loss']:.4f}; everything is in {folder.path}"
-    if routed:
-        yield f"experts had no room for {dropped} of {routed} choices ({dropped / routed:.1%})"
-    if summary["stopped"]:
-        yield "its checkpoint is whole: the same command with --resume goes on from it"
-
-
-def _figures(settings: Settings, decision: Decision, summary: dict[str, Any]) -> RunSummary:
-    """What the run came to, with what was promised."""
+    """Predicted against measured, and where everything is. summary: what the ranks told."""
     folder = RunFolder(settings.folder)
     trace = Trace.load(folder.trace) if folder.trace.exists() else None
     dropped, routed = dropped_tokens(folder.metrics)
-    return RunSummary(
+    found = RunSummary(
         **{"restarts": 0, **summary},
         step_seconds=trace.step_seconds if trace else None,
         tokens_per_second=trace.tokens_per_second if trace else None,
@@ -89,6 +67,22 @@ def _figures(settings: Settings, decision: Decision, summary: dict[str, Any]) ->
         dropped_share=dropped / routed if routed else 0.0,
         run_folder=str(folder.path),
     )
+    if trace is not None:
+        console.print(comparison_table(decision.estimate, trace))
+    for line in _lines(found, routed):
+        console.print(line)
+    if as_json:
+        print_json(found)
+    return found
+
+
+def _lines(found: RunSummary, routed: int) -> Iterator[str]:
+    ended = f"stopped after {found.num_steps} steps: {found.stopped}" if found.stopped else "done"
+    yield f"{ended}; loss {found.loss:.4f}; everything is in {found.run_folder}"
+    if routed:
+        yield f"experts had no room for {found.dropped_tokens} of {routed} choices ({found.dropped_share:.1%})"
+    if found.stopped:
+        yield "its checkpoint is whole: the same command with --resume goes on from it"
 
 
 def show_again(settings: Settings, console: Console, as_json: bool) -> RunSummary | None:

@@ -20,6 +20,8 @@ from meshwright.core.files.cache import cache_folder, content_of, keep, read_kep
 from meshwright.core.graph import CAPTURE_VERSION, Casting, Graph, Precision
 from meshwright.core.version import VERSION
 
+SIXTEEN_BITS = ("bf16", "fp16")
+
 
 def graph_of(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
     """The graph of a named model, read where it is known and captured where it is not."""
@@ -33,7 +35,7 @@ def graph_of(model: str, precision: Precision, casting: Casting = "autocast") ->
 
 def both_castings(model: str, precision: Precision) -> tuple[Graph, Graph | None]:
     """The model as replicas run it, and, in 16 bits, as sharded plans do."""
-    if precision not in ("bf16", "fp16"):
+    if precision not in SIXTEEN_BITS:
         return graph_of(model, precision), None
     if _may_fork(model) and not any(_read(model, precision, casting) for casting in ("autocast", "parameters")):
         return _capture_both(model, precision)

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 from meshwright.core.errors import GuessWarning, InputError
 from meshwright.core.graph import Casting, Graph, Precision
 from meshwright.core.plan import Plan
-from meshwright.planner.graphs import both_castings, graph_of
+from meshwright.planner.graphs import SIXTEEN_BITS, both_castings, graph_of
 from meshwright.planner.shardings import settled, with_legal_sharding
 
 if TYPE_CHECKING:
     from torch import nn
 
     from meshwright.models.objective import Objective
-
-SIXTEEN_BITS = ("bf16", "fp16")
 
 
 class Subject(ABC):
@@ -35,13 +33,9 @@ class Subject(ABC):
     def with_legal_sharding(self, plan: Plan) -> Plan:
         """The plan with shardings that were tried on the model; refuses one that cannot run."""
 
+    @abstractmethod
     def both_castings(self, precision: Precision) -> tuple[Graph, Graph | None]:
         """The graph that replicas run, and, in 16 bits, the one that sharded plans run."""
-        if precision not in SIXTEEN_BITS:
-            return self.graph(precision), None
-        plain = self.graph(precision)
-        with warnings.catch_warnings(action="ignore", category=GuessWarning):  # what there is to say was said
-            return plain, self.graph(precision, "parameters")
 
     def precision(self, asked: Precision | None, plain: Precision) -> Precision:
         """Of the plan: what was asked for, or else what is plain on the cluster."""
@@ -76,6 +70,13 @@ class ModuleInMemory(Subject):
         from meshwright.capturing.capture import capture
 
         return capture(self.module, self.batch, self.objective, precision=precision, casting=casting)
+
+    def both_castings(self, precision: Precision) -> tuple[Graph, Graph | None]:
+        plain = self.graph(precision)
+        if precision not in SIXTEEN_BITS:
+            return plain, None
+        with warnings.catch_warnings(action="ignore", category=GuessWarning):  # what there is to say was said
+            return plain, self.graph(precision, "parameters")
 
     def with_legal_sharding(self, plan: Plan) -> Plan:
         from meshwright.runtime.split.legal import legal_plan
