@@ -64,7 +64,7 @@ def legal_shardings(graph: Graph, source: ModelSource) -> tuple[LegalSharding, .
     from meshwright.core.errors import PlanError
     from meshwright.core.legal import LegalSharding
     from meshwright.core.request import PlanRequest
-    from meshwright.planner.shardings import try_sharding
+    from meshwright.measure.checking.small_plan import try_sharding
     from meshwright.rules.plain_plan import plain_plan
 
     found = []

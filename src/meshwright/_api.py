@@ -21,7 +21,7 @@ from meshwright.core.units import parse_bytes
 from meshwright.measure.checking.first_batch import FirstBatch
 from meshwright.measure.record import StepRecorder
 from meshwright.models.objective import Batch, objective_of
-from meshwright.planner.captured import remember, settled
+from meshwright.planner.shardings import remember, settled
 from meshwright.rules.plain_plan import plain_plan as plan_plainly
 from meshwright.runtime.apply import apply as apply_plan
 from meshwright.runtime.apply import wrap as wrap_plan

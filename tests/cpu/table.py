@@ -27,10 +27,10 @@ from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import Estimator
+from meshwright.measure.checking.small_plan import try_sharding
 from meshwright.measure.parity import ParityResult, Tamper, compare
 from meshwright.measure.record import StepRecorder
 from meshwright.models.source import ModelSource, resolve
-from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_mesh, plain_plan
 from meshwright.runtime.apply import apply
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
+from meshwright.measure.checking.small_plan import try_sharding
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
-from meshwright.planner.parity_plan import plain_plan_of_small
-from meshwright.planner.shardings import try_sharding
+from meshwright.planner.parity import plain_plan_of_small
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 

@@ -20,9 +20,9 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import Estimator, estimate
 from meshwright.cost.local_block import make_local_blocks
+from meshwright.measure.checking.small_plan import try_sharding
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.measure.record import StepRecorder
-from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.rules.sharding import plain_sharding
 from meshwright.runtime.apply import apply

@@ -16,9 +16,9 @@ from torch.nn.utils import get_total_norm
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
+from meshwright.measure.checking.small_plan import try_sharding
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.objective import call, slice_batch
-from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply, wrap
 

@@ -9,7 +9,7 @@ from meshwright.core.request import PlanRequest
 from meshwright.measure.checking.check import _made_small
 from meshwright.measure.cutting import CannotCutError
 from meshwright.models.source import resolve
-from meshwright.planner.parity_plan import plain_plan_of_small
+from meshwright.planner.parity import plain_plan_of_small
 
 SURVEY = ROOT / "tests" / "survey"
 REFUSED = {

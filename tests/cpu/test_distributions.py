@@ -16,7 +16,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
-from meshwright.planner.parity_plan import plain_plan_of_small
+from meshwright.planner.parity import plain_plan_of_small
 from meshwright.runtime._torch import checks_distributions
 
 PLANS: dict[str, dict[str, Any]] = {"zero": {"zero": 3}, "tp": {"tp": 2}, "pp": {"pp": 2}}

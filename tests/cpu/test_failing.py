@@ -14,7 +14,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
-from meshwright.planner.parity_plan import plain_plan_of_small
+from meshwright.planner.parity import plain_plan_of_small
 
 MODEL = f"{ASSETS}/strangers.py:counting"
 SAID = r"under pp 2 .* the model \(Counting\) raises LookupError: block \d is empty .*strangers\.py:\d+"

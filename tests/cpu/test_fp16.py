@@ -15,9 +15,9 @@ from test_collectives_and_memory import check_collectives_and_state
 from torch import nn
 
 from meshwright.core.request import PlanRequest
+from meshwright.measure.checking.small_plan import try_sharding
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.models.source import resolve
-from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime import scaling
 from meshwright.runtime.apply import apply, wrap

@@ -16,7 +16,7 @@ from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.old_norms import without_computed_weights
 from meshwright.models.source import resolve
-from meshwright.planner.parity_plan import plain_plan_of_small
+from meshwright.planner.parity import plain_plan_of_small
 
 Pools = Callable[[int], RankPool]
 FILE = ROOT / "tests/survey/habits/state.py"

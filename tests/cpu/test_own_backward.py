@@ -15,7 +15,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
-from meshwright.planner.parity_plan import plain_plan_of_small
+from meshwright.planner.parity import plain_plan_of_small
 from meshwright.runtime.split import exchange
 
 pytestmark = pytest.mark.filterwarnings("ignore::meshwright.core.errors.GuessWarning")

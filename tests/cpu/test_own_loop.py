@@ -20,8 +20,8 @@ import meshwright as mw
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
+from meshwright.measure.checking.small_plan import try_sharding
 from meshwright.models.objective import call, slice_batch
-from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import wrap
 

@@ -18,7 +18,7 @@ from meshwright.core.plan import Plan, Recompute
 from meshwright.core.request import PlanRequest
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
-from meshwright.planner.parity_plan import plan_of_small
+from meshwright.planner.parity import plan_of_small
 from meshwright.rules.plain_plan import plain_plan
 
 Pools = Callable[[int], RankPool]

@@ -21,8 +21,8 @@ from torch import nn
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Offload, Plan
 from meshwright.core.request import PlanRequest
+from meshwright.measure.checking.small_plan import try_sharding
 from meshwright.models.source import resolve
-from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.clip import local

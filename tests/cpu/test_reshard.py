@@ -19,8 +19,8 @@ from pool import RankPool, this_rank
 
 from meshwright.core.plan import Offload, Plan
 from meshwright.core.request import PlanRequest
+from meshwright.measure.checking.small_plan import try_sharding
 from meshwright.models.objective import slice_batch
-from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.offload.streamed_program import StreamedProgram

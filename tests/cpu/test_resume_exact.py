@@ -70,7 +70,7 @@ def settings_of(folder: Path, name: str) -> Settings:
 def plan_of(name: str) -> Plan:
     from cases import graph_of
 
-    from meshwright.planner.shardings import try_sharding
+    from meshwright.measure.checking.small_plan import try_sharding
 
     num_ranks, asked = PLANS[name]
     request = PlanRequest(**{"global_batch": 8, "microbatch": 4, **asked})

@@ -15,9 +15,9 @@ from torch import nn
 import meshwright as mw
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
+from meshwright.measure.checking.small_plan import try_sharding
 from meshwright.models.objective import call
 from meshwright.models.source import resolve
-from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.same_samples import checksum
 

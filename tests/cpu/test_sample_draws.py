@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
+from meshwright.measure.checking.small_plan import try_sharding
 from meshwright.models.objective import DEFAULT, Batch, Objective
 from meshwright.models.source import resolve
-from meshwright.planner.shardings import try_sharding
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.apply import apply
 from meshwright.runtime.program import Program

@@ -22,10 +22,10 @@ from meshwright.core.axes import Axis
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import BlockSharding, Plan, Stage, TensorSharding
 from meshwright.core.request import PlanRequest
+from meshwright.measure.checking.small_plan import try_sharding
 from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.source import resolve
-from meshwright.planner.parity_plan import plain_plan_of_small
-from meshwright.planner.shardings import try_sharding
+from meshwright.planner.parity import plain_plan_of_small
 from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime.split import exchange
 from meshwright.runtime.split.collectives import Ranks

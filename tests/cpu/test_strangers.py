@@ -22,7 +22,7 @@ from meshwright.measure.parity import ParityResult, compare
 from meshwright.models.examples import TextShape
 from meshwright.models.objective import call
 from meshwright.models.source import resolve
-from meshwright.planner.parity_plan import plain_plan_of_small
+from meshwright.planner.parity import plain_plan_of_small
 from meshwright.runtime._torch import FakeTensor
 
 AXES: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2}, "cp": {"cp": 2}, "zero": {"zero": 3}}

@@ -171,7 +171,7 @@ def compare_in_bf16(model: str, plan: Plan) -> tuple[float, float]:
 @pytest.mark.parametrize("plan", [row(2, zero=2), row(2, tp=2)], ids=str)
 def test_bf16_stays_near_fp32(pool: Pools, plan: Row) -> None:
     """Sixteen bits round: the loss within two in a hundred, the gradient in the same direction."""
-    from meshwright.planner.shardings import try_sharding
+    from meshwright.measure.checking.small_plan import try_sharding
 
     wish = PlanRequest(precision="bf16", microbatch=2, global_batch=4 * plan.dp)
     made = plain_plan(plan.request.updated(wish), graph_of("gpt", "fp32"), plan.num_ranks, "table")

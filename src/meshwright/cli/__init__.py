@@ -1,4 +1,4 @@
-"""The command line: one file per verb, each parses, calls, prints. Verbs import the rooms they need when they run."""
+"""The command line: one file per verb, each parses, calls, prints. A verb is loaded when it is called."""
 
 from __future__ import annotations
 

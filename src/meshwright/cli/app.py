@@ -1,26 +1,38 @@
-"""All verbs in one application."""
+"""All verbs in one application. A verb's module is loaded when the verb is asked for: each imports only the rooms it needs."""
 
 from __future__ import annotations
 
-import typer
+from importlib import import_module
+from typing import Any
 
-from meshwright.cli.capture import capture
-from meshwright.cli.compare import compare
-from meshwright.cli.doctor import doctor
-from meshwright.cli.estimate import estimate
-from meshwright.cli.export import export
-from meshwright.cli.launch import launch
-from meshwright.cli.models import models
-from meshwright.cli.parity import parity
-from meshwright.cli.plan import plan
-from meshwright.cli.probe import probe
-from meshwright.cli.report import report
-from meshwright.cli.score import score
-from meshwright.cli.sweep import sweep
-from meshwright.cli.train import train
-from meshwright.cli.watch import watch
+import typer
+from typer.core import TyperGroup
+
+from meshwright.core.version import VERSION
+
+VERBS = (
+    "probe", "models", "capture", "estimate", "plan", "sweep", "train", "export", "parity", "compare", "report", "watch",
+    "score", "launch", "doctor",
+)  # fmt: skip
+
+
+class Verbs(TyperGroup):
+    """The function NAME of `meshwright.cli.NAME`, for each verb."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands: dict[str, Any] = dict.fromkeys(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in VERBS and self.commands[cmd_name] is None:
+            alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+            alone.command()(getattr(import_module(f"meshwright.cli.{cmd_name}"), cmd_name))
+            self.commands[cmd_name] = typer.main.get_command(alone)
+        return self.commands.get(cmd_name)
+
 
 app = typer.Typer(
+    cls=Verbs,
     name="meshwright",
     help=(
         "Which parallelism, for my model, on my cluster? Plan it, run it, see how the run compared with the promise.\n\n"
@@ -32,24 +44,6 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for verb in (
-    probe,
-    models,
-    capture,
-    estimate,
-    plan,
-    sweep,
-    train,
-    export,
-    parity,
-    compare,
-    report,
-    watch,
-    score,
-    launch,
-    doctor,
-):
-    app.command()(verb)
 
 
 @app.callback(invoke_without_command=True)
@@ -57,7 +51,5 @@ def version(
     show: bool = typer.Option(False, "--version", help="Print the version and end."),
 ) -> None:
     if show:
-        from meshwright.core.version import VERSION
-
         print(VERSION)
         raise typer.Exit

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+import resource
+import sys
+import time
+import warnings
+from importlib import import_module
+from typing import Annotated, Any, get_args
 
 import typer
 
 from meshwright.cli.options import JsonFlag
-
-if TYPE_CHECKING:
-    from meshwright.core.graph import Graph
+from meshwright.core.errors import GuessWarning, check_choice
+from meshwright.core.graph import Graph, Precision
+from meshwright.cost.memory.activations import activations_by_block, total_activations
+from meshwright.jobs.output import make_console, print_json
+from meshwright.planner.graphs import capture_now
+from meshwright.report.tables import graph_table, guesses_table
 
 
 def capture(
@@ -20,22 +28,11 @@ def capture(
     as_json: JsonFlag = False,
 ) -> None:
     """Follow a model's forward and backward on fake tensors: parameters, flops and activations by block."""
-    import time
-    import warnings
-    from importlib import import_module
-
-    from meshwright.core.errors import GuessWarning, check_choice
-    from meshwright.core.graph import Precision
-    from meshwright.jobs.output import make_console, print_json
-    from meshwright.planner.graphs import capture_now
-    from meshwright.report.tables import graph_table, guesses_table
-
     check_choice("--precision", precision, get_args(Precision))
     console = make_console(as_json)
     import_module("meshwright.capturing.capture")  # torch's own import is not the capture's time
     started = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GuessWarning)  # they are listed below the table
+    with warnings.catch_warnings(action="ignore", category=GuessWarning):  # they are listed below the table
         graph = capture_now(model, precision)  # type: ignore[arg-type]
     seconds = time.perf_counter() - started
     console.print(graph_table(graph, seconds))
@@ -48,8 +45,6 @@ def capture(
 
 
 def _facts(graph: Graph, samples: int) -> dict[str, Any]:
-    from meshwright.cost.memory.activations import activations_by_block, total_activations
-
     parameters = graph.num_parameters_by_block
     kinds, kept = graph.kind_by_block, activations_by_block(graph, samples)
     total = total_activations(graph, samples)
@@ -76,8 +71,5 @@ def _facts(graph: Graph, samples: int) -> dict[str, Any]:
 
 def _peak_host_bytes() -> int:
     """The most memory this process has held so far."""
-    import resource
-    import sys
-
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

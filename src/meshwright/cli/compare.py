@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from meshwright.cli.options import JsonFlag
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from meshwright.report.run import Run
-    from meshwright.training.settings import CompareSettings, Settings
+from meshwright.cli.options import JsonFlag, SeedOption
+from meshwright.cli.report import show_together
+from meshwright.core.errors import InputError, RunError
+from meshwright.jobs.output import make_console, print_json
+from meshwright.jobs.ready import OF_TRAINING, ready_ranks
+from meshwright.jobs.runs import write_page
+from meshwright.jobs.settings import load_settings
+from meshwright.planner.short_plans import contenders
+from meshwright.report.contest import findings, judge, loss_words, rows_of
+from meshwright.report.run import Run
+from meshwright.training.settings import CompareSettings, Settings
 
 
 def compare(
@@ -23,7 +29,7 @@ def compare(
     nproc: Annotated[str | None, typer.Option("--nproc", help="Numbers of ranks, such as 1,2,4.")] = None,
     repeat: Annotated[int | None, typer.Option("--repeat", min=1, help="Run each so often, against noise.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps of each run.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    seed: SeedOption = None,
     out: Annotated[str | None, typer.Option("--out", help="Folder of the runs. Default: runs/NAME-compare.")] = None,
     peers: Annotated[
         str | None,
@@ -42,42 +48,34 @@ def compare(
     Runs are shuffled and repeated, so that a slow hour of the machine does not fall on one plan alone; losses must agree. A
     [compare] table in the file gives what the flags leave out. Each run's folder stays, without its checkpoint.
     """
-    from pathlib import Path
-
-    from meshwright.core.errors import RunError
-    from meshwright.jobs.comparison import check_fair, make_room, peer_contenders, run_all
-    from meshwright.jobs.output import make_console
-    from meshwright.jobs.ready import OF_TRAINING, ready_ranks
-    from meshwright.planner.short_plans import contenders
-
     settings, wanted = _read(file, plans, nproc, repeat, {"steps": steps, "seed": seed})
     chosen, left_out = contenders(wanted.plans, wanted.nproc)
-    chosen += peer_contenders(settings, peers, wanted.nproc)
     console = make_console(as_json)
     folder = Path(out or f"runs/{settings.name}-compare")
     with ready_ranks(OF_TRAINING, settings.model):
+        from meshwright.jobs.comparison import check_fair, make_room, peer_contenders, run_all  # brings torch
+
+        chosen += peer_contenders(settings, peers, wanted.nproc)
         epoch_steps = check_fair(settings, chosen)
         make_room(folder, is_chosen=out is not None, console=console)
         for words in left_out:
-            console.print(f"left out: {words}", highlight=False)
+            console.print(f"left out: {words}")
         runs, failed = run_all(settings, chosen, wanted.repeat, folder, console)
     if not runs:
         raise RunError(f"no plan ran: {'; '.join(f'{name}: {reason}' for name, reason in failed.items())}")
-    _show(runs, failed, epoch_steps, console)
-    page = _write(runs, output or str(folder / "report.html"), console)
+    show_together(runs, epoch_steps, console)
+    for name, reason in failed.items():
+        console.print(f"{name} did not run: {reason}")
+    page = str(write_page(runs, output or str(folder / "report.html")))
+    console.print(f"saved as {page}")
     if as_json:
-        _print_json(runs, failed, left_out, epoch_steps, page)
+        print_json(_as_object(runs, epoch_steps) | {"failed": failed, "left_out": left_out, "report": page})
 
 
 def _read(
     file: str, plans: str | None, nproc: str | None, repeat: int | None, given: dict[str, Any]
 ) -> tuple[Settings, CompareSettings]:
     """The file, with what the command line says put over it."""
-    import msgspec
-
-    from meshwright.jobs.settings import load_settings
-    from meshwright.training.settings import CompareSettings
-
     settings = load_settings(file)
     wanted = settings.compare or CompareSettings()
     changes: dict[str, Any] = {}
@@ -92,51 +90,18 @@ def _read(
 
 
 def _whole(word: str, text: str) -> int:
-    from meshwright.core.errors import InputError
-
     if not word.strip().isdecimal() or int(word) < 1:
         raise InputError(f"--nproc {text}: '{word.strip()}' is not a number of ranks: write it like 1,2,4")
     return int(word)
 
 
-def _show(runs: list[Run], failed: dict[str, str], epoch_steps: int | None, console: Console) -> None:
-    from meshwright.report.contest import said_about
-    from meshwright.report.contest_table import contest_tables
-
-    for table in contest_tables(runs, epoch_steps):
-        console.print(table)
-    for sentence in said_about(runs):
-        console.print(sentence, highlight=False)
-    for name, reason in failed.items():
-        console.print(f"{name} did not run: {reason}", highlight=False)
-
-
-def _write(runs: list[Run], file: str, console: Console) -> str:
-    from meshwright.jobs.runs import write_page
-
-    written = str(write_page(runs, file))
-    console.print(f"saved as {written}", highlight=False)
-    return written
-
-
-def _print_json(
-    runs: list[Run], failed: dict[str, str], left_out: list[str], epoch_steps: int | None, page: str
-) -> None:
-    from meshwright.jobs.output import print_json
-    from meshwright.report.contest import findings, judge, loss_words, rows_of
-
+def _as_object(runs: list[Run], epoch_steps: int | None) -> dict[str, Any]:
+    """What the runs say, as one JSON object."""
     judgement = judge(runs)
-    print_json(
-        {
-            "winner": judgement.first.name if judgement else runs[0].name,
-            "margin": judgement.margin if judgement else None,
-            "noise": judgement.noise if judgement else None,
-            "exceeds_noise": judgement.exceeds_noise if judgement else None,
-            "runs": rows_of(runs, epoch_steps),
-            "findings": findings(runs),
-            "warning": loss_words(runs),
-            "failed": failed,
-            "left_out": left_out,
-            "report": page,
-        }
-    )
+    return {
+        "winner": judgement.first.name if judgement else runs[0].name,
+        **{name: getattr(judgement, name, None) for name in ("margin", "noise", "exceeds_noise")},
+        "runs": rows_of(runs, epoch_steps),
+        "findings": findings(runs),
+        "warning": loss_words(runs),
+    }

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import typer
+from rich.console import Console
 
 from meshwright.cli.options import BackendOption, DeviceOption, JsonFlag
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from meshwright.measure.checkup.finding import Finding
+from meshwright.core.codec import decode
+from meshwright.core.errors import RunError
+from meshwright.jobs.output import make_console, print_json
+from meshwright.jobs.ready import LOADED, ready_ranks
+from meshwright.measure.checkup.finding import Finding, problem
+from meshwright.planner.clusters import check_device
+from meshwright.runtime.rank import leave, started_by_launcher
 
 MARKS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
 NUM_RANKS = 2
@@ -29,13 +36,7 @@ def doctor(
 
     Under torchrun, or `meshwright launch --verb doctor`: all hosts, the links between them, and whether their clocks agree.
     """
-    from meshwright.core.errors import check_choice
-    from meshwright.jobs.output import make_console
-    from meshwright.jobs.ready import LOADED, ready_ranks
-    from meshwright.runtime.rank import started_by_launcher
-
-    check_choice("--device", device, ("auto", "cpu", "cuda"))
-    check_choice("--backend", backend, ("auto", "gloo", "nccl"))
+    check_device(device, backend)
     console = make_console(as_json)
     if started_by_launcher():
         _as_a_rank(out, device, backend, console, as_json)
@@ -48,12 +49,7 @@ def doctor(
 
 def _alone(out: str, device: str, backend: str) -> list[Finding]:
     """This machine, and ranks started here for what needs several."""
-    from pathlib import Path
-
-    from meshwright.core.codec import decode
-    from meshwright.core.errors import RunError
     from meshwright.measure.checkup.checkup import check_machine
-    from meshwright.measure.checkup.finding import Finding, problem
     from meshwright.runtime.launch import launch
 
     findings = check_machine(Path(out))
@@ -64,10 +60,8 @@ def _alone(out: str, device: str, backend: str) -> list[Finding]:
         )
         return [*findings, *decode(told, list[Finding], "the ranks")]
     except RunError as error:
-        return [
-            *findings,
-            problem("links", f"{num_ranks} ranks could not talk to each other: {error}", "see the message"),
-        ]
+        words = f"{num_ranks} ranks could not talk to each other: {error}"
+        return [*findings, problem("links", words, "see the message")]
 
 
 def _ranks_here(device: str, backend: str) -> tuple[int, str]:
@@ -80,18 +74,10 @@ def _ranks_here(device: str, backend: str) -> tuple[int, str]:
 
 def _as_a_rank(out: str, device: str, backend: str, console: Console, as_json: bool) -> None:
     """This process is a rank already: the first rank of each host looks at it, and all look at what lies between."""
-    import os
-    import socket
-    from pathlib import Path
-
-    import msgspec
-
     from meshwright.measure.checkup.between import check_between
     from meshwright.measure.checkup.checkup import check_machine
-    from meshwright.measure.checkup.finding import Finding
     from meshwright.runtime.gather import wait_for_all
     from meshwright.runtime.messages.exchange import all_ranks
-    from meshwright.runtime.rank import leave
     from meshwright.runtime.ranks import joined
 
     with joined(device, backend) as rank:  # type: ignore[arg-type]
@@ -107,21 +93,17 @@ def _as_a_rank(out: str, device: str, backend: str, console: Console, as_json: b
 
 def _show(findings: list[Finding], console: Console, as_json: bool) -> bool:
     """Print them; returns whether one is a problem."""
-    from meshwright.jobs.output import print_json
-
     host = ""
     for finding in findings:
         if finding.host != host:
             host = finding.host
-            console.print(host or "between ranks", highlight=False, style="bold")
-        console.print(
-            f"{MARKS[finding.status]} {finding.check}: {finding.found}", highlight=False, markup=False, soft_wrap=True
-        )
+            console.print(host or "between ranks", style="bold")
+        console.print(f"{MARKS[finding.status]} {finding.check}: {finding.found}", soft_wrap=True)
         if finding.fix:
-            console.print(f"         fix: {finding.fix}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"         fix: {finding.fix}", soft_wrap=True)
     counts = {status: sum(finding.status == status for finding in findings) for status in MARKS}
     words = f"{counts['ok']} checks are fine, {counts['warning']} warnings, {counts['problem']} problems"
-    console.print(words, highlight=False)
+    console.print(words)
     if as_json:
         print_json({"ok": not counts["problem"], "findings": findings})
     return bool(counts["problem"])

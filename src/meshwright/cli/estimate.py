@@ -4,48 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 import typer
 
-from meshwright.cli.options import (
-    ClusterOption,
-    HostsOption,
-    JsonFlag,
-    MemoryOption,
-    NprocOption,
-    PlanFlags,
-    plan_flags,
-)
+from meshwright.cli import options
+from meshwright.jobs.output import make_console, print_json
+from meshwright.planner.clusters import asked_cluster
+from meshwright.planner.estimate import EstimateQuestion
+from meshwright.planner.plan import Limits
+from meshwright.planner.subject import NamedModel
+from meshwright.report.explain import explain_table, figures
+from meshwright.report.tables import estimate_table
 
 
-@plan_flags
+@options.plan_flags
 def estimate(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
-    flags: PlanFlags,
-    cluster: ClusterOption = "local",
-    hosts: HostsOption = None,
-    nproc: NprocOption = None,
-    memory: MemoryOption = None,
+    flags: options.PlanFlags,
+    cluster: options.ClusterOption = "local",
+    hosts: options.HostsOption = None,
+    nproc: options.NprocOption = None,
+    memory: options.MemoryOption = None,
     devices: Annotated[
         int | None, typer.Option("--devices", help="Devices the plan uses, where not all of the cluster's.")
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Also show every figure the estimate rests on, with its origin.")
     ] = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Predict step time and memory of a plan, given as a file or by plan flags, without running it."""
-    import msgspec
-
-    from meshwright.jobs.output import make_console, print_json, say_on
-    from meshwright.planner.estimate import EstimateQuestion
-    from meshwright.planner.limits import Limits
-    from meshwright.planner.subject import NamedModel
-    from meshwright.report.explain import explain_table, figures
-    from meshwright.report.tables import estimate_table
-
     console = make_console(as_json)
-    limits = Limits(hosts, nproc, devices, memory)
-    asked = EstimateQuestion.ask(NamedModel(model), cluster, flags.request, flags.file, limits, say_on(console))
+    found = asked_cluster(cluster, hosts, nproc, console.print)
+    asked = EstimateQuestion.ask(NamedModel(model), found, flags.request, flags.file, Limits(devices, memory))
     result = asked.answer()
     console.print(estimate_table(asked.plan, result))
     if explain:

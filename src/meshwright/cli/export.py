@@ -7,6 +7,12 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.options import JsonFlag
+from meshwright.core.errors import InputError, check_choice
+from meshwright.core.units import format_bytes, parse_bytes
+from meshwright.jobs.output import make_console, print_json
+from meshwright.jobs.ready import OF_TRAINING, ready_ranks
+from meshwright.training.folder import RunFolder
+from meshwright.training.places import places_of
 
 DTYPES = ("trained", "float32", "bfloat16", "float16")
 
@@ -38,34 +44,26 @@ def export(
       model = "hf:demo-hf/config.json"
       weights = "demo-hf"
     """
-    from meshwright.core.errors import InputError, check_choice
-    from meshwright.core.units import format_bytes, parse_bytes
-    from meshwright.jobs.output import make_console, print_json
-    from meshwright.jobs.ready import OF_TRAINING, ready_ranks
     from meshwright.runtime.launch import launch
     from meshwright.training.checkpoint import latest
-    from meshwright.training.folder import RunFolder
-    from meshwright.training.places import places_of
 
     check_choice("--dtype", dtype, DTYPES)
     folder = RunFolder(run)
     if not folder.settings.exists() or latest(places_of(folder)) is None:
         raise InputError(f"{folder.path} holds no checkpoint to export: give the folder of a run that has saved one")
     payload = {"run": run, "folder": output, "dtype": dtype, "shard_bytes": parse_bytes(shard)}
-    with ready_ranks((*OF_TRAINING, "meshwright.jobs.export_rank", "transformers.modeling_utils")):
-        found = launch("meshwright.jobs.export_rank:export_rank", payload, 1)
+    with ready_ranks((*OF_TRAINING, "transformers.modeling_utils")):
+        found = launch("meshwright.jobs.rank:export_rank", payload, 1)
     console = make_console(as_json)
     console.print(
         f"step {found['step']} of {run} is in {found['folder']}: {found['num_tensors']} tensors, "
         f"{format_bytes(found['num_bytes'])}, {found['dtypes']}",
-        highlight=False,
     )
     console.print(
         "transformers reads back the same tensors, and outputs that differ by at most "
         f"{found['largest_difference']:.1g} of their largest",
-        highlight=False,
     )
     if found["copied"]:
-        console.print(f"copied as they were: {', '.join(found['copied'])}", highlight=False)
+        console.print(f"copied as they were: {', '.join(found['copied'])}")
     if as_json:
         print_json(found)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from typing import Annotated, Any
 
 import typer
+
+from meshwright.core.errors import InputError
+from meshwright.jobs.launching import read_launch, run_on_ray, sbatch_options, submit_to_slurm
+from meshwright.jobs.output import make_console
+from meshwright.runtime.rank import leave
 
 
 def launch(
@@ -51,31 +57,31 @@ def launch(
       meshwright launch FILE.toml --slurm -- --zero 3            flags of train
     The hosts must share the folder this is started in. torchrun needs no launch: torchrun … -m meshwright train FILE.toml
     """
-    from meshwright.core.errors import InputError
-    from meshwright.jobs.launching import read_launch
-    from meshwright.jobs.output import make_console
-
     if slurm == ray:
         raise InputError("say where: --slurm or --ray; on this machine alone, `meshwright train` starts its own ranks")
     wish = read_launch(file, verb, tuple(flags or ()), hosts, nproc, gpus, interface)
     console = make_console(as_json=False)
     others = {"--partition": partition, "--time": time, "--sbatch": sbatch, "--rendezvous": rendezvous}
     if ray:
-        from meshwright.jobs.on_ray import run_on_ray
-
         _refuse({**others, "--dry-run": dry_run}, "--slurm")
-        run_on_ray(wish, address, console, "meshwright.cli.ray_rank:run_verb")
+        run_on_ray(wish, address, console, "meshwright.cli.launch:run_verb")
         return
-    from meshwright.jobs.on_slurm import Wishes, submit_to_slurm
-
     _refuse({"--address": address}, "--ray")
-    submit_to_slurm(wish, Wishes(partition, time, tuple(sbatch or ()), rendezvous), dry_run, console)
+    submit_to_slurm(wish, sbatch_options(partition, time, tuple(sbatch or ())), rendezvous, dry_run, console)
 
 
 def _refuse(flags: dict[str, object], home: str) -> None:
     """Flags of the other kind of cluster."""
-    from meshwright.core.errors import InputError
-
     for name, value in flags.items():
         if value:
             raise InputError(f"{name} goes with {home}: leave it out")
+
+
+def run_verb(payload: dict[str, Any]) -> None:
+    """What each rank on Ray runs: a verb of the command line, as under torchrun."""
+    from meshwright.cli.app import app
+
+    os.chdir(payload["folder"])
+    code = app(args=list(payload["arguments"]), standalone_mode=False)
+    if isinstance(code, int):
+        leave(code)

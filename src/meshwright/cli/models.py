@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from rich.table import Table
+
 from meshwright.cli.options import JsonFlag
+from meshwright.jobs.output import make_console, print_json
 
 
 def models(as_json: JsonFlag = False) -> None:
     """List the reference models, their options and defaults."""
-    import dataclasses
-
-    from rich.table import Table
-
-    from meshwright.jobs.output import make_console, print_json
     from meshwright.models.reference import REFERENCE
 
     options = {
@@ -31,7 +31,7 @@ def models(as_json: JsonFlag = False) -> None:
     )
     table.add_row(
         "hf:CONFIG.json",
-        "a Hugging Face config, random weights (pip install 'meshwright\\[hf]')",
+        "a Hugging Face config, random weights (pip install 'meshwright[hf]')",
         "seq=2048 or the config's limit",
     )
     make_console(as_json).print(table)

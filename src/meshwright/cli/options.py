@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from meshwright.core.axes import AXES, AxisKind
+from meshwright.core.codec import decode
+from meshwright.core.errors import InputError
 from meshwright.core.pipeline.kinds import KINDS
-
-if TYPE_CHECKING:
-    from meshwright.core.request import PlanRequest
+from meshwright.core.request import PlanRequest
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
@@ -29,6 +29,15 @@ MemoryOption = Annotated[
 NprocOption = Annotated[int | None, typer.Option("--nproc", help="Local ranks. Default: one per GPU, or per core.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 BackendOption = Annotated[str, typer.Option("--backend", help="auto, gloo or nccl. gloo lets ranks share a GPU.")]
+SearchOption = Annotated[str, typer.Option("--search", help="Which method searches.")]
+PreferFastestFlag = Annotated[
+    bool,
+    typer.Option(
+        "--prefer-fastest",
+        help="Take the fastest plan even where a simpler one is as fast within the estimate's error.",
+    ),
+]
+SeedOption = Annotated[int | None, typer.Option("--seed")]
 TimeoutOption = Annotated[
     float | None,
     typer.Option(
@@ -44,30 +53,30 @@ def _axis_words(kind: AxisKind) -> str:
     return f"{kind.title.capitalize()}-parallel ranks{divides}."
 
 
-_DEGREES = {
-    **{str(axis): _axis_words(kind) for axis, kind in AXES.items()},
-    "virtual": "Stages on each pipeline rank.",
-    "zero": "ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.",
-    "hybrid": "Ranks in one sharding group of ZeRO.",
-    "microbatch": "Samples per microbatch per data-parallel rank.",
-    "global_batch": "Samples per optimizer step.",
-}
-_WORDS = {
-    "context": "heads or ring: how attention is done over context-parallel ranks.",
-    "schedule": f"{', '.join(KINDS)}: the order of forwards and backwards over pp.",
-    "ends": "even, fewer or own: where pipeline stages put the embedding and the head. even: with an even share of the blocks. "
-    "fewer: each counts as a block, so the first and the last stage hold a block less. own: in stages of their own.",
-    "recompute": "none, selective, full or every:K.",
-    "precision": "fp64, fp32, bf16 or fp16.",
-    "offload": "none, optimizer or parameters.",
-    "offload_moments": "fp32 or bf16: what Adam's moments are kept in on the host.",
-}
-_SHARES = {"offload_share": "Share of the optimizer state that is offloaded, 0 to 1."}
-_SWITCHES = {
-    "sequence_parallel": "Shard activations along the sequence between tensor-parallel regions.",
-    "offload_delayed": "Let updates on the host be a step late.",
-    "compile": "Compile the blocks.",
-    "sync_batch_norm": "Batch norm over the samples of all data-parallel ranks.",
+_FLAGS: dict[str, tuple[type, str]] = {
+    **{str(axis): (int, _axis_words(kind)) for axis, kind in AXES.items()},
+    "virtual": (int, "Stages on each pipeline rank."),
+    "zero": (int, "ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters."),
+    "hybrid": (int, "Ranks in one sharding group of ZeRO."),
+    "microbatch": (int, "Samples per microbatch per data-parallel rank."),
+    "global_batch": (int, "Samples per optimizer step."),
+    "context": (str, "heads or ring: how attention is done over context-parallel ranks."),
+    "schedule": (str, f"{', '.join(KINDS)}: the order of forwards and backwards over pp."),
+    "ends": (
+        str,
+        "even, fewer or own: where pipeline stages put the embedding and the head. even: with an even share of the blocks. "
+        "fewer: each counts as a block, so the first and the last stage hold a block less. own: in stages of their own.",
+    ),
+    "recompute": (str, "none, selective, full or every:K."),
+    "precision": (str, "fp64, fp32, bf16 or fp16."),
+    "offload": (str, "none, optimizer or parameters."),
+    "offload_moments": (str, "fp32 or bf16: what Adam's moments are kept in on the host."),
+    "offload_share": (float, "Share of the optimizer state that is offloaded, 0 to 1."),
+    "no_offload": (bool, "Keep everything on the devices: --offload none."),
+    "sequence_parallel": (bool, "Shard activations along the sequence between tensor-parallel regions."),
+    "offload_delayed": (bool, "Let updates on the host be a step late."),
+    "compile": (bool, "Compile the blocks."),
+    "sync_batch_norm": (bool, "Batch norm over the samples of all data-parallel ranks."),
 }
 
 
@@ -89,10 +98,6 @@ def plan_flags(verb: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(verb)
     def run(**given: Any) -> Any:
-        from meshwright.core.codec import decode
-        from meshwright.core.errors import InputError
-        from meshwright.core.request import PlanRequest
-
         file = given.pop("plan_file")
         no_offload = given.pop("no_offload")
         fixed = {p.name: value for p in added if p.name in given and (value := given.pop(p.name)) is not None}
@@ -109,26 +114,16 @@ def plan_flags(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    plan_file = _parameter(
-        "plan_file", str | None, "--plan", "A whole plan, as .json or .toml; then no other plan flag."
-    )
-    numbers = [_parameter(name, int | None, _flag(name), words) for name, words in _DEGREES.items()]
-    texts = [_parameter(name, str | None, _flag(name), words) for name, words in _WORDS.items()]
-    shares = [_parameter(name, float | None, _flag(name), words) for name, words in _SHARES.items()]
-    switches = [
-        _parameter(name, bool | None, f"{_flag(name)}/--no{_flag(name)[1:]}", words)
-        for name, words in _SWITCHES.items()
-    ]
-    no_offload = _parameter(
-        "no_offload", bool, "--no-offload", "Keep everything on the devices: --offload none.", False
-    )
-    return [plan_file, *numbers, *texts, *shares, no_offload, *switches]
+    plan_file = _parameter("plan_file", str, "--plan", "A whole plan, as .json or .toml; then no other plan flag.")
+    return [plan_file, *(_parameter(name, kind, _flag(name, kind), words) for name, (kind, words) in _FLAGS.items())]
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _flag(name: str, kind: type) -> str:
+    words = name.replace("_", "-")
+    return f"--{words}/--no-{words}" if kind is bool and name != "no_offload" else f"--{words}"
 
 
-def _parameter(name: str, kind: Any, flag: str, words: str, default: Any = None) -> inspect.Parameter:
+def _parameter(name: str, kind: type, flag: str, words: str) -> inspect.Parameter:
     option = typer.Option(flag, help=words, rich_help_panel="Plan flags", show_default=False)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

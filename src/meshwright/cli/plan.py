@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import HostsOption, JsonFlag, MemoryOption, NprocOption, PlanFlags, plan_flags
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from meshwright.core.cluster import Cluster
-    from meshwright.core.graph import Graph
-    from meshwright.core.result import SearchResult
-    from meshwright.planner.limits import Limits
-    from meshwright.planner.plan import PlanQuestion
-
-SearchOption = Annotated[str, typer.Option("--search", help="Which method searches.")]
-PreferFastestFlag = Annotated[
-    bool,
-    typer.Option(
-        "--prefer-fastest",
-        help="Take the fastest plan even where a simpler one is as fast within the estimate's error.",
-    ),
-]
+from meshwright.cli import options
+from meshwright.cli.plan_answers import answer, check_plan_file, compare_files, improve_on, show
+from meshwright.core.errors import InputError
+from meshwright.core.request import PlanRequest
+from meshwright.interop.accelerate import load_accelerate
+from meshwright.interop.deepspeed import load_deepspeed
+from meshwright.jobs.output import make_console
+from meshwright.jobs.runs import planned_run, write_page
+from meshwright.planner.clusters import LOCAL, asked_cluster
+from meshwright.planner.foreign import ForeignQuestion
+from meshwright.planner.plan import Limits, PlanQuestion, check_offload
+from meshwright.planner.subject import NamedModel
 
 
-@plan_flags
+@options.plan_flags
 def plan(
-    flags: PlanFlags,
+    flags: options.PlanFlags,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False)] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local', the default.")
     ] = None,
-    hosts: HostsOption = None,
+    hosts: options.HostsOption = None,
     devices: Annotated[int | None, typer.Option("--devices", min=1, help="Use exactly so many devices.")] = None,
-    nproc: NprocOption = None,
-    memory: MemoryOption = None,
-    search: SearchOption = "joint",
-    prefer_fastest: PreferFastestFlag = False,
+    nproc: options.NprocOption = None,
+    memory: options.MemoryOption = None,
+    search: options.SearchOption = "joint",
+    prefer_fastest: options.PreferFastestFlag = False,
     diff: Annotated[
         tuple[str, str] | None, typer.Option("--diff", metavar="A B", help="Compare two plan files; search nothing.")
     ] = None,
@@ -54,7 +47,7 @@ def plan(
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE.html", help="Write what is predicted as one page.")
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Search the best plan for a model on a cluster. A plan flag fixes that part; the rest is searched.
 
@@ -73,12 +66,6 @@ def plan(
       meshwright plan MODEL --cluster a100-80g-selene --from-deepspeed ds_config.json
       meshwright plan MODEL --cluster a100-80g-selene --from-accelerate config.yaml --global-batch 64
     """
-    from meshwright.cli.plan_file import check_plan_file
-    from meshwright.core.errors import InputError
-    from meshwright.jobs.output import make_console
-    from meshwright.planner.limits import Limits
-    from meshwright.planner.plan import check_offload
-
     if flags.file is not None:
         raise InputError(
             "--plan gives a whole plan, and this verb searches one: use `meshwright estimate` to cost a plan"
@@ -94,104 +81,25 @@ def plan(
     check_offload(flags.request)
     console = make_console(as_json)
     if diff is not None:
-        from meshwright.cli.plan_diff import compare_files
-        from meshwright.core.request import PlanRequest
-
         if flags.request != PlanRequest() or output is not None or devices is not None:
             raise InputError("--diff compares two files as they are: leave plan flags, --devices and -o out")
         compare_files(console, diff, model, cluster, hosts, memory, as_json)
         return
     if model is None:
         raise InputError("no MODEL was given: name one, such as gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304")
-    limits = Limits(hosts, nproc, devices, memory, search, prefer_fastest)
-    name = cluster or "local"
+    limits = Limits(devices, memory, search, prefer_fastest)
+    subject, name = NamedModel(model), cluster or LOCAL
     if from_deepspeed is not None or from_accelerate is not None:
-        from meshwright.cli.plan_foreign import improve_on
-        from meshwright.interop.accelerate import load_accelerate
-        from meshwright.interop.deepspeed import load_deepspeed
-
         foreign = load_deepspeed(from_deepspeed) if from_deepspeed else load_accelerate(str(from_accelerate))
-        improve_on(console, foreign, model, name, flags.request, limits, output, as_json)
+        found = asked_cluster(name, foreign.num_hosts if hosts is None else hosts, nproc, console.print)
+        theirs = ForeignQuestion.ask(foreign, subject, found, flags.request, limits)
+        improve_on(console, theirs, output, as_json)
         return
-    _search(console, model, name, flags, limits, (output, html), as_json)
-
-
-def _search(
-    console: Console,
-    model: str,
-    cluster: str,
-    flags: PlanFlags,
-    limits: Limits,
-    files: tuple[str | None, str | None],
-    as_json: bool,
-) -> None:
-    from meshwright.jobs.output import say_on
-    from meshwright.planner.plan import PlanQuestion
-    from meshwright.planner.subject import NamedModel
-
     if console.is_terminal:  # a spinner is a thread, and beside one no second process could capture the other casting
         console.print("following the model …", end="\r")
-    asked = PlanQuestion.ask(NamedModel(model), cluster, flags.request, limits, say_on(console))
-    result = answered(asked, console, as_json)
-    output, html = files
+    found = asked_cluster(name, hosts, nproc, console.print)
+    asked = PlanQuestion.ask(subject, found, flags.request, limits)
+    result = answer(asked, console, as_json)
     if html is not None:
-        from meshwright.jobs.runs import planned_run, write_page
-
-        written = write_page([planned_run(result, asked)], html)
-        console.print(f"saved as {written}", highlight=False)
-    show(console, result, asked.cluster, asked.graph, output, as_json)
-
-
-def answered(asked: PlanQuestion, console: Console, as_json: bool) -> SearchResult:
-    """Where nothing fits: the nearest miss and the ways out; the error itself is said by whoever catches it."""
-    from meshwright.core.errors import InfeasibleError
-    from meshwright.jobs.output import print_json
-    from meshwright.report.infeasible import infeasible_view
-
-    try:
-        with console.status("searching …") as status:
-            return asked.answer(lambda progress: status.update(progress.words))
-    except InfeasibleError as error:
-        if (found := error.found) is not None:
-            console.print(infeasible_view(found, asked.cluster))
-            if as_json:
-                miss = {"plan": found.plan, "estimate": found.estimate, "binding": found.binding}
-                counted = {"ways_out": found.ways_out, "num_candidates": found.num_candidates}
-                print_json({"fits": False, "nearest_miss": miss, **counted})
-        raise
-
-
-def show(
-    console: Console, result: SearchResult, cluster: Cluster, graph: Graph, output: str | None, as_json: bool
-) -> None:
-    from meshwright.cli.plan_file import save_plan
-    from meshwright.jobs.output import print_json
-    from meshwright.report.plan_view import plan_view
-
-    console.print(plan_view(result, cluster, graph))
-    if output is not None:
-        console.print(f"saved as {save_plan(result.plan, output)}", highlight=False)
-    if as_json:
-        print_json(as_object(result, cluster, graph))
-
-
-def as_object(result: SearchResult, cluster: Cluster, graph: Graph) -> dict[str, Any]:
-    """A search as one JSON object."""
-    from meshwright.report.plan_words import plan_in_words
-
-    return {
-        "plan": result.plan,
-        "words": plan_in_words(result.plan, cluster, graph),
-        "estimate": result.estimate,
-        "search_seconds": result.search_seconds,
-        "num_candidates": result.num_candidates,
-        "num_costed": result.num_costed,
-        "gap": result.gap,
-        "claim": result.claim,
-        "remark": result.remark,
-        "method": result.method,
-        "runners_up": [
-            {"plan": other.plan, "step_seconds": other.step_seconds, "reason": other.reason}
-            for other in result.runners_up
-        ],
-    }
+        console.print(f"saved as {write_page([planned_run(result, asked)], html)}")
+    show(console, result, asked, output, as_json)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import os
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from meshwright.cli.options import BackendOption, DeviceOption, JsonFlag, NprocOption
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from meshwright.core.cluster import Cluster
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import InputError
+from meshwright.jobs.output import make_console, print_json
+from meshwright.jobs.ready import LOADED, ready_ranks
+from meshwright.planner.clusters import check_device, probed
+from meshwright.report.tables import cluster_table
+from meshwright.runtime.rank import leave, started_by_launcher
 
 
 def probe(
@@ -28,17 +32,12 @@ def probe(
 
     Under torchrun, or `meshwright launch --verb probe`: all hosts, and the links inside and between them; -o keeps the result.
     """
-    from meshwright.jobs.output import make_console, say_on
-    from meshwright.jobs.ready import LOADED, ready_ranks
-    from meshwright.planner.clusters import probed
-    from meshwright.runtime.rank import started_by_launcher
-
     console = make_console(as_json)
     if started_by_launcher():
         _as_a_rank(nproc, device, backend, output, console, as_json)
     else:
         with ready_ranks((*LOADED, "meshwright.measure.probe")):
-            cluster = probed(nproc, device, backend, fresh, say_on(console))
+            cluster = probed(nproc, device, backend, fresh, console.print)
         _show(cluster, output, console, as_json)
 
 
@@ -46,16 +45,11 @@ def _as_a_rank(
     nproc: int | None, device: str, backend: str, output: str | None, console: Console, as_json: bool
 ) -> None:
     """This process is a rank already: all measure together, the first speaks. Nothing is cached: the next hosts may be others."""
-    import os
-
-    from meshwright.core.errors import InputError, check_choice
     from meshwright.measure.probe import measure_cluster
     from meshwright.runtime.gather import wait_for_all
-    from meshwright.runtime.rank import leave
     from meshwright.runtime.ranks import joined
 
-    check_choice("--device", device, ("auto", "cpu", "cuda"))
-    check_choice("--backend", backend, ("auto", "gloo", "nccl"))
+    check_device(device, backend)
     if nproc is not None and nproc != int(os.environ.get("LOCAL_WORLD_SIZE", nproc)):
         raise InputError(f"--nproc {nproc}, but the launcher started other ranks: leave it out under torchrun")
     with joined(device, backend) as rank:  # type: ignore[arg-type]
@@ -67,13 +61,10 @@ def _as_a_rank(
 
 
 def _show(cluster: Cluster, output: str | None, console: Console, as_json: bool) -> None:
-    from meshwright.jobs.output import print_json
-    from meshwright.report.tables import cluster_table
-
     console.print(cluster_table(cluster))
     if cluster.num_hosts > 1:
         for note in cluster.notes:
-            console.print(note, highlight=False)
+            console.print(note)
     if output is not None:
         console.print(f"saved as {cluster.save(output)}")
     if as_json:

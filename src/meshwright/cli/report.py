@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from meshwright.cli.options import JsonFlag
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from meshwright.report.run import Run
+from meshwright.core.codec import write_whole
+from meshwright.core.errors import InputError
+from meshwright.core.result import describe
+from meshwright.jobs.output import make_console, print_json
+from meshwright.jobs.runs import check_comparable, read_runs, write_page
+from meshwright.report.chrome import chrome_trace
+from meshwright.report.contest import said_about
+from meshwright.report.contest_table import contest_tables
+from meshwright.report.fullest import fullest_words
+from meshwright.report.run import Run
+from meshwright.report.tables import comparison_table
+from meshwright.report.verdict import verdict
 
 
 def report(
@@ -34,56 +43,40 @@ def report(
     What a comparison has left:      meshwright report runs/demo-compare -o report.html
     For ui.perfetto.dev:             meshwright report runs/demo --chrome trace.json
     """
-    from meshwright.core.result import describe
-    from meshwright.jobs.output import make_console, print_json
-    from meshwright.jobs.runs import check_comparable, read_runs, write_page
-    from meshwright.report.tables import comparison_table
-    from meshwright.report.verdict import verdict
-
     runs = read_runs(folders)
     check_comparable(runs)
     console = make_console(as_json)
     for run in runs:
         trace = run.worst
         assert trace is not None
-        console.print(f"{run.name}: {describe(run.plan)}, {trace.num_steps} steps", highlight=False)
+        console.print(f"{run.name}: {describe(run.plan)}, {trace.num_steps} steps")
         console.print(comparison_table(run.estimate, trace, run.unit))
-        console.print("\n".join((*verdict(run), *_fullest(run))), highlight=False)
+        console.print("\n".join((*verdict(run), *_fullest(run))))
     if len(runs) > 1:
-        _show_together(runs, console)
+        show_together(runs, None, console)
     if output is not None:
-        console.print(f"saved as {write_page(runs, output)}", highlight=False)
+        console.print(f"saved as {write_page(runs, output)}")
     if chrome is not None:
-        console.print(f"saved as {_write_chrome(runs, chrome)}: open it in ui.perfetto.dev", highlight=False)
+        console.print(f"saved as {_write_chrome(runs, chrome)}: open it in ui.perfetto.dev")
     if as_json:
         objects = [{"run": run.name, "plan": run.plan, "estimate": run.estimate, "trace": run.worst} for run in runs]
         print_json(objects[0] if len(objects) == 1 else {"runs": objects})
 
 
 def _fullest(run: Run) -> tuple[str, ...]:
-    from meshwright.report.fullest import fullest_words
-
     words = fullest_words(run)
     return (f"{words[0].upper()}{words[1:]}.",) if words else ()
 
 
-def _show_together(runs: list[Run], console: Console) -> None:
-    from meshwright.report.contest import said_about
-    from meshwright.report.contest_table import contest_tables
-
-    for table in contest_tables(runs, None):
+def show_together(runs: list[Run], epoch_steps: int | None, console: Console) -> None:
+    """What several runs show beside each other. epoch_steps: of the data, where known."""
+    for table in contest_tables(runs, epoch_steps):
         console.print(table)
     for sentence in said_about(runs):
-        console.print(sentence, highlight=False)
+        console.print(sentence)
 
 
 def _write_chrome(runs: list[Run], file: str) -> str:
-    from pathlib import Path
-
-    from meshwright.core.codec import write_whole
-    from meshwright.core.errors import InputError
-    from meshwright.report.chrome import chrome_trace
-
     if len(runs) > 1:
         raise InputError("--chrome shows one run: give one RUN_FOLDER")
     return str(write_whole(Path(file), chrome_trace(runs[0].traces)))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import typer
+from rich.progress import track
 
 from meshwright.cli.options import JsonFlag
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from meshwright.core.cluster import Facts
-    from meshwright.core.graph import Casting, Graph, Precision
-    from meshwright.interop.published import Run, Unreadable
-    from meshwright.report.score import GraphOf, Prediction
+from meshwright.core.cluster import read_facts
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.files.given_file import read_given
+from meshwright.core.graph import Casting, Graph, Precision
+from meshwright.interop.published import read_runs
+from meshwright.jobs.output import make_console, print_json
+from meshwright.planner import graphs
+from meshwright.report.accuracy import score_table, worst_table, write_section
+from meshwright.report.score import GraphOf, Prediction, by_table, predict
+from meshwright.report.score import score as score_of
 
 
 def score(
@@ -31,15 +37,15 @@ def score(
 
     Each run is predicted with constants fitted without its own table, so the errors are out of sample.
     """
-    from pathlib import Path
-
-    from meshwright.interop.published import read_runs
-    from meshwright.jobs.output import make_console, print_json
-    from meshwright.report.accuracy import write_section
-
     console = make_console(as_json)
-    predictions = _predictions(console, read_runs(runs), _facts(clusters))
-    _show(console, predictions)
+    facts = read_facts(read_given(clusters), clusters)
+    bar = track(read_runs(runs), "predicting runs", console=console, transient=True)  # captures take most of a minute
+    predictions = predict(bar, facts, _captures())
+    console.print(score_table(predictions))
+    console.print(worst_table(predictions))
+    for prediction in predictions:
+        if prediction.failure:
+            console.print(f"{prediction.run.id}: {prediction.failure}")
     if write is not None:
         command = f"meshwright score {Path(runs).name} --clusters {Path(clusters).name} --write {Path(write).name}"
         console.print(f"wrote {write_section(write, predictions, command)}")
@@ -47,33 +53,13 @@ def score(
         print_json(_as_builtins(predictions, rows))
 
 
-def _facts(path: str) -> dict[str, Facts]:
-    from meshwright.core.cluster import read_facts
-    from meshwright.core.files.given_file import read_given
-
-    return read_facts(read_given(path), path)
-
-
-def _predictions(console: Console, runs: tuple[Run | Unreadable, ...], facts: dict[str, Facts]) -> list[Prediction]:
-    """With a bar: a cold start captures every model and takes most of a minute, later ones take seconds."""
-    from rich.progress import track
-
-    from meshwright.report.score import predict
-
-    return predict(track(runs, "predicting runs", console=console, transient=True), facts, _captures())
-
-
 def _captures() -> GraphOf:
     """Every model captured once. One that cannot be says so for each of its rows."""
-    from functools import cache
-
-    from meshwright.core.errors import MeshwrightError
-    from meshwright.planner.graphs import graph_of
 
     @cache
     def attempt(model: str, precision: Precision, casting: Casting) -> Graph | MeshwrightError:
         try:
-            return graph_of(model, precision, casting)
+            return graphs.graph_of(model, precision, casting)
         except MeshwrightError as error:
             return error
 
@@ -86,22 +72,8 @@ def _captures() -> GraphOf:
     return graph
 
 
-def _show(console: Console, predictions: list[Prediction]) -> None:
-    from meshwright.report.accuracy import score_table, worst_table
-
-    console.print(score_table(predictions))
-    console.print(worst_table(predictions))
-    for prediction in predictions:
-        if prediction.failure:
-            console.print(f"{prediction.run.id}: {prediction.failure}", markup=False)
-
-
 def _as_builtins(predictions: list[Prediction], rows: bool) -> dict[str, Any]:
-    import msgspec
-
-    from meshwright.report.score import by_table, score
-
-    result: dict[str, Any] = msgspec.to_builtins(score(predictions))
+    result: dict[str, Any] = msgspec.to_builtins(score_of(predictions))
     result["by_source_table"] = msgspec.to_builtins(by_table(predictions))
     if rows:
         result["rows"] = msgspec.to_builtins(predictions)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.options import ClusterOption, JsonFlag, MemoryOption, PlanFlags, plan_flags
-from meshwright.cli.plan import PreferFastestFlag, SearchOption
-
-if TYPE_CHECKING:
-    from meshwright.report.sweep import Sweep
+from meshwright.cli import options
+from meshwright.core.codec import write_whole
+from meshwright.core.errors import InputError
+from meshwright.jobs.output import make_console, print_json, writing
+from meshwright.planner.plan import Limits, check_offload
+from meshwright.planner.subject import NamedModel
+from meshwright.planner.sweep import Axes, SweepQuestion
+from meshwright.report.sweep import Sweep, as_csv, as_rows, sweep_view
+from meshwright.report.sweep_page import sweep_page
 
 FORMATS = (".html", ".csv", ".json")
 
 
-@plan_flags
+@options.plan_flags
 def sweep(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
-    flags: PlanFlags,
-    cluster: ClusterOption = "local",
+    flags: options.PlanFlags,
+    cluster: options.ClusterOption = "local",
     hosts: Annotated[
         str | None, typer.Option("--hosts", metavar="LIST", help="Numbers of hosts: 1,2,4, or 1..8 for 1, 2, 4, 8.")
     ] = None,
@@ -32,11 +37,11 @@ def sweep(
     price: Annotated[
         float | None, typer.Option("--price", min=0, help="Money per device-hour, in any currency.")
     ] = None,
-    memory: MemoryOption = None,
-    search: SearchOption = "joint",
-    prefer_fastest: PreferFastestFlag = False,
+    memory: options.MemoryOption = None,
+    search: options.SearchOption = "joint",
+    prefer_fastest: options.PreferFastestFlag = False,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Save as .html, .csv or .json.")] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Search the best plan at each of several cluster sizes or batch sizes, to choose what to rent.
 
@@ -48,15 +53,6 @@ def sweep(
     A page to show to others:
       meshwright sweep MODEL --cluster a100-80g-selene --hosts 1,2,3,4 --price 2.0 -o sweep.html
     """
-    from pathlib import Path
-
-    from meshwright.core.errors import InputError
-    from meshwright.jobs.output import make_console, print_json, say_on
-    from meshwright.planner.limits import Limits
-    from meshwright.planner.subject import NamedModel
-    from meshwright.planner.sweep import Axes, SweepQuestion
-    from meshwright.report.sweep import sweep_view
-
     if flags.file is not None:
         raise InputError("--plan gives a whole plan, and this verb searches one at each point: leave it out")
     if output is not None and Path(output).suffix not in FORMATS:
@@ -64,28 +60,25 @@ def sweep(
     sizes = parse_list(hosts, "--hosts") if hosts is not None else []
     batches = parse_list(global_batch, "--global-batch") if global_batch is not None else []
     console = make_console(as_json)
-    limits = Limits(memory=memory, search=search, prefer_fastest=prefer_fastest)
     axes = Axes(tuple(sizes), tuple(batches))
-    asked = SweepQuestion.ask(NamedModel(model), cluster, flags.request, axes, limits, say_on(console))
+    check_offload(flags.request)
+    limits = Limits(None, memory, search, prefer_fastest)
+    asked = SweepQuestion.ask(NamedModel(model), axes.clusters(cluster, console.print), flags.request, axes, limits)
     with console.status("searching …") as status:
         found = asked.answer(
             price,
-            lambda number, count, cluster: status.update(
-                f"searching {number} of {count}: {cluster.num_devices} devices"
-            ),
+            lambda number, count, on: status.update(f"searching {number} of {count}: {on.num_devices} devices"),
         )
     console.print(sweep_view(found))
     if output is not None:
         save(found, output)
-        console.print(f"saved as {output}", highlight=False)
+        console.print(f"saved as {output}")
     if as_json:
         print_json(as_object(found))
 
 
 def parse_list(text: str, flag: str) -> list[int]:
     """`1,2,4` as it stands; `1..8` doubles: 1, 2, 4, 8; the last number is always among them."""
-    from meshwright.core.errors import InputError
-
     numbers: list[int] = []
     for part in text.split(","):
         first, dots, last = part.strip().partition("..")
@@ -105,27 +98,16 @@ def _doubling(first: int, last: int) -> list[int]:
 
 
 def save(found: Sweep, output: str) -> None:
-    from pathlib import Path
-
-    from meshwright.core.codec import write_whole
-    from meshwright.core.errors import InputError
-    from meshwright.report.sweep import as_csv, as_rows
-    from meshwright.report.sweep_page import sweep_page
-
     target = Path(output)
-    try:
+    with writing(output):
         if target.suffix == ".json":
             found.save(target)
         else:
             write_whole(target, sweep_page(found) if target.suffix == ".html" else as_csv(as_rows(found)))
-    except OSError as error:
-        raise InputError(f"{output} cannot be written: {error.strerror}") from error
 
 
 def as_object(found: Sweep) -> dict[str, Any]:
     """A sweep as one JSON object."""
-    from meshwright.report.sweep import as_rows
-
     plans = [{"plan": point.plan, "search_seconds": point.search_seconds} for point in found.points]
     rows = [{**row, "words": row["plan"], **plan} for row, plan in zip(as_rows(found), plans, strict=True)]
     return {

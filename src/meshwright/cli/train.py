@@ -6,26 +6,19 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import (
-    BackendOption,
-    DeviceOption,
-    JsonFlag,
-    MemoryOption,
-    NprocOption,
-    PlanFlags,
-    TimeoutOption,
-    plan_flags,
-)
+from meshwright.cli import options
+from meshwright.jobs.output import make_run_console
+from meshwright.jobs.train import run
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 
-@plan_flags
+@options.plan_flags
 def train(
     file: Annotated[str, typer.Argument(metavar="FILE.toml", help="Or, with --resume, the folder of a run.")],
-    flags: PlanFlags,
-    nproc: NprocOption = None,
+    flags: options.PlanFlags,
+    nproc: options.NprocOption = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps in all.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")
@@ -35,9 +28,9 @@ def train(
         typer.Option("--verify", help="With --resume: first replay one step, and compare it with what was recorded."),
     ] = False,
     out: Annotated[str | None, typer.Option("--out", help="Run folder. Default: runs/NAME.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
-    memory: MemoryOption = None,
-    timeout: TimeoutOption = None,
+    seed: options.SeedOption = None,
+    memory: options.MemoryOption = None,
+    timeout: options.TimeoutOption = None,
     restarts: Annotated[
         int | None,
         typer.Option("--restarts", min=0, help="Restart from the last checkpoint after a fault, up to N times."),
@@ -52,9 +45,9 @@ def train(
         bool,
         typer.Option("--no-check", help="Do not compare a small copy of the model with one process before the run."),
     ] = False,
-    device: DeviceOption = "auto",
-    backend: BackendOption = "auto",
-    as_json: JsonFlag = False,
+    device: options.DeviceOption = "auto",
+    backend: options.BackendOption = "auto",
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Train as FILE.toml says, on local ranks started here, or as one rank under torchrun.
 
@@ -63,9 +56,6 @@ def train(
     Ctrl-C stops within two steps, with a checkpoint; --resume goes on from it, on any number of ranks: `train FILE.toml --resume`,
     or `train --resume RUN` with the settings that the run folder holds.
     """
-    from meshwright.jobs.output import make_run_console
-    from meshwright.jobs.train import run
-
     given = {
         "nproc": nproc,
         "steps": steps,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import time
+from typing import Annotated
 
 import typer
+from rich.console import Console, Group
+from rich.live import Live
 
-if TYPE_CHECKING:
-    from rich.console import Console, Group
-
-    from meshwright.jobs.metric_lines import MetricLines
-    from meshwright.training.folder import RunFolder
+from meshwright.jobs.live_page import served_page
+from meshwright.jobs.metric_lines import MetricLines
+from meshwright.jobs.output import make_console
+from meshwright.jobs.runs import has_ended, rank_states, read_run
+from meshwright.report.live_view import live_view
+from meshwright.training.folder import RunFolder
+from meshwright.training.settings import Settings
 
 
 def watch(
@@ -28,35 +33,21 @@ def watch(
       meshwright watch runs/demo --port 8080      the same as a page, at http://localhost:8080
     The page is the report as far as it is known, and follows the run by itself. Nothing but this machine can open it.
     """
-    from meshwright.jobs.output import make_console
-    from meshwright.jobs.runs import read_run
-    from meshwright.training.folder import RunFolder
-
     run = RunFolder(folder)
     read_run(folder, is_live=True)  # what is no run is refused before anything is shown
     console = make_console(as_json=False)
     if once:
         console.print(_look(run))
-        return
-    if port is None:
+    elif port is None:
         _follow(run, console, every)
-        return
-    from meshwright.jobs.live_page import served_page
-
-    with served_page(run, port, every) as address:
-        console.print(f"the page: {address}", highlight=False)
-        _follow(run, console, every)
+    else:
+        with served_page(run, port, every) as address:
+            console.print(f"the page: {address}")
+            _follow(run, console, every)
 
 
 def _follow(folder: RunFolder, console: Console, every: float) -> None:
     """Look again and again; away from a terminal each look is printed."""
-    import time
-
-    from rich.live import Live
-
-    from meshwright.jobs.metric_lines import MetricLines
-    from meshwright.jobs.runs import has_ended
-
     lines = MetricLines(folder.metrics)
     if not console.is_terminal:
         console.print(_look(folder, lines))
@@ -68,17 +59,9 @@ def _follow(folder: RunFolder, console: Console, every: float) -> None:
             while not has_ended(folder):
                 time.sleep(every)
                 view.update(_look(folder, lines), refresh=True)
-    console.print(
-        f"the run has ended: `meshwright report {folder.path} -o report.html` shows all of it", highlight=False
-    )
+    console.print(f"the run has ended: `meshwright report {folder.path} -o report.html` shows all of it")
 
 
 def _look(folder: RunFolder, lines: MetricLines | None = None) -> Group:
-    import time
-
-    from meshwright.jobs.runs import rank_states, read_run
-    from meshwright.report.live_view import live_view
-    from meshwright.training.settings import Settings
-
     run = read_run(str(folder.path), is_live=True, lines=lines)
     return live_view(run, rank_states(folder), Settings.load(folder.settings).steps, time.time())

@@ -8,7 +8,7 @@ said so where it is on), or refused by name. `auto` leaves a part open. Batch si
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -63,7 +63,6 @@ class Used:
     """A key that is read."""
 
 
-USED = Used()
 Known = Mapping[str, "Used | Unneeded | Lacking | Known"]
 
 
@@ -136,13 +135,18 @@ class Keys:
         return found
 
 
-def unneeded(names: str, why: str) -> Iterator[tuple[str, Unneeded]]:
+def used(names: str) -> Known:
+    """Several keys that are read."""
+    return dict.fromkeys(names.split(), Used())
+
+
+def unneeded(names: str, why: str) -> Known:
     """Several keys with one reason."""
-    return ((name, Unneeded(why)) for name in names.split())
+    return dict.fromkeys(names.split(), Unneeded(why))
 
 
-def lacking(names: str, why: str) -> Iterator[tuple[str, Lacking]]:
-    return ((name, Lacking(why)) for name in names.split())
+def lacking(names: str, why: str) -> Known:
+    return dict.fromkeys(names.split(), Lacking(why))
 
 
 def foreign_plan(foreign: Foreign, flags: PlanRequest, graph: Graph, num_devices: int, cluster: str) -> Plan:

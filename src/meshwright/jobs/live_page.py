@@ -6,17 +6,20 @@ would let that page read the answer. So requests are answered only where they as
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from meshwright.jobs.metric_lines import MetricLines
-    from meshwright.report.live_view import Live
-    from meshwright.training.folder import RunFolder
+from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.jobs.metric_lines import MetricLines
+from meshwright.jobs.runs import has_ended, rank_states, read_run
+from meshwright.report.live_view import Live
+from meshwright.report.page import page
+from meshwright.training.folder import RunFolder
+from meshwright.training.settings import Settings
 
 ADDRESS = "127.0.0.1"
 NAMES = ("localhost", ADDRESS, "[::1]")
@@ -26,8 +29,6 @@ NAMES = ("localhost", ADDRESS, "[::1]")
 @contextmanager
 def served_page(folder: RunFolder, port: int, every: float) -> Iterator[str]:
     """Serve a run folder's page while the context lasts; gives its address."""
-    from meshwright.core.errors import InputError
-
     try:
         server = ThreadingHTTPServer((ADDRESS, port), _handler(folder, every))
     except OSError as error:
@@ -43,8 +44,6 @@ def served_page(folder: RunFolder, port: int, every: float) -> Iterator[str]:
 
 
 def _handler(folder: RunFolder, every: float) -> type[BaseHTTPRequestHandler]:
-    from meshwright.jobs.metric_lines import MetricLines
-
     lines = MetricLines(folder.metrics)
 
     class Handler(BaseHTTPRequestHandler):
@@ -80,10 +79,6 @@ def is_for_this_machine(hosts: list[str]) -> bool:
 
 def _answer(folder: RunFolder, every: float, lines: MetricLines) -> tuple[int, str]:
     """The page as it is now. A file that is being written may be refused for a moment: the page asks again."""
-    from meshwright.core.errors import MeshwrightError
-    from meshwright.jobs.runs import has_ended, read_run
-    from meshwright.report.page import page
-
     try:
         live = None if has_ended(folder) else _live(folder, every)  # asked first: it may end while it is read
         run = read_run(str(folder.path), is_live=True, lines=lines)
@@ -93,10 +88,4 @@ def _answer(folder: RunFolder, every: float, lines: MetricLines) -> tuple[int, s
 
 
 def _live(folder: RunFolder, every: float) -> Live:
-    import time
-
-    from meshwright.jobs.runs import rank_states
-    from meshwright.report.live_view import Live
-    from meshwright.training.settings import Settings
-
     return Live(every, tuple(rank_states(folder)), Settings.load(folder.settings).steps, time.time())

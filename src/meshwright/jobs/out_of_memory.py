@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import msgspec
 
-if TYPE_CHECKING:
-    from meshwright.core.cluster import Cluster
-    from meshwright.core.errors import OutOfMemoryError
-    from meshwright.core.estimate import Estimate
-    from meshwright.core.result import WayOut
-    from meshwright.planner.decision import Decision
-    from meshwright.training.settings import Settings
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import OutOfMemoryError
+from meshwright.core.estimate import Estimate
+from meshwright.core.result import WayOut
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.planner.decision import Decision, precision_of_run
+from meshwright.planner.graphs import both_castings
+from meshwright.searching.infeasible.suggestions import ways_out
+from meshwright.searching.problem import Problem
+from meshwright.training.optimizers import recipe_of
+from meshwright.training.settings import Settings
 
 LESS = 0.9
 """Of what the plan was predicted to need: a plan that does not need a tenth less may fail as well."""
@@ -21,9 +25,6 @@ def with_ways_out(
     error: OutOfMemoryError, settings: Settings, decision: Decision, cluster: Cluster
 ) -> OutOfMemoryError:
     """The same error, with the promise and what to do, each change with its price."""
-    from meshwright.core.errors import OutOfMemoryError
-    from meshwright.core.units import format_bytes
-
     estimate = decision.estimate
     lines = [
         str(error),
@@ -44,17 +45,11 @@ def with_ways_out(
 
 
 def _by_category(estimate: Estimate) -> str:
-    import msgspec
-
-    from meshwright.core.units import format_bytes
-
     sizes = msgspec.structs.asdict(estimate.memory_bytes).items()
     return ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in sizes if size)
 
 
 def _way(way: WayOut, cluster: Cluster) -> str:
-    from meshwright.core.units import format_bytes, format_seconds
-
     hosts = f", --hosts {way.num_hosts}" if way.num_hosts != cluster.num_hosts else ""
     return (
         f"{way.words}: {format_bytes(way.saved_bytes)} less per device, {way.slower_share:+.0%} time "
@@ -64,12 +59,6 @@ def _way(way: WayOut, cluster: Cluster) -> str:
 
 def ways_out_of(settings: Settings, decision: Decision, cluster: Cluster) -> tuple[WayOut, ...]:
     """Changes of the plan that ran, costed against a budget that it would not have fitted."""
-    from meshwright.planner.decision import precision_of_run
-    from meshwright.planner.graphs import both_castings
-    from meshwright.searching.infeasible.suggestions import ways_out
-    from meshwright.searching.problem import Problem
-    from meshwright.training.optimizers import recipe_of
-
     graph, other = both_castings(settings.model, precision_of_run(settings))
     problem = Problem(
         graph=graph,

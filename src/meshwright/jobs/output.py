@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from errno import EAGAIN, EDQUOT, ENOSPC
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+
+import msgspec
+
+from meshwright.core.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
-
 
 PASSING = (EAGAIN, EDQUOT, ENOSPC)
 """Errors of a stream that may take text again later."""
@@ -71,29 +75,34 @@ def make_console(as_json: bool) -> Console:
 
     Away from a terminal tables are as wide as they need: a log file has no edge.
     """
-    from rich.console import Console
-
     stream = sys.stderr if as_json else sys.stdout
     is_terminal = stream is not None and stream.isatty()
-    return Console(file=stream, width=None if is_terminal else 140, markup=False)  # texts of others have brackets
+    return _console(stream, None if is_terminal else 140)
 
 
 def make_run_console(as_json: bool, *, quiet: bool = False, force_terminal: bool | None = None) -> Console:
     """The console of a run, of its launcher and its ranks: the run does not end with its terminal."""
-    from rich.console import Console
-
     stream = LastingStream(sys.stderr if as_json else sys.stdout)
     width = None if stream.isatty() or force_terminal else 140
     file = cast("IO[str]", stream)  # all of it that a console uses
-    return Console(file=file, width=width, force_terminal=force_terminal, quiet=quiet, markup=False)
+    return _console(file, width, quiet, force_terminal)
 
 
-def say_on(console: Console) -> Callable[[str], None]:
-    """Lines about work that takes long."""
-    return lambda words: console.print(words, highlight=False)
+def _console(file: IO[str], width: int | None, quiet: bool = False, force_terminal: bool | None = None) -> Console:
+    """Texts of others have brackets, which are no markup."""
+    from rich.console import Console
+
+    return Console(file=file, width=width, quiet=quiet, force_terminal=force_terminal, markup=False, highlight=False)
+
+
+@contextmanager
+def writing(file: str | Path, what_to_do: str = "") -> Iterator[None]:
+    """A file that cannot be written is refused in words."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror}{what_to_do}") from error
 
 
 def print_json(value: Any) -> None:
-    import msgspec
-
     print(msgspec.json.encode(value).decode(), flush=True)

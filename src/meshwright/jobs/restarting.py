@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from rich.console import Console
 
 from meshwright.core.axes import AXES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.console import Console
-
-    from meshwright.core.cluster import Cluster
-    from meshwright.core.plan import Plan
-    from meshwright.core.request import PlanRequest
-    from meshwright.core.run.fault import Fault
-    from meshwright.planner.decision import Decision
-    from meshwright.runtime.restarts import Attempt
-    from meshwright.training.folder import RunFolder
-    from meshwright.training.settings import Settings
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import InfeasibleError, PlanError
+from meshwright.core.plan import Plan
+from meshwright.core.request import PlanRequest
+from meshwright.core.result import describe
+from meshwright.core.run.fault import Fault
+from meshwright.jobs.layout import write_plan
+from meshwright.planner.decision import Decision, decide, precision_of_run
+from meshwright.planner.graphs import both_castings
+from meshwright.runtime.restarts import Attempt
+from meshwright.training.company import mend
+from meshwright.training.folder import RunFolder
+from meshwright.training.kept import clear_left, latest, step_of
+from meshwright.training.places import places_of
+from meshwright.training.settings import Settings
 
 LOSING = ("killed", "hung", "lost", "corrupt")
 """Faults after which a rank may be done without."""
@@ -34,16 +41,9 @@ class Restarting:
         self.num_restarts = 0
 
     def next_attempt(self, fault: Fault, attempt: Attempt) -> Attempt:
-        from functools import partial
-
-        from meshwright.runtime.restarts import Attempt
-        from meshwright.training.company import mend
-        from meshwright.training.folder import RunFolder
-        from meshwright.training.kept import clear_left
-
         folder = RunFolder(attempt.payload["folder"])
         self.num_restarts = attempt.number + 1
-        mend(folder, partial(self.console.print, highlight=False, markup=False))
+        mend(folder, self.console.print)
         num_ranks = self._num_ranks(fault, attempt, folder)
         clear_left(folder.checkpoints)
         step = resumable_step(folder)
@@ -52,48 +52,30 @@ class Restarting:
         return Attempt({**attempt.payload, "resume": step > 0}, num_ranks, self.num_restarts)
 
     def _num_ranks(self, fault: Fault, attempt: Attempt, folder: RunFolder) -> int:
-        from meshwright.jobs.layout import write_plan
-
         if self.settings.faults.ranks == "same" or fault.kind not in LOSING or attempt.num_ranks == 1:
             return attempt.num_ranks
-        lost = (
-            len(fault.ranks) if len(fault.ranks) < attempt.num_ranks else 1
-        )  # all lost a link: one of them is to blame
+        all_lost_a_link = len(fault.ranks) == attempt.num_ranks  # one of them is to blame
+        lost = 1 if all_lost_a_link else len(fault.ranks)
         self.settings, self.decision = replan(self.settings, attempt.num_ranks - lost, folder)
         write_plan(folder, self.settings, self.decision)
         return self.decision.plan.world
 
     def _say(self, fault: Fault, num_ranks: int, step: int) -> None:
-        from meshwright.core.result import describe
-
         ranks = "1 rank goes" if num_ranks == 1 else f"{num_ranks} ranks go"
         on = f"on from step {step}" if step else "from the beginning: there is no checkpoint yet"
         plan = f"; plan: {describe(self.decision.plan)}" if num_ranks != fault.num_ranks else ""
-        self.console.print(f"fault: {fault.words}", highlight=False, markup=False)
-        self.console.print(
-            f"restart {self.num_restarts} of {self.settings.faults.restarts}: {ranks} {on}{plan}",
-            highlight=False,
-            markup=False,
-        )
+        self.console.print(f"fault: {fault.words}")
+        self.console.print(f"restart {self.num_restarts} of {self.settings.faults.restarts}: {ranks} {on}{plan}")
 
 
 def resumable_step(folder: RunFolder) -> int:
     """Of the newest whole checkpoint; 0 where there is none."""
-    from meshwright.training.checkpoint import latest
-    from meshwright.training.kept import step_of
-    from meshwright.training.places import places_of
-
     newest = latest(places_of(folder))
     return step_of(newest) if newest is not None else 0
 
 
 def note(folder: RunFolder, fault: Fault, restart: int, num_ranks: int, step: int) -> None:
     """One line a fault. A disk that is full loses the line, not the run."""
-    import json
-    from contextlib import suppress
-
-    import msgspec
-
     line: dict[str, Any] = {
         "restart": restart, "resumed_step": step, "resumed_ranks": num_ranks, **msgspec.to_builtins(fault),
     }  # fmt: skip
@@ -106,12 +88,6 @@ def replan(settings: Settings, num_ranks: int, folder: RunFolder) -> tuple[Setti
 
     What was asked for is kept as long as it suits them.
     """
-    from meshwright.core.cluster import Cluster
-    from meshwright.core.errors import InfeasibleError, PlanError
-    from meshwright.core.plan import Plan
-    from meshwright.planner.decision import decide, precision_of_run
-    from meshwright.planner.graphs import both_castings
-
     graphs = both_castings(settings.model, precision_of_run(settings))
     cluster: Cluster = Cluster.load(folder.cluster)
     before = Plan.load(folder.plan)
@@ -127,8 +103,6 @@ def replan(settings: Settings, num_ranks: int, folder: RunFolder) -> tuple[Setti
 
 def wishes(settings: Settings, before: Plan, world: int) -> Iterator[Settings]:
     """As asked; then with degrees left open; then searched."""
-    import msgspec
-
     asked = _request(settings, before)
     free = msgspec.structs.replace(asked, **dict.fromkeys(LAID))
     base = msgspec.structs.replace(settings, nproc=world, plan_file=None)
@@ -140,8 +114,6 @@ def wishes(settings: Settings, before: Plan, world: int) -> Iterator[Settings]:
 
 def _request(settings: Settings, before: Plan) -> PlanRequest:
     """What the run was asked for; of a plan file, what does not depend on the number of ranks."""
-    from meshwright.core.request import PlanRequest
-
     batch = PlanRequest(global_batch=before.global_batch)
     if settings.plan_file is None:
         return settings.plan.updated(batch)

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-    from typing import TypeVar
+from meshwright.core.cluster import Cluster
+from meshwright.core.codec import Value, write_whole
+from meshwright.core.errors import InputError
+from meshwright.core.estimate import Estimate
+from meshwright.core.files.given_file import read_given
+from meshwright.core.plan import Plan
+from meshwright.core.result import SearchResult
+from meshwright.core.run.fault import RankState
+from meshwright.core.run.trace import Forecast, Trace
+from meshwright.cost.forecast import forecast
+from meshwright.jobs.metric_lines import MetricLines
+from meshwright.jobs.output import writing
+from meshwright.planner.plan import PlanQuestion
+from meshwright.report.contest import said_about
+from meshwright.report.page import page
+from meshwright.report.run import Run
+from meshwright.training.folder import RunFolder
 
-    from meshwright.core.codec import Value
-    from meshwright.core.result import SearchResult
-    from meshwright.core.run.fault import RankState
-    from meshwright.core.run.trace import Trace
-    from meshwright.jobs.metric_lines import MetricLines
-    from meshwright.planner.plan import PlanQuestion
-    from meshwright.report.run import Run
-    from meshwright.training.folder import RunFolder
-
-    V = TypeVar("V", bound=Value)
+V = TypeVar("V", bound=Value)
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
     """All that the folders know; names are the shortest that tell them apart. A folder of a comparison stands for its runs."""
-    from pathlib import Path
-
-    from meshwright.core.errors import InputError
-
     given = [Path(folder) for folder in folders]
     whole = [path.resolve() for path in given]
     repeated = next((path for place, path in enumerate(whole) if path in whole[:place]), None)
@@ -66,24 +69,11 @@ def _compared(folder: Path) -> list[Run]:
 
 def together(runs: Sequence[Run]) -> Run:
     """Repeats as one: all their steps count, the last one's trace is shown."""
-    from dataclasses import replace
-
     return replace(runs[-1], repeats=tuple(run.own_seconds for run in runs[:-1]))
 
 
 def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricLines | None = None) -> Run:
     """A run folder. is_live: the run may still go on, and has no trace yet. lines: of its metrics, of who looks again and again."""
-    from meshwright.core.cluster import Cluster
-    from meshwright.core.errors import InputError
-    from meshwright.core.estimate import Estimate
-    from meshwright.core.files.given_file import read_given
-    from meshwright.core.plan import Plan
-    from meshwright.core.result import SearchResult
-    from meshwright.core.run.trace import Forecast
-    from meshwright.jobs.metric_lines import MetricLines
-    from meshwright.report.run import Run
-    from meshwright.training.folder import RunFolder
-
     folder = RunFolder(path)
     if not folder.settings.exists():
         raise InputError(
@@ -101,9 +91,9 @@ def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricL
         name=name or folder.path.name,
         plan=plan,
         estimate=_read(Estimate, folder.estimate),
-        cluster=_read(Cluster, folder.cluster) if folder.cluster.exists() else None,
-        forecast=_read(Forecast, folder.forecast) if folder.forecast.exists() else None,
-        result=_read(SearchResult, folder.search) if folder.search.exists() else None,
+        cluster=_read_if_there(Cluster, folder.cluster),
+        forecast=_read_if_there(Forecast, folder.forecast),
+        result=_read_if_there(SearchResult, folder.search),
         traces=traces,
         metrics=(lines or MetricLines(folder.metrics)).read(),
         settings=read_given(folder.settings),
@@ -112,8 +102,6 @@ def read_run(path: str, name: str = "", *, is_live: bool = False, lines: MetricL
 
 
 def rank_states(folder: RunFolder) -> list[RankState]:
-    from meshwright.core.run.fault import RankState
-
     return [RankState.load(file) for file in sorted(folder.live.glob("rank-*.json"))]
 
 
@@ -126,9 +114,6 @@ def has_ended(folder: RunFolder) -> bool:
 
 def planned_run(result: SearchResult, asked: PlanQuestion) -> Run:
     """A search that nothing has run of yet."""
-    from meshwright.cost.forecast import forecast
-    from meshwright.report.run import Run
-
     plan, cluster = result.plan, asked.cluster
     return Run(
         name=f"{plan.model or 'a model'}, planned",
@@ -142,8 +127,6 @@ def planned_run(result: SearchResult, asked: PlanQuestion) -> Run:
 
 def check_comparable(runs: Sequence[Run]) -> None:
     """Runs of different models say nothing about each other."""
-    from meshwright.core.errors import InputError
-
     first = runs[0]
     for other in runs[1:]:
         if other.plan.graph != first.plan.graph:
@@ -155,27 +138,15 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 def write_page(runs: Sequence[Run], file: str) -> Path:
     """One file; of several runs with what they say together."""
-    from pathlib import Path
-
-    from meshwright.core.codec import write_whole
-    from meshwright.core.errors import InputError
-    from meshwright.report.contest import said_about
-    from meshwright.report.page import page
-
     if not file.endswith((".html", ".htm")):
         raise InputError(f"{file}: a report is an .html file")
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs of {runs[0].plan.model or 'one model'}"
-    try:
+    with writing(file):
         return write_whole(Path(file), page(runs, title, said=said_about(runs) if len(runs) > 1 else ()))
-    except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _traces(folder: RunFolder, plan: str) -> tuple[Trace, ...]:
     """Of every rank where the run left them, else of the one rank that is known; of a run that goes on, its last sampled step."""
-    from meshwright.core.errors import InputError
-    from meshwright.core.run.trace import Trace
-
     if not folder.trace.exists():
         so_far = (_read(Trace, file) for file in sorted(folder.live.glob("sample-*.json")))
         return tuple(trace for trace in so_far if trace.plan == plan)
@@ -191,14 +162,16 @@ def _traces(folder: RunFolder, plan: str) -> tuple[Trace, ...]:
 
 
 def _read(kind: type[V], path: Path) -> V:
-    from meshwright.core.errors import InputError
-
     try:
         return kind.load(path)
     except InputError as error:
         raise InputError(
             f"{error}; restore the file, read it with the version that wrote it, or train again with --out FOLDER"
         ) from error
+
+
+def _read_if_there(kind: type[V], path: Path) -> V | None:
+    return _read(kind, path) if path.exists() else None
 
 
 def _remark(folder: RunFolder, traces: tuple[Trace, ...]) -> str:

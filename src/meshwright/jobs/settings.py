@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+import msgspec
+from rich.console import Console
 
-    from meshwright.core.request import PlanRequest
-    from meshwright.training.folder import RunFolder
-    from meshwright.training.settings import FaultSettings, Settings
-
+from meshwright.core.errors import InputError
+from meshwright.core.plan import Plan
+from meshwright.core.request import PlanRequest
+from meshwright.core.units import parse_bytes
+from meshwright.planner.clusters import check_device
+from meshwright.training.company import damages, mend
+from meshwright.training.folder import RunFolder
+from meshwright.training.kept import latest
+from meshwright.training.lock import RunLock
+from meshwright.training.places import places_of
+from meshwright.training.settings import FaultSettings, Settings
 
 DECIDING = (
     "model",
@@ -28,28 +35,14 @@ DECIDING = (
 """Settings that a plan depends on, beside what is asked of the plan itself."""
 
 
-def check_verify(resume: bool, verify: bool) -> None:
-    from meshwright.core.errors import InputError
-
-    if verify and not resume:
-        raise InputError("--verify compares a resumed run with what was recorded: give --resume too")
-
-
 def read_settings(
     file: str, request: PlanRequest, plan_file: str | None, given: dict[str, Any], resume: bool = False
 ) -> Settings:
     """The file, with what the caller says put over it. To resume, a run folder will do: it holds its settings."""
-    import msgspec
-
-    from meshwright.core.errors import InputError, check_choice
-    from meshwright.core.request import PlanRequest
-    from meshwright.core.units import parse_bytes
-
     if Path(file).is_dir() or (resume and not file.endswith(".toml")):
         file, given = _in_run_folder(file, given, resume)
     settings = load_settings(file)
-    check_choice("--device", given["device"], ("auto", "cpu", "cuda"))
-    check_choice("--backend", given["backend"], ("auto", "gloo", "nccl"))
+    check_device(given["device"], given["backend"])
     plain = ("nproc", "steps", "out", "seed", "timeout", "find_nan", "check")
     changes = {name: value for name in plain if (value := given[name]) is not None}
     changes |= {name: given[name] for name in ("device", "backend") if given[name] != "auto"}
@@ -68,22 +61,13 @@ def read_settings(
 
 def put_right(file: str, out: str | None, console: Console) -> None:
     """Damaged files beside whole checkpoints, before a run is resumed. Nothing is touched where nothing is damaged."""
-    from functools import partial
-
-    from meshwright.training.company import damages, mend
-    from meshwright.training.folder import RunFolder
-    from meshwright.training.lock import RunLock
-
     folder = RunFolder(out or (load_settings(file).folder if file.endswith(".toml") else file))
     if damages(folder):
         with RunLock(folder.path):
-            mend(folder, partial(console.print, highlight=False, markup=False))
+            mend(folder, console.print)
 
 
 def load_settings(file: str) -> Settings:
-    from meshwright.core.errors import InputError
-    from meshwright.training.settings import Settings
-
     if not file.endswith(".toml"):
         raise InputError(f"{file}: settings are read from a .toml file; see examples/")
     return Settings.load(file)
@@ -91,9 +75,6 @@ def load_settings(file: str) -> Settings:
 
 def _in_run_folder(path: str, given: dict[str, Any], resume: bool) -> tuple[str, dict[str, Any]]:
     """The settings of a run, and that folder as where it goes on."""
-    from meshwright.core.errors import InputError
-    from meshwright.training.folder import RunFolder
-
     folder = RunFolder(path)
     if not folder.path.is_dir():
         raise InputError(f"{path}: no such run folder: give the one that --out named, or runs/NAME")
@@ -108,13 +89,6 @@ def _in_run_folder(path: str, given: dict[str, Any], resume: bool) -> tuple[str,
 
 def with_plan_of_before(settings: Settings, world: int) -> Settings:
     """Where nothing that decides a plan has changed, the plan of before: to search again might find another."""
-    import msgspec
-
-    from meshwright.core.plan import Plan
-    from meshwright.core.request import PlanRequest
-    from meshwright.training.folder import RunFolder
-    from meshwright.training.settings import Settings
-
     folder = RunFolder(settings.folder)
     if settings.plan_file is not None or not folder.plan.exists():
         return settings
@@ -125,10 +99,6 @@ def with_plan_of_before(settings: Settings, world: int) -> Settings:
 
 
 def _with_restarts(faults: FaultSettings, restarts: int | None, fewer_ranks: bool | None) -> FaultSettings:
-    import msgspec
-
-    from meshwright.core.errors import InputError
-
     changes: dict[str, Any] = {} if restarts is None else {"restarts": restarts}
     found = msgspec.structs.replace(faults, **changes, **({"ranks": "fewer"} if fewer_ranks else {}))
     if fewer_ranks and not found.restarts:
@@ -138,15 +108,6 @@ def _with_restarts(faults: FaultSettings, restarts: int | None, fewer_ranks: boo
 
 def as_before(settings: Settings) -> Settings:
     """What a resumed run must not change by itself: a global batch that nobody fixed would follow the number of ranks."""
-    import msgspec
-
-    from meshwright.core.errors import InputError
-    from meshwright.core.plan import Plan
-    from meshwright.core.request import PlanRequest
-    from meshwright.training.checkpoint import latest
-    from meshwright.training.folder import RunFolder
-    from meshwright.training.places import places_of
-
     folder = RunFolder(settings.folder)
     if not folder.settings.exists() or latest(places_of(folder)) is None:
         raise InputError(f"{folder.path} holds no checkpoint to resume from: start it without --resume")
@@ -159,10 +120,6 @@ def as_before(settings: Settings) -> Settings:
 
 def _where_before(settings: Settings, folder: RunFolder) -> Settings:
     """Checkpoints may lie in the second place that the run had: it keeps it, unless it is given another."""
-    import msgspec
-
-    from meshwright.training.settings import Settings
-
     elsewhere = Settings.load(folder.settings).checkpoint.elsewhere
     if settings.checkpoint.elsewhere is not None or elsewhere is None:
         return settings

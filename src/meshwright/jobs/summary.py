@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
 
 from meshwright.core.codec import Value
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.console import Console
-
-    from meshwright.planner.decision import Decision
-    from meshwright.training.folder import RunFolder
-    from meshwright.training.settings import Settings
+from meshwright.core.estimate import Estimate
+from meshwright.core.plan import Plan
+from meshwright.core.run.trace import Trace
+from meshwright.jobs.output import print_json
+from meshwright.planner.decision import Decision
+from meshwright.report.tables import comparison_table
+from meshwright.training.folder import RunFolder
+from meshwright.training.kept import latest, step_of
+from meshwright.training.manifest import DamagedError
+from meshwright.training.metrics import dropped_tokens, last_values
+from meshwright.training.places import places_of
+from meshwright.training.position import read_progress
+from meshwright.training.run_id import check_same_run, read_id
+from meshwright.training.settings import Settings
 
 
 class RunSummary(Value, kw_only=True):
@@ -43,43 +51,13 @@ class RunSummary(Value, kw_only=True):
 
 def show_summary(
     settings: Settings, decision: Decision, summary: dict[str, Any], console: Console, as_json: bool
-) -> None:
-    """Predicted against measured, and where everything is."""
-    from meshwright.core.run.trace import Trace
-    from meshwright.jobs.output import print_json
-    from meshwright.report.tables import comparison_table
-    from meshwright.training.folder import RunFolder
-    from meshwright.training.metrics import dropped_tokens
-
-    folder = RunFolder(settings.folder)
-    if folder.trace.exists():
-        console.print(comparison_table(decision.estimate, Trace.load(folder.trace)))
-    for line in _lines(folder, summary, *dropped_tokens(folder.metrics)):
-        console.print(line, highlight=False)
-    if as_json:
-        print_json(figures(settings, decision, summary))
-
-
-def _lines(folder: RunFolder, summary: dict[str, Any], dropped: int, routed: int) -> Iterator[str]:
-    ended = f"stopped after {summary['num_steps']} steps: {summary['stopped']}" if summary["stopped"] else "done"
-    yield f"{ended}; loss {summary['loss']:.4f}; everything is in {folder.path}"
-    if routed:
-        yield f"experts had no room for {dropped} of {routed} choices ({dropped / routed:.1%})"
-    if summary["stopped"]:
-        yield "its checkpoint is whole: the same command with --resume goes on from it"
-
-
-def figures(settings: Settings, decision: Decision, summary: dict[str, Any]) -> RunSummary:
-    """What the run came to, with what was promised."""
-    from meshwright.core.run.trace import Trace
-    from meshwright.training.folder import RunFolder
-    from meshwright.training.metrics import dropped_tokens
-
+) -> RunSummary:
+    """Predicted against measured, and where everything is. summary: what the ranks told."""
     folder = RunFolder(settings.folder)
     trace = Trace.load(folder.trace) if folder.trace.exists() else None
     dropped, routed = dropped_tokens(folder.metrics)
-    return RunSummary(
-        loss=summary["loss"],
+    found = RunSummary(
+        **{"restarts": 0, **summary},
         step_seconds=trace.step_seconds if trace else None,
         tokens_per_second=trace.tokens_per_second if trace else None,
         predicted_step_seconds=decision.estimate.step_seconds,
@@ -87,43 +65,37 @@ def figures(settings: Settings, decision: Decision, summary: dict[str, Any]) -> 
         measured_peak_bytes=trace.peak_bytes if trace else None,
         dropped_tokens=dropped,
         dropped_share=dropped / routed if routed else 0.0,
-        validation_loss=summary["validation_loss"],
-        num_steps=summary["num_steps"],
-        stopped=summary["stopped"],
-        interrupted=summary.get("interrupted", False),
-        restarts=summary.get("restarts", 0),
-        checkpoint=summary["checkpoint"],
         run_folder=str(folder.path),
     )
+    if trace is not None:
+        console.print(comparison_table(decision.estimate, trace))
+    for line in _lines(found, routed):
+        console.print(line)
+    if as_json:
+        print_json(found)
+    return found
 
 
-def show_again(settings: Settings, console: Console, as_json: bool) -> Decision | None:
+def _lines(found: RunSummary, routed: int) -> Iterator[str]:
+    ended = f"stopped after {found.num_steps} steps: {found.stopped}" if found.stopped else "done"
+    yield f"{ended}; loss {found.loss:.4f}; everything is in {found.run_folder}"
+    if routed:
+        yield f"experts had no room for {found.dropped_tokens} of {routed} choices ({found.dropped_share:.1%})"
+    if found.stopped:
+        yield "its checkpoint is whole: the same command with --resume goes on from it"
+
+
+def show_again(settings: Settings, console: Console, as_json: bool) -> RunSummary | None:
     """A run that has all its steps is shown again, not run again."""
-    found = done_before(settings)
+    found = _done_before(settings)
     if found is None:
         return None
-    decision, summary = found
-    console.print(
-        f"{settings.folder} has all its {settings.steps} steps already: give more with --steps", highlight=False
-    )
-    show_summary(settings, decision, summary, console, as_json)
-    return decision
+    console.print(f"{settings.folder} has all its {settings.steps} steps already: give more with --steps")
+    return show_summary(settings, *found, console, as_json)
 
 
-def done_before(settings: Settings) -> tuple[Decision, dict[str, Any]] | None:
+def _done_before(settings: Settings) -> tuple[Decision, dict[str, Any]] | None:
     """Of a run that has all its steps. Files that are gone are made by running it, without a step."""
-    from meshwright.core.estimate import Estimate
-    from meshwright.core.plan import Plan
-    from meshwright.planner.decision import Decision
-    from meshwright.training.checkpoint import latest
-    from meshwright.training.folder import RunFolder
-    from meshwright.training.kept import step_of
-    from meshwright.training.manifest import DamagedError
-    from meshwright.training.metrics import last_values
-    from meshwright.training.places import places_of
-    from meshwright.training.position import read_progress
-    from meshwright.training.run_id import check_same_run, read_id
-
     folder = RunFolder(settings.folder)
     newest = latest(places_of(folder))
     needed = (folder.trace, folder.metrics, folder.plan, folder.estimate)

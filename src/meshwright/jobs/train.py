@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
+from rich.console import Console
+
+from meshwright.core.errors import InputError
 from meshwright.core.request import PlanRequest
+from meshwright.jobs.output import make_run_console
+from meshwright.jobs.ready import OF_TRAINING, ready_ranks
+from meshwright.jobs.settings import as_before, put_right, read_settings
 from meshwright.jobs.summary import RunSummary
 from meshwright.planner.flags import PlanFlags, request_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from meshwright.runtime.rank import started_by_launcher
 
 
 def train(
@@ -44,8 +48,6 @@ def train(
     every plan flag (as of `mw.plan`); plan is a plan file. quiet: no progress on standard error. Under torchrun the process is
     one rank of the run, and ends with it. Raises what the command would say.
     """
-    from meshwright.jobs.output import make_run_console
-
     given = {
         "nproc": nproc, "steps": steps, "out": None if out is None else fspath(out), "seed": seed, "memory": memory,
         "timeout": timeout, "restarts": restarts, "fewer_ranks": fewer_ranks or None, "find_nan": find_nan or None,
@@ -70,14 +72,8 @@ def run(
 ) -> RunSummary:
     """given: what the caller says over the file. On a rank that a launcher started it does not return: the rank leaves when the run
     is done."""
-    from meshwright.jobs.launched import join_launched
-    from meshwright.jobs.local import run_ranks
-    from meshwright.jobs.ready import OF_TRAINING, ready_ranks
-    from meshwright.jobs.settings import as_before, check_verify, put_right, read_settings
-    from meshwright.jobs.summary import done_before, figures, show_summary
-    from meshwright.runtime.rank import started_by_launcher
-
-    check_verify(resume, verify)
+    if verify and not resume:
+        raise InputError("--verify compares a resumed run with what was recorded: give --resume too")
     is_rank = started_by_launcher()
     if resume and not is_rank:
         put_right(file, given["out"], console)
@@ -85,12 +81,10 @@ def run(
     if resume:
         settings = as_before(settings)
     if is_rank:
+        from meshwright.jobs.launched import join_launched
+
         join_launched(settings, resume, console, as_json, verify)
     with ready_ranks(OF_TRAINING, settings.model):
-        summary, decision = run_ranks(settings, resume, console, as_json, quiet=quiet, verify=verify)
-    if summary is not None:
-        show_summary(settings, decision, summary, console, as_json)
-    elif (done := done_before(settings)) is not None:  # nothing was left to do, and that was said
-        decision, summary = done
-    assert summary is not None
-    return figures(settings, decision, summary)
+        from meshwright.jobs.local import run_ranks  # brings torch, as the ranks are to have it
+
+        return run_ranks(settings, resume, console, as_json, quiet=quiet, verify=verify)

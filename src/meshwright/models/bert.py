@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -48,8 +49,23 @@ class Embedding(nn.Module):
         return self.dropout(self.norm(self.token(input_ids) + self.position(positions) + self.kind(kinds)))
 
 
+class Widths(Protocol):
+    """What attention and MLP need to know of a transformer."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def mlp(self) -> int: ...
+    @property
+    def dropout(self) -> float: ...
+
+
 class Attention(nn.Module):
-    def __init__(self, options: BERTOptions) -> None:
+    """Every position sees every other, or those that a mask leaves it. ViT has the same, GPT a causal one."""
+
+    def __init__(self, options: Widths) -> None:
         super().__init__()
         self.heads = options.heads
         self.dropout = options.dropout
@@ -58,11 +74,13 @@ class Attention(nn.Module):
         self.value = nn.Linear(options.hidden, options.hidden)
         self.output = nn.Linear(options.hidden, options.hidden)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         query, key, value = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
+        return self.output(self.mix(query, key, value, mask).transpose(1, 2).flatten(2))
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """[batch, seq, hidden] → [batch, heads, seq, hidden / heads]"""
@@ -70,7 +88,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, options: BERTOptions) -> None:
+    def __init__(self, options: Widths) -> None:
         super().__init__()
         self.expand = nn.Linear(options.hidden, options.mlp * options.hidden)
         self.contract = nn.Linear(options.mlp * options.hidden, options.hidden)

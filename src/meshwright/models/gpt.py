@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models import bert
+from meshwright.models.bert import MLP
+
 ATTENTIONS = ("sdpa", "eager")
 
 
@@ -33,23 +36,16 @@ class GPTOptions:
             raise ValueError(f"hidden={self.hidden} does not divide into heads={self.heads}")
 
 
-class Attention(nn.Module):
+class Attention(bert.Attention):
+    """A position sees those before it."""
+
     def __init__(self, options: GPTOptions) -> None:
-        super().__init__()
-        self.heads = options.heads
-        self.dropout = options.dropout
+        super().__init__(options)
         self.eager = options.attention == "eager"
-        self.query = nn.Linear(options.hidden, options.hidden)
-        self.key = nn.Linear(options.hidden, options.hidden)
-        self.value = nn.Linear(options.hidden, options.hidden)
-        self.output = nn.Linear(options.hidden, options.hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
-        mixed = self.mix_eagerly(query, key, value) if self.eager else self.mix(query, key, value)
-        return self.output(mixed.transpose(1, 2).flatten(2))
-
-    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if self.eager:
+            return self.mix_eagerly(query, key, value)
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 
@@ -59,20 +55,6 @@ class Attention(nn.Module):
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
         return F.dropout(weights, self.dropout, self.training) @ value
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """[batch, seq, hidden] → [batch, heads, seq, hidden / heads]"""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-
-class MLP(nn.Module):
-    def __init__(self, options: GPTOptions) -> None:
-        super().__init__()
-        self.expand = nn.Linear(options.hidden, options.mlp * options.hidden)
-        self.contract = nn.Linear(options.mlp * options.hidden, options.hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.contract(F.gelu(self.expand(x)))
 
 
 class Block(nn.Module):
@@ -87,6 +69,14 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+def initialise_plainly(module: nn.Module) -> None:
+    """Normal with deviation 0.02, biases zero."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
 
 
 class GPT(nn.Module):
@@ -104,10 +94,7 @@ class GPT(nn.Module):
 
     def initialise(self, module: nn.Module) -> None:
         """GPT-2's: normal with deviation 0.02, smaller on the way back into the residual stream, biases zero."""
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        initialise_plainly(module)
         if isinstance(module, Block):
             for project in (module.attention.output, module.mlp.contract):
                 nn.init.normal_(project.weight, std=0.02 / (2 * self.options.layers) ** 0.5)

@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models.gpt import MLP, Attention, GPTOptions
+from meshwright.models.bert import MLP
+from meshwright.models.gpt import Attention, GPTOptions, initialise_plainly
 from meshwright.models.objective import Batch, Objective, default_count, default_loss, widened
 
 
@@ -182,10 +183,7 @@ class MoEGPT(nn.Module):
     def initialise(self, module: nn.Module) -> None:
         """GPT-2's: normal with deviation 0.02, smaller on the way back into the residual stream, biases zero."""
         smaller = 0.02 / (2 * self.options.layers) ** 0.5
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        initialise_plainly(module)
         if isinstance(module, Attention):
             nn.init.normal_(module.output.weight, std=smaller)
         if isinstance(module, MLP):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from meshwright.models.bert import MLP, Attention
 
 NORM_EPSILON = 1e-6
 
@@ -49,37 +50,6 @@ class Embedding(nn.Module):
     def forward(self, pixel_values: Tensor) -> Tensor:
         patches = self.patch(pixel_values).flatten(2).transpose(1, 2)
         return torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1) + self.position
-
-
-class Attention(nn.Module):
-    def __init__(self, options: ViTOptions) -> None:
-        super().__init__()
-        self.heads = options.heads
-        self.dropout = options.dropout
-        self.query = nn.Linear(options.hidden, options.hidden)
-        self.key = nn.Linear(options.hidden, options.hidden)
-        self.value = nn.Linear(options.hidden, options.hidden)
-        self.output = nn.Linear(options.hidden, options.hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
-        return self.output(mixed.transpose(1, 2).flatten(2))
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """[batch, patches, hidden] → [batch, heads, patches, hidden / heads]"""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-
-class MLP(nn.Module):
-    def __init__(self, options: ViTOptions) -> None:
-        super().__init__()
-        self.expand = nn.Linear(options.hidden, options.mlp * options.hidden)
-        self.contract = nn.Linear(options.mlp * options.hidden, options.hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.contract(F.gelu(self.expand(x)))
 
 
 class Block(nn.Module):

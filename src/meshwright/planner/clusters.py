@@ -54,14 +54,19 @@ def find_cluster(
     return Cluster.named(name, hosts)
 
 
+def check_device(device: str, backend: str) -> None:
+    """Where ranks run, and how they talk to each other."""
+    check_choice("--device", device, ("auto", "cpu", "cuda"))
+    check_choice("--backend", backend, ("auto", "gloo", "nccl"))
+
+
 def probed(nproc: int | None, device: str, backend: str, fresh: bool = False, say: Say = silent) -> Cluster:
     """This machine, measured now or before."""
     from meshwright.measure.others import BUSY_SHARE
     from meshwright.measure.probe import default_num_ranks, probe
     from meshwright.runtime.launch import check_num_ranks
 
-    check_choice("--device", device, ("auto", "cpu", "cuda"))
-    check_choice("--backend", backend, ("auto", "gloo", "nccl"))
+    check_device(device, backend)
     num_ranks = nproc if nproc is not None else default_num_ranks(device)  # type: ignore[arg-type]
     check_num_ranks(num_ranks)
     ranks = f"{num_ranks} ranks at once" if num_ranks > 1 else "one rank"

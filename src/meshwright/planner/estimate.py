@@ -13,16 +13,16 @@ from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan, casting_of, stores_16_bits
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
+from meshwright.cost.estimate import check_memory_of_all
+from meshwright.cost.estimate import estimate as estimate_plan
 from meshwright.planner.clusters import LOCAL, Say, asked_cluster, budget_of, silent
 from meshwright.planner.flags import PlanFlags, request_of
-from meshwright.planner.limits import NO_LIMITS, Limits
-from meshwright.planner.plan import plain_precision
+from meshwright.planner.plan import NO_LIMITS, Limits, plain_precision
 from meshwright.planner.subject import Subject, subject_of
+from meshwright.rules.plain_plan import plain_plan
 
 if TYPE_CHECKING:
     from torch import nn
-
-NO_REQUEST = PlanRequest()
 
 
 def estimate(
@@ -49,9 +49,9 @@ def estimate(
     plan: a whole plan, as a value or a file; without it, the plan flags (keywords, as of `mw.plan`) with plain defaults for the
     rest, on all devices of the cluster. All else as for `mw.plan`.
     """
-    limits = Limits(hosts, nproc, devices, memory, recipe=recipe)
     subject, request = subject_of(model, batch, loss, count), request_of(flags, estimate)
-    return EstimateQuestion.ask(subject, cluster, request, plan, limits, say).answer()
+    found, limits = asked_cluster(cluster, hosts, nproc, say), Limits(devices, memory, recipe=recipe)
+    return EstimateQuestion.ask(subject, found, request, plan, limits).answer()
 
 
 @dataclass(frozen=True)
@@ -68,25 +68,20 @@ class EstimateQuestion:
     def ask(
         cls,
         subject: Subject,
-        cluster: Cluster | str | PathLike[str],
-        request: PlanRequest = NO_REQUEST,
+        cluster: Cluster,
+        request: PlanRequest,
         plan: Plan | str | PathLike[str] | None = None,
         limits: Limits = NO_LIMITS,
-        say: Say = silent,
     ) -> EstimateQuestion:
         """plan: a whole one; without it, the request with plain defaults for the rest."""
-        found = asked_cluster(cluster, limits.hosts, limits.nproc, say)
         if plan is None:
-            whole, graph = _plain(subject, request, found, limits.devices)
+            whole, graph = _plain(subject, request, cluster, limits.devices)
         else:
             whole, graph = _given(subject, request, plan)
-        check_uses_all(whole, found, limits.devices)
-        return cls(whole, graph, found, budget_of(limits.memory), limits.recipe)
+        check_uses_all(whole, cluster, limits.devices)
+        return cls(whole, graph, cluster, budget_of(limits.memory), limits.recipe)
 
     def answer(self) -> Estimate:
-        from meshwright.cost.estimate import check_memory_of_all
-        from meshwright.cost.estimate import estimate as estimate_plan
-
         check_memory_of_all(self.graph, self.plan, self.cluster)
         return estimate_plan(self.graph, self.plan, self.cluster, self.recipe, budget_bytes=self.budget_bytes)
 
@@ -98,6 +93,15 @@ def check_made_for(plan: Plan, graph: Graph, name: str) -> None:
             f"{name} was made for another model ({plan.model or 'unnamed'}, graph {plan.graph}), not for {graph.model} "
             f"(graph {graph.identity}): plan again"
         )
+
+
+def given_plan(plan: Plan | str | PathLike[str]) -> Plan:
+    return plan if isinstance(plan, Plan) else Plan.load(plan)
+
+
+def name_of(plan: Plan | str | PathLike[str]) -> str:
+    """Of a given plan, in what is said about it."""
+    return "the plan" if isinstance(plan, Plan) else fspath(plan)
 
 
 def check_uses_all(plan: Plan, cluster: Cluster, devices: int | None) -> None:
@@ -114,19 +118,16 @@ def check_uses_all(plan: Plan, cluster: Cluster, devices: int | None) -> None:
 
 
 def _given(subject: Subject, request: PlanRequest, plan: Plan | str | PathLike[str]) -> tuple[Plan, Graph]:
-    if request != NO_REQUEST:
+    if request != PlanRequest():
         raise InputError("plan= gives a whole plan: leave the plan flags out, or edit the plan")
-    name = "the plan" if isinstance(plan, Plan) else fspath(plan)
-    whole = plan if isinstance(plan, Plan) else Plan.load(plan)
+    whole = given_plan(plan)
     graph = subject.graph(subject.precision(whole.precision, whole.precision), whole.casting)
-    check_made_for(whole, graph, name)
+    check_made_for(whole, graph, name_of(plan))
     return whole, graph
 
 
 def _plain(subject: Subject, request: PlanRequest, cluster: Cluster, devices: int | None) -> tuple[Plan, Graph]:
     """The model is captured as the plan will run it, which is known from the request."""
-    from meshwright.rules.plain_plan import plain_plan
-
     world = _world(request, devices or cluster.num_devices)
     precision = subject.precision(request.precision, plain_precision(cluster))
     stored = stores_16_bits(precision, request.offload or "none", world)

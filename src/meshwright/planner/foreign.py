@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from os import PathLike
 
 import msgspec
 
@@ -14,9 +13,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import estimate
 from meshwright.interop.foreign import Foreign, filled, foreign_plan
-from meshwright.planner.clusters import Say, silent
-from meshwright.planner.limits import NO_LIMITS, Limits
-from meshwright.planner.plan import PlanQuestion
+from meshwright.planner.plan import Limits, PlanQuestion
 from meshwright.planner.subject import Subject
 
 
@@ -31,24 +28,15 @@ class ForeignQuestion:
 
     @classmethod
     def ask(
-        cls,
-        foreign: Foreign,
-        subject: Subject,
-        cluster: Cluster | str | PathLike[str],
-        flags: PlanRequest,
-        limits: Limits = NO_LIMITS,
-        say: Say = silent,
+        cls, foreign: Foreign, subject: Subject, cluster: Cluster, flags: PlanRequest, limits: Limits
     ) -> ForeignQuestion:
         asked = msgspec.structs.replace(flags, precision=filled(foreign, flags).precision)
-        hosts = foreign.num_hosts if limits.hosts is None else limits.hosts
-        limits = replace(limits, hosts=hosts, recipe=foreign.recipe)
-        question = PlanQuestion.ask(subject, cluster, asked, limits, say)
-        found = question.cluster
-        _check_ranks(foreign, found)
+        question = PlanQuestion.ask(subject, cluster, asked, replace(limits, recipe=foreign.recipe))
+        _check_ranks(foreign, cluster)
         flags = msgspec.structs.replace(flags, precision=question.graph.precision)
-        whole = foreign_plan(foreign, flags, question.graph, found.num_devices, found.hash)
+        whole = foreign_plan(foreign, flags, question.graph, cluster.num_devices, cluster.hash)
         plan = subject.with_legal_sharding(whole)
-        cost = estimate(question.graph_run_by(plan), plan, found, foreign.recipe, question.budget_bytes)
+        cost = estimate(question.graph_run_by(plan), plan, cluster, foreign.recipe, question.budget_bytes)
         return cls(foreign, plan, cost, replace(question, request=_kept(plan, flags)))
 
 

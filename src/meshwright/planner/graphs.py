@@ -11,16 +11,17 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import msgspec
+
+from meshwright.core.codec import stable_hash
 from meshwright.core.errors import GuessWarning
-from meshwright.core.files.cache import cache_folder, content_of, version_of
-from meshwright.core.graph import CAPTURE_VERSION
+from meshwright.core.files.cache import cache_folder, content_of, keep, read_kept, version_of
+from meshwright.core.graph import CAPTURE_VERSION, Casting, Graph, Precision
 from meshwright.core.model_name import config_file, is_config
 from meshwright.core.version import VERSION
 
-if TYPE_CHECKING:
-    from meshwright.core.graph import Casting, Graph, Precision
+SIXTEEN_BITS = ("bf16", "fp16")
 
 
 def graph_of(model: str, precision: Precision, casting: Casting = "autocast") -> Graph:
@@ -35,7 +36,7 @@ def graph_of(model: str, precision: Precision, casting: Casting = "autocast") ->
 
 def both_castings(model: str, precision: Precision) -> tuple[Graph, Graph | None]:
     """The model as replicas run it, and, in 16 bits, as sharded plans do."""
-    if precision not in ("bf16", "fp16"):
+    if precision not in SIXTEEN_BITS:
         return graph_of(model, precision), None
     if _may_fork(model) and not any(_read(model, precision, casting) for casting in ("autocast", "parameters")):
         return _capture_both(model, precision)
@@ -53,11 +54,8 @@ def _capture_both(model: str, precision: Precision) -> tuple[Graph, Graph]:
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    import msgspec
-
     import meshwright.capturing.capture
     import meshwright.models.source  # noqa: F401
-    from meshwright.core.graph import Graph
     from meshwright.searching.sharding.integer_program import load_solver
 
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
@@ -69,8 +67,6 @@ def _capture_both(model: str, precision: Precision) -> tuple[Graph, Graph]:
 
 def _captured(model: str, precision: Precision) -> bytes:
     """What the capture has to say about the model, the other one says."""
-    import msgspec
-
     with warnings.catch_warnings(action="ignore", category=GuessWarning):
         return msgspec.json.encode(capture_now(model, precision, "parameters"))
 
@@ -83,14 +79,13 @@ def capture_now(model: str, precision: Precision, casting: Casting = "autocast")
 
     with only_looked_at():
         graph = capture_source(resolve(model), precision, casting)
-    _keep(model, graph)
+    if path := graph_file(model, precision, casting):
+        keep(path, graph)
     return graph
 
 
 def graph_file(model: str, precision: Precision, casting: Casting = "autocast") -> Path | None:
     """Where the graph is kept; None for a model that is not."""
-    from meshwright.core.codec import stable_hash
-
     if ".py:" in model or model.endswith(".py"):
         return None
     facts = [model, precision, casting, VERSION, CAPTURE_VERSION, version_of("torch")]
@@ -100,29 +95,5 @@ def graph_file(model: str, precision: Precision, casting: Casting = "autocast") 
 
 
 def _read(model: str, precision: Precision, casting: Casting) -> Graph | None:
-    """What cannot be read was written by another hand or cut short: it is captured again."""
-    import msgspec
-
-    from meshwright.core.graph import Graph
-
     path = graph_file(model, precision, casting)
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Graph) if path else None
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
-def _keep(model: str, graph: Graph) -> None:
-    import msgspec
-
-    from meshwright.core.codec import write_whole
-    from meshwright.core.errors import InputError
-
-    path = graph_file(model, graph.precision, graph.casting)
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, msgspec.json.encode(graph).decode())
-    except (OSError, InputError):
-        return  # a cache that cannot be written is not worth failing for
+    return read_kept(path, Graph) if path else None

@@ -16,20 +16,35 @@ from typing import TYPE_CHECKING, Any, Unpack
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InputError
 from meshwright.core.graph import Graph, Precision
+from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchProgress, SearchResult
 from meshwright.planner.clusters import LOCAL, Say, asked_cluster, checked_budget, silent
 from meshwright.planner.flags import PlanFlags, request_of
-from meshwright.planner.limits import NO_LIMITS, Limits
 from meshwright.planner.subject import Subject, subject_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.core.legal import LegalSharding
 
+@dataclass(frozen=True)
+class Limits:
+    """What a question is asked about beside the plan itself: how many devices, how much memory, and how to search."""
+
+    devices: int | None = None
+    """Use exactly so many."""
+    memory: str | int | None = None
+    """Budget per device, in bytes or as people write it; without it, all the device has."""
+    search: str = "joint"
+    prefer_fastest: bool = False
+    """Whether the fastest plan is taken even where a simpler one is as fast within the estimate's error."""
+    recipe: Recipe | None = None
+    """What training adds to the model."""
+
+
+NO_LIMITS = Limits()
 Watch = Callable[[SearchProgress], None]
 COLLECTED_AFTER = 200_000
 """New objects before the collector looks for circles among them: a search makes many, and hardly a circle."""
@@ -71,9 +86,10 @@ def plan(
 
     Raises InfeasibleError, which names what does not fit and by how much.
     """
-    limits = Limits(hosts, nproc, devices, memory, search, prefer_fastest, recipe)
     subject, request = subject_of(model, batch, loss, count), request_of(flags, plan)
-    return PlanQuestion.ask(subject, cluster, request, limits, say).answer(watch)
+    check_offload(request)
+    limits = Limits(devices, memory, search, prefer_fastest, recipe)
+    return PlanQuestion.ask(subject, asked_cluster(cluster, hosts, nproc, say), request, limits).answer(watch)
 
 
 @dataclass(frozen=True)
@@ -89,20 +105,11 @@ class PlanQuestion:
     limits: Limits = NO_LIMITS
 
     @classmethod
-    def ask(
-        cls,
-        subject: Subject,
-        cluster: Cluster | str | PathLike[str],
-        request: PlanRequest,
-        limits: Limits = NO_LIMITS,
-        say: Say = silent,
-    ) -> PlanQuestion:
-        """With the model captured as the plan will run it, and the cluster found."""
-        check_offload(request)
-        found = asked_cluster(cluster, limits.hosts, limits.nproc, say)
-        budget = checked_budget(limits.memory, found)
-        graphs = subject.both_castings(subject.precision(request.precision, plain_precision(found)))
-        return cls(subject, *graphs, found, request, budget, limits)
+    def ask(cls, subject: Subject, cluster: Cluster, request: PlanRequest, limits: Limits = NO_LIMITS) -> PlanQuestion:
+        """With the model captured as the plan will run it."""
+        budget = checked_budget(limits.memory, cluster)
+        graphs = subject.both_castings(subject.precision(request.precision, plain_precision(cluster)))
+        return cls(subject, *graphs, cluster, request, budget, limits)
 
     def graph_run_by(self, plan: Plan) -> Graph:
         """Of both castings, the one that a plan runs."""
@@ -111,7 +118,7 @@ class PlanQuestion:
     def answer(self, watch: Watch | None = None) -> SearchResult:
         """watch: told how far the search has come, again and again."""
         from meshwright.searching.legality import search_legal
-        from meshwright.searching.search import search
+        from meshwright.searching.search import search  # numpy and scipy are loaded while the model is captured
 
         limits = self.limits
 

@@ -1,56 +1,55 @@
-"""Plans with shardings that were tried: what a plan says of tensors is what will run."""
+"""Plans with shardings that were tried: what a plan says of tensors is what will run.
+
+What was found for a named model is kept beside its graph. A graph says sizes, not how code takes a fused projection apart: whoever
+captured a module in this process gets plans whose shardings were run on it, on fake tensors. The module is not kept alive, and one
+that was spread since is not asked.
+"""
 
 from __future__ import annotations
 
-import os
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from meshwright.core.codec import stable_hash
+from meshwright.core.files.cache import keep, read_kept
+from meshwright.core.graph import Graph, identity
+from meshwright.core.plan import BlockSharding, Plan
+from meshwright.planner.graphs import graph_file
+
 if TYPE_CHECKING:
-    from meshwright.core.plan import Plan
-    from meshwright.models.source import ModelSource
+    from torch import nn
+
+    from meshwright.models.objective import Batch
 
 SHARDING_VERSION = 3
 """Raised when other shardings become legal: those kept from before are then tried again."""
+_CAPTURED: dict[str, tuple[weakref.ref[nn.Module], Batch]] = {}
+"""Models that were captured in this process, by the identity of their graph."""
 
 
 def with_legal_sharding(plan: Plan, model: str) -> Plan:
     """Proposed shardings tried on fake tensors; what was found is kept beside the model's graph."""
-    import msgspec
-
-    from meshwright.core.plan import BlockSharding
-
     if plan.mesh.tp == 1 and plan.mesh.cp == 1:
         return plan
     path = _file(plan, model)
-    if path is not None and path.exists():
-        try:
-            sharding = msgspec.json.decode(path.read_bytes(), type=tuple[BlockSharding, ...])
-            return msgspec.structs.replace(plan, sharding=sharding)
-        except (OSError, msgspec.DecodeError):
-            pass  # cut short, or of another version: tried again
+    if path is not None and (known := read_kept(path, tuple[BlockSharding, ...])) is not None:
+        return msgspec.structs.replace(plan, sharding=known)
+    from meshwright.measure.checking.small_plan import try_sharding
     from meshwright.models.seeded import only_looked_at
     from meshwright.models.source import resolve
 
     with only_looked_at():
         tried = try_sharding(plan, resolve(model))
     if path is not None:
-        _keep(path, msgspec.json.encode(tried.sharding))
+        keep(path, tried.sharding)
     return tried
-
-
-def try_sharding(plan: Plan, source: ModelSource) -> Plan:
-    """The plan with what was found legal for its degree of tp."""
-    from meshwright.measure.checking.small_plan import tried
-
-    return tried(plan, source)
 
 
 def _file(plan: Plan, model: str) -> Path | None:
     """None for a model whose graph is not kept either."""
-    from meshwright.core.codec import stable_hash
-    from meshwright.planner.graphs import graph_file
-
     graph = graph_file(model, "fp32")
     if graph is None:
         return None
@@ -59,11 +58,19 @@ def _file(plan: Plan, model: str) -> Path | None:
     return graph.parent.parent / "shardings" / f"{stable_hash(facts)}.json"
 
 
-def _keep(path: Path, content: bytes) -> None:
-    draft = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(content)
-        draft.replace(path)
-    except OSError:
-        return  # a cache that cannot be written is not worth failing for
+def remember(graph: Graph, model: nn.Module, batch: Batch) -> Graph:
+    """The module that a graph was captured from."""
+    _CAPTURED[graph.identity] = weakref.ref(model), batch
+    return graph
+
+
+def settled(plan: Plan) -> Plan:
+    """The plan with shardings that run, where its model was captured here."""
+    reference, batch = _CAPTURED.get(plan.graph, (None, None))
+    model = reference() if reference is not None else None
+    if model is None or batch is None:
+        return plan
+    from meshwright.models.parameters import list_parameters
+    from meshwright.runtime.split.legal import legal_plan
+
+    return plan if identity(list_parameters(model)) != plan.graph else legal_plan(plan, model, batch)

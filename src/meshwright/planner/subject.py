@@ -13,22 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import GuessWarning, InputError
 from meshwright.core.graph import Casting, Graph, Precision
+from meshwright.core.plan import Plan
+from meshwright.planner.graphs import SIXTEEN_BITS, both_castings, graph_of
+from meshwright.planner.shardings import settled, with_legal_sharding
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.core.plan import Plan
     from meshwright.models.objective import Objective
-
-SIXTEEN_BITS = ("bf16", "fp16")
 
 
 class Subject(ABC):
     """A model, as far as planning asks about it."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str: ...
 
     @abstractmethod
     def graph(self, precision: Precision, casting: Casting = "autocast") -> Graph: ...
@@ -37,13 +33,9 @@ class Subject(ABC):
     def with_legal_sharding(self, plan: Plan) -> Plan:
         """The plan with shardings that were tried on the model; refuses one that cannot run."""
 
+    @abstractmethod
     def both_castings(self, precision: Precision) -> tuple[Graph, Graph | None]:
         """The graph that replicas run, and, in 16 bits, the one that sharded plans run."""
-        if precision not in SIXTEEN_BITS:
-            return self.graph(precision), None
-        plain = self.graph(precision)
-        with warnings.catch_warnings(action="ignore", category=GuessWarning):  # what there is to say was said
-            return plain, self.graph(precision, "parameters")
 
     def precision(self, asked: Precision | None, plain: Precision) -> Precision:
         """Of the plan: what was asked for, or else what is plain on the cluster."""
@@ -56,23 +48,13 @@ class NamedModel(Subject):
 
     model: str
 
-    @property
-    def name(self) -> str:
-        return self.model
-
     def graph(self, precision: Precision, casting: Casting = "autocast") -> Graph:
-        from meshwright.planner.graphs import graph_of
-
         return graph_of(self.model, precision, casting)
 
     def both_castings(self, precision: Precision) -> tuple[Graph, Graph | None]:
-        from meshwright.planner.graphs import both_castings
-
         return both_castings(self.model, precision)
 
     def with_legal_sharding(self, plan: Plan) -> Plan:
-        from meshwright.planner.shardings import with_legal_sharding
-
         return with_legal_sharding(plan, self.model)
 
 
@@ -84,14 +66,17 @@ class ModuleInMemory(Subject):
     batch: Any
     objective: Objective
 
-    @property
-    def name(self) -> str:
-        return type(self.module).__name__
-
     def graph(self, precision: Precision, casting: Casting = "autocast") -> Graph:
         from meshwright.capturing.capture import capture
 
         return capture(self.module, self.batch, self.objective, precision=precision, casting=casting)
+
+    def both_castings(self, precision: Precision) -> tuple[Graph, Graph | None]:
+        plain = self.graph(precision)
+        if precision not in SIXTEEN_BITS:
+            return plain, None
+        with warnings.catch_warnings(action="ignore", category=GuessWarning):  # what there is to say was said
+            return plain, self.graph(precision, "parameters")
 
     def with_legal_sharding(self, plan: Plan) -> Plan:
         from meshwright.runtime.split.legal import legal_plan
@@ -105,10 +90,6 @@ class GivenGraph(Subject):
 
     given: Graph
 
-    @property
-    def name(self) -> str:
-        return self.given.model
-
     def graph(self, precision: Precision, casting: Casting = "autocast") -> Graph:
         return self.given
 
@@ -116,8 +97,6 @@ class GivenGraph(Subject):
         return self.given, None
 
     def with_legal_sharding(self, plan: Plan) -> Plan:
-        from meshwright.planner.captured import settled
-
         return settled(plan)
 
     def precision(self, asked: Precision | None, plain: Precision) -> Precision:

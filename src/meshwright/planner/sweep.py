@@ -16,10 +16,10 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.planner.clusters import LOCAL, Say, asked_cluster, silent
 from meshwright.planner.flags import SweptFlags, request_of
-from meshwright.planner.limits import NO_LIMITS, Limits
-from meshwright.planner.plan import PlanQuestion
+from meshwright.planner.plan import Limits, PlanQuestion, check_offload
 from meshwright.planner.subject import Subject, subject_of
 from meshwright.report.sweep import Sweep, SweepPoint
+from meshwright.searching.problem import SAMPLES_PER_DEVICE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,10 +52,11 @@ def sweep(
     hosts, global_batch: a number, or a list for one of the two. price: money per device-hour. All else as for `mw.plan`.
     A point where nothing fits has no plan, and says why.
     """
-    limits = Limits(memory=memory, search=search, prefer_fastest=prefer_fastest, recipe=recipe)
     subject, request = subject_of(model, batch, loss, count), request_of(flags, sweep)
+    check_offload(request)
     axes = Axes(_listed(hosts), _listed(global_batch))
-    return SweepQuestion.ask(subject, cluster, request, axes, limits, say).answer(price)
+    limits = Limits(None, memory, search, prefer_fastest, recipe)
+    return SweepQuestion.ask(subject, axes.clusters(cluster, say), request, axes, limits).answer(price)
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class Axes:
         if len(self.hosts) > 1 and len(self.global_batches) > 1:
             raise InputError("--hosts and --global-batch are both lists: sweep one, and give one number for the other")
 
+    def clusters(self, cluster: Cluster | str | PathLike[str], say: Say) -> list[Cluster]:
+        """At each number of hosts; as it is where none is given."""
+        if cluster == LOCAL and self.hosts not in ((), (1,)):
+            raise InputError("'local' is this machine alone: sweep --global-batch, or name a cluster for --hosts")
+        return [asked_cluster(cluster, size, say=say) for size in self.hosts or (None,)]
+
 
 @dataclass(frozen=True)
 class SweepQuestion:
@@ -80,24 +87,16 @@ class SweepQuestion:
     def ask(
         cls,
         subject: Subject,
-        cluster: Cluster | str | PathLike[str],
+        clusters: Sequence[Cluster],
         request: PlanRequest,
         axes: Axes,
-        limits: Limits = NO_LIMITS,
-        say: Say = silent,
+        limits: Limits,
     ) -> SweepQuestion:
-        if cluster == LOCAL and axes.hosts not in ((), (1,)):
-            raise InputError("'local' is this machine alone: sweep --global-batch, or name a cluster for --hosts")
-        sizes: list[int | None] = [*axes.hosts] or [None]
-        batches: list[int | None] = [*axes.global_batches] or [request.global_batch]
-        first = PlanQuestion.ask(subject, cluster, request, replace(limits, hosts=sizes[0]), say)
-        clusters = [
-            first.cluster if size in (None, first.cluster.num_hosts) else asked_cluster(cluster, size) for size in sizes
-        ]
+        first = PlanQuestion.ask(subject, clusters[0], request, limits)
         points = [
-            replace(first, cluster=found, request=msgspec.structs.replace(request, global_batch=size))
-            for found in clusters
-            for size in batches
+            replace(first, cluster=cluster, request=msgspec.structs.replace(request, global_batch=size))
+            for cluster in clusters
+            for size in axes.global_batches or (request.global_batch,)
         ]
         return cls(tuple(points))
 
@@ -114,8 +113,6 @@ class SweepQuestion:
 
 def _best_at(asked: PlanQuestion) -> SweepPoint:
     """The best plan at one point, or why there is none."""
-    from meshwright.searching.problem import SAMPLES_PER_DEVICE
-
     cluster = asked.cluster
     batch = asked.request.global_batch or SAMPLES_PER_DEVICE * cluster.num_devices
     point = SweepPoint(num_hosts=cluster.num_hosts, num_devices=cluster.num_devices, global_batch=batch)

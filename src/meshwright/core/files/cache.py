@@ -15,10 +15,14 @@ import stat
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
+
 from meshwright.core.bounds import LARGEST_RECORD_BYTES
+from meshwright.core.codec import T, write_whole
 from meshwright.core.errors import InputError, RunError
 from meshwright.core.files.given_file import read_given
 
@@ -106,3 +110,17 @@ def usual_folder() -> Path:
     """As torch names it."""
     user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     return Path(tempfile.gettempdir()) / f"torchinductor_{user}"
+
+
+def read_kept(path: Path, kind: type[T]) -> T | None:
+    """What was kept; None where nothing is, or it was cut short or written by another hand: it is then made again."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def keep(path: Path, value: object) -> None:
+    """A cache that cannot be written is not worth failing for."""
+    with suppress(OSError, InputError):
+        write_whole(path, msgspec.json.encode(value).decode())

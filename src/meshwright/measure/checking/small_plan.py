@@ -36,10 +36,10 @@ def small_plan(source: ModelSource, request: PlanRequest, num_ranks: int, graph:
     check_runs(plan)
     check_divides(graph, plan)
     check_stages(source, plan)
-    return tried(msgspec.structs.replace(plan, model=source.name), source)
+    return try_sharding(msgspec.structs.replace(plan, model=source.name), source)
 
 
-def tried(plan: Plan, source: ModelSource) -> Plan:
+def try_sharding(plan: Plan, source: ModelSource) -> Plan:
     """The plan with what was found legal for its degree of tp."""
     if source.example is None:
         return plan
