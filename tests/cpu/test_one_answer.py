@@ -74,7 +74,7 @@ def test_plan(here: Cli, model: str, cluster: str, asked: dict[str, Any]) -> Non
     result = mw.plan(model, cluster, **asked)
     for name in ("plan", "estimate", "num_candidates", "num_costed", "claim", "remark", "method"):
         assert plain(getattr(result, name)) == said[name], name
-    assert result.gap == said["gap"]
+    assert (result.gap, result.complete) == (said["gap"], said["complete"])
     assert [plain(other.plan) for other in result.runners_up] == [other["plan"] for other in said["runners_up"]]
 
 
