@@ -53,6 +53,8 @@ from meshwright.searching.space import is_deep
 
 MORE_OF_FEW = 16
 """Times as many nodes where there are few units: their estimates cost little, so be sure."""
+MANY_UNITS = 60
+"""A deep model with fewer units gets as many times the nodes, for the same reason."""
 
 
 def joint(problem: Problem) -> Outcome:
@@ -61,7 +63,7 @@ def joint(problem: Problem) -> Outcome:
     deep = is_deep(problem)
     if deep and any(estimate.fits for _, estimate in costed):
         costed = NearMeshes(problem, drafts, costed).go_on()
-    more = 1 if deep else MORE_OF_FEW
+    more = max(1, MANY_UNITS // len(problem.units)) if deep else MORE_OF_FEW
     found = BestFirst(problem, drafts, known=costed, most_costed=more * MOST_COSTED, most_opened=more * MOST_OPENED)
     found.run()
     if found.fastest is None:

@@ -1,7 +1,8 @@
 """A local search over meshes, after best first was cut short.
 
-Two meshes are neighbours where a prime factor of one degree has moved to another degree. Good meshes have good neighbours. So the
-search starts from plain meshes, takes the best mesh whose neighbours it does not know yet, and looks at them.
+Two meshes are neighbours where a prime factor of one degree has moved to another degree, or where one has a stage more. Good
+meshes have good neighbours. So the search starts from plain meshes, takes the best mesh whose neighbours it does not know yet, and
+looks at them.
 
 Bounds prove that plans are slow, but they leave out most of the time a pipeline waits, so they say little about which mesh is good.
 Here the points of a mesh are ordered by the seconds they are expected to take (Bounds.expected), and the first few are costed.
@@ -142,6 +143,9 @@ def _next_to(mesh: Mesh) -> Iterator[Mesh]:
             moved = {**degrees, giver: degrees[giver] // part, taker: degrees[taker] * part}
             if moved["dp"] % mesh.ep == 0:
                 yield msgspec.structs.replace(mesh, **moved)
+    for pp in (mesh.pp - 1, mesh.pp + 1):
+        if pp > 0:
+            yield msgspec.structs.replace(mesh, pp=pp)
     for part in _primes(mesh.dp):  # fewer devices
         if mesh.dp // part % mesh.ep == 0:
             yield msgspec.structs.replace(mesh, dp=mesh.dp // part)
