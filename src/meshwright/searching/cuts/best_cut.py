@@ -9,15 +9,13 @@ One stage a coordinate: dynamic programming over (stage, units before its end), 
                         gathers and reductions, from when the first microbatch reaches it                    -> Bounds.busy
 Several stages a coordinate: some that are even in one way or another, and their neighbours, played; even coordinates where
                              some must recompute                                                      -> played_cuts.py
-Few cuts in all: every one                                                                            -> every_cut
+Few cuts in all: every one                                                                            -> units.every_cut
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
-from math import comb, inf
+from math import inf
 
 import numpy as np
 
@@ -32,15 +30,6 @@ from meshwright.searching.units import Cut
 AGAIN = ("selective", "full")
 FEW_CUTS = 24
 """So many cuts are all looked at."""
-
-
-def num_cuts(num_units: int, num_stages: int) -> int:
-    return comb(num_units - 1, num_stages - 1)
-
-
-def every_cut(num_units: int, num_stages: int) -> Iterator[Cut]:
-    for ends in combinations(range(1, num_units), num_stages - 1):
-        yield (*ends, num_units)
 
 
 def best_cut(bounds: Bounds, point: Point, room: Room) -> tuple[Cut, float] | None:

@@ -245,9 +245,7 @@ def _savings(problem: Problem, plan: Plan) -> dict[str, dict[str, Any]]:
         found["microbatches of 1"] = {"microbatch": 1, "num_microbatches": plan.microbatch * plan.num_microbatches}
     if plan.zero < 3 and plan.mesh.dp * plan.mesh.cp > 1:
         found["ZeRO 3"] = {"zero": 3}
-    answer = next(
-        (answer for answer in problem.legal if answer.key == (plan.mesh.tp, plan.mesh.cp, True, plan.context)), None
-    )
+    answer = problem.answer((plan.mesh.tp, plan.mesh.cp, True, plan.context))
     if plan.mesh.tp > 1 and not plan.sequence_parallel and not (answer and answer.refusal):
         found["sequence parallel"] = {"sequence_parallel": True, **({"sharding": answer.sharding} if answer else {})}
     return found

@@ -26,7 +26,7 @@ from meshwright.searching.infeasible.suggestions import ways_out
 from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.joint.candidates import Drafts
 from meshwright.searching.problem import Problem
-from meshwright.searching.space import Point, Shape, families, meshes, states, turns, worlds
+from meshwright.searching.space import Point, Shape, families, meshes, points, turns, worlds
 from meshwright.searching.units import even_cut
 
 MOST_NEAREST = 8
@@ -36,15 +36,15 @@ MOST_NEAREST = 8
 def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
     """The plans of the points with the least bound on memory, costed."""
     problem, drafts = found.problem, found.drafts
-    points: list[tuple[float, int, Point]] = []
+    over: list[tuple[float, int, Point]] = []
     for world in worlds(problem):
         for mesh in meshes(problem, world):
             for family in families(problem, mesh):
-                points += _over(problem, drafts, list(dict.fromkeys([*family[-1:], *family[:1]])), len(points))
-        if points:
+                over += _over(problem, drafts, list(dict.fromkeys([*family[-1:], *family[:1]])), len(over))
+        if over:
             break
     for offload in problem.offloads:  # each, since hosts may have no room for what needs least on the devices
-        for _, _, point in heapq.nsmallest(MOST_NEAREST, (one for one in points if one[2].offload == offload)):
+        for _, _, point in heapq.nsmallest(MOST_NEAREST, (one for one in over if one[2].offload == offload)):
             _cost(found, point)
     if not found.costed:
         raise _nothing(problem, drafts)
@@ -54,7 +54,7 @@ def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
 def _cost(found: BestFirst, point: Point) -> None:
     """Costs the point with an even cut. Where this does not fit, costs it also with the best cut for the memory of its stages."""
     found.cost(point, even_cut(found.drafts.units, point.num_stages, found.problem.request.ends))
-    bounds = found.drafts.tables.bounds(point.shape, sharded=point.casts_ahead)
+    bounds = found.drafts.bounds(point)
     if bounds is None or found.fastest is not None or point.num_stages == 1:
         return
     best = best_cut(bounds, point, found.drafts.room(point))
@@ -81,8 +81,7 @@ def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) ->
     found: list[tuple[float, int, Point]] = []
     for shape in shapes:
         for schedule, virtual in islice(turns(problem, shape), 1):
-            for zero, hybrid, offload in states(problem, shape):
-                point = Point(shape, schedule, virtual, zero, hybrid, offload)
+            for point in points(problem, shape, schedule, virtual):
                 if (needed := drafts.least_bytes(point)) is not None:
                     found.append((needed, number + len(found), point))
     return found

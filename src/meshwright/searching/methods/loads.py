@@ -21,11 +21,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Segment
 from meshwright.core.names import expand_names
+from meshwright.core.pipeline.kinds import in_flight
 from meshwright.core.plan import Mesh, Plan, Recompute
 from meshwright.cost.communication.links import axis_group, collective_seconds, send_seconds
 from meshwright.cost.communication.stage_transfers import sends_shares, sent_bytes
@@ -37,8 +36,9 @@ from meshwright.cost.microbatch import microbatch_of
 from meshwright.cost.passes import handed_on_bytes, passes_by_stage
 from meshwright.cost.stages import StageCosts
 from meshwright.rules.schedules import make_order
-from meshwright.searching.methods.builder import Builder, Point
+from meshwright.searching.methods.builder import Builder
 from meshwright.searching.problem import Problem
+from meshwright.searching.space import Point
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class Loads:
     def fit(self, counts: Sequence[int], num_microbatches: int) -> bool:
         """Whether every stage of a cut has room, stage s with p - s microbatches in flight."""
         start = 0
-        for stage, count in enumerate(counts):
-            flight = in_flight(stage, len(counts), num_microbatches)
+        for flight, count in zip(in_flight("1f1b", len(counts), num_microbatches, 1), counts, strict=True):
             units = self.units[start : start + count]
             received = self.units[start - 1].sent_bytes if start else 0.0
             held = sum(unit.state_bytes + flight * unit.kept_bytes for unit in units)
@@ -76,11 +75,6 @@ class Loads:
                 return False
             start += count
         return True
-
-
-def in_flight(stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Microbatches that a stage of 1F1B holds at once."""
-    return min(num_stages - stage, num_microbatches)
 
 
 def reduce_seconds(weight_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
@@ -91,7 +85,7 @@ def reduce_seconds(weight_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
 def loads_of(builder: Builder, point: Point, rules: tuple[Recompute, ...] = ()) -> Loads:
     """Of all units, in the order of the model, on the groups of a point's mesh."""
     plan = _unit_plan(builder, point, rules)
-    problem, mesh = builder.problem, point.mesh
+    problem, mesh = builder.problem, point.shape.mesh
     usable = usable_bytes(problem.budget, mesh, plan.compile, problem.cluster.device)
     return Loads(_UnitCosts(problem, plan).units(mesh), usable)
 
@@ -99,10 +93,8 @@ def loads_of(builder: Builder, point: Point, rules: tuple[Recompute, ...] = ()) 
 def _unit_plan(builder: Builder, point: Point, rules: tuple[Recompute, ...]) -> Plan:
     """Every unit a stage; two microbatches where there are several, so that gradients are added up as in the whole step."""
     count = len(builder.problem.units)
-    mesh = msgspec.structs.replace(point.mesh, pp=count)
-    plan = builder.plan(replace(point, mesh=mesh, schedule="1f1b", virtual=1), (1,) * count, rules)
-    few = min(plan.num_microbatches, 2)
-    return msgspec.structs.replace(plan, num_microbatches=few, global_batch=few * plan.microbatch * mesh.dp)
+    shape = replace(point.shape, pp=count, num_microbatches=min(point.shape.num_microbatches, 2))
+    return builder.plan(replace(point, shape=shape, schedule="1f1b", virtual=1), (1,) * count, rules)
 
 
 class _UnitCosts:

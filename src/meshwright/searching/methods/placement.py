@@ -26,10 +26,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from meshwright.searching.methods.builder import Builder, Point
+from meshwright.core.pipeline.kinds import in_flight
+from meshwright.searching.methods.builder import Builder
 from meshwright.searching.methods.frames import frames, layouts, shortlist
-from meshwright.searching.methods.loads import Loads, in_flight, reduce_seconds
+from meshwright.searching.methods.loads import Loads, reduce_seconds
 from meshwright.searching.problem import Outcome, Problem
+from meshwright.searching.space import Point, Shape
 
 NODE_LIMIT = 500
 RELATIVE_GAP = 1e-3
@@ -39,24 +41,22 @@ RELATIVE_GAP = 1e-3
 def placement(problem: Problem) -> Outcome:
     builder = Builder(problem)
 
-    def cut(loads: Loads, point: Point, num_microbatches: int) -> tuple[float, tuple[int, ...]] | None:
+    def cut(loads: Loads, point: Point) -> tuple[float, tuple[int, ...]] | None:
         """The step that the program expects, and its placement; None where none has room."""
-        busy = busy_seconds(loads, point, problem, num_microbatches)
-        answer = place(loads, busy, point.mesh.pp, num_microbatches)
+        shape = point.shape
+        answer = place(loads, busy_seconds(loads, shape, problem), shape.pp, shape.num_microbatches)
         if answer is None:
             return None
         load, counts = answer
-        return (num_microbatches + point.mesh.pp - 1) * load, counts
+        return (shape.num_microbatches + shape.pp - 1) * load, counts
 
     return shortlist(builder, [found for frame in frames(problem, builder) for found in layouts(builder, frame, cut)])
 
 
-def busy_seconds(loads: Loads, point: Point, problem: Problem, num_microbatches: int) -> list[float]:
+def busy_seconds(loads: Loads, shape: Shape, problem: Problem) -> list[float]:
     """Seconds of each unit for one microbatch: compute, and its share of the step's gradient reduction."""
-    return [
-        unit.seconds + reduce_seconds(unit.weight_bytes, point.mesh, problem.cluster) / num_microbatches
-        for unit in loads.units
-    ]
+    reduced = (reduce_seconds(unit.weight_bytes, shape.mesh, problem.cluster) for unit in loads.units)
+    return [unit.seconds + own / shape.num_microbatches for unit, own in zip(loads.units, reduced, strict=True)]
 
 
 def place(
@@ -156,7 +156,7 @@ class _Rows:
 
     def memory(self) -> None:
         for s in range(self.num_devices):
-            flight = in_flight(s, self.num_devices, self.num_microbatches)
+            flight = in_flight("1f1b", self.num_devices, self.num_microbatches, 1)[s]
             sizes = [(unit.state_bytes + flight * unit.kept_bytes) / self.room for unit in self.units]
             row, low, high = self._on_device(s, sizes, -float("inf"), 1.0)
             self._add_crossing(row, s - 1, [flight * unit.sent_bytes / self.room for unit in self.units])
