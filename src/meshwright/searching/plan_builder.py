@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from meshwright.core.plan import BlockSharding, Offload, Plan, Recompute
+from meshwright.core.names import compact_names
+from meshwright.core.plan import BlockSharding, Offload, Plan, Recompute, RecomputeMode
 from meshwright.rules.stages import cut_stages
 from meshwright.rules.tokens import token_names
 from meshwright.searching.problem import Problem
@@ -44,4 +45,14 @@ def make_plan(
         precision=graph.precision,
         compile=shape.compile,
         sync_batch_norm=bool(problem.request.sync_batch_norm),
+    )
+
+
+def rules_of(blocks: Iterable[str], recomputed: Mapping[RecomputeMode, Collection[str]]) -> tuple[Recompute, ...]:
+    """Blocks in their order, and those that are recomputed in each mode → the rules of a plan."""
+    every = tuple(blocks)
+    return tuple(
+        Recompute(mode=mode, blocks=compact_names(name for name in every if name in members))
+        for mode, members in recomputed.items()
+        if members
     )

@@ -116,7 +116,7 @@ class Point:
     def num_stages(self) -> int:
         return self.shape.pp * self.virtual
 
-    @property
+    @cached_property
     def homes(self) -> tuple[int, ...]:
         """The coordinate of each stage."""
         placement = placement_of(self.schedule)

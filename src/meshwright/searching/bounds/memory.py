@@ -26,8 +26,7 @@ from math import inf
 import numpy as np
 
 from meshwright.core.cluster import Device
-from meshwright.core.pipeline.kinds import ScheduleKind, in_flight, kind_of, placement_of
-from meshwright.core.pipeline.placement import coordinate_of
+from meshwright.core.pipeline.kinds import ScheduleKind, kind_of
 from meshwright.core.plan import ZeroStage
 from meshwright.core.recipe import Recipe
 from meshwright.cost.memory.allocator_slack import usable_bytes
@@ -74,8 +73,8 @@ def room_of(
     """gradients: whether they are there when activations are fullest."""
     shape = point.shape
     budget = usable_bytes(budget_bytes, shape.mesh, shape.compile, device)
-    degree = 1 if point.zero == 0 else point.hybrid or shape.dp * shape.cp
-    few = max(1, min(degree, shape.dp * shape.cp // shape.ep))
+    degree = point.sharding_ranks
+    few = max(1, min(degree, shape.replicas // shape.ep))
     dense, expert = (_element_bytes(point, items, recipe, ranks, gradients) for ranks in (degree, few))
     return Room(budget, dense, expert, _of_block(point, items, recipe, gradients))
 
@@ -111,7 +110,7 @@ def has_gradients(shape: Shape, zero: ZeroStage, schedule: ScheduleKind) -> bool
     A pipeline that is no more than filled is fullest before the first backward, as GPipe always is."""
     kind = kind_of(schedule)
     has_earlier = not kind.keeps_all and shape.num_microbatches > kind.filling(shape.pp)
-    return has_earlier or (zero == 0 and shape.dp * shape.cp > 1 and shape.pp == 1)
+    return has_earlier or (zero == 0 and shape.replicas > 1 and shape.pp == 1)
 
 
 def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
@@ -125,7 +124,7 @@ def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
 def _left_bytes(table: UnitTable, point: Point, room: Room) -> float | None:
     """What all coordinates together can keep of a microbatch; None where nothing makes it fit."""
     shape = point.shape
-    held: tuple[float, ...] = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
+    held: tuple[float, ...] = point.in_flight
     most = max(held)
     state = room.state_bytes(table)
     if point.virtual > 1:
@@ -156,8 +155,7 @@ def _kept_bytes(room: Room, state: float, beside: Beside, held: tuple[float, ...
 def least_bytes(table: UnitTable, point: Point, room: Room) -> float:
     """What a device needs at least, with everything recomputed and stages as even as can be."""
     state = room.state_bytes(table) / point.shape.pp
-    held = max(in_flight(point.schedule, point.shape.pp, point.shape.num_microbatches, point.virtual))
-    kept = held * table.all_kept["full"] / point.num_stages
+    kept = max(point.in_flight) * table.all_kept["full"] / point.num_stages
     return state + kept + room.running(table).least
 
 
@@ -165,20 +163,18 @@ def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
     """Whether every coordinate may fit with everything recomputed: its state, what its microbatches keep, and the unit that runs,
     the last one beside all that is kept, any other beside what the other microbatches keep."""
     shape = point.shape
-    held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
     running = room.running(table).by_unit
     alone_bytes = running + table.unit_kept
     state = np.zeros(shape.pp)
     least = np.full(shape.pp, np.inf)
     largest = np.zeros(shape.pp)
-    for stage, (begin, end) in enumerate(pairwise((0, *cut))):
-        home = coordinate_of(stage, shape.pp, placement_of(point.schedule))
+    for home, (begin, end) in zip(point.homes, pairwise((0, *cut)), strict=True):
         state[home] += room.bytes_of(table, begin, end)
         whole = float(table.kept_by(begin, end, "full"))
         least[home] = min(least[home], whole)
         alone = float(alone_bytes[begin:end].max())
         largest[home] = max(largest[home], alone, whole + running[end - 1])
-    return bool(np.all(state + (np.array(held) - 1) * least + largest <= room.budget_bytes))
+    return bool(np.all(state + (np.array(point.in_flight) - 1) * least + largest <= room.budget_bytes))
 
 
 def _several_fit(table: UnitTable, point: Point, room: Room, held: float) -> bool:

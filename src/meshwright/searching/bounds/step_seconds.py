@@ -23,12 +23,13 @@ from math import inf
 import numpy as np
 
 from meshwright.core.pipeline.kinds import ScheduleKind, kind_of, placement_of
-from meshwright.core.pipeline.placement import Placement, coordinate_of
-from meshwright.core.plan import Mesh
+from meshwright.core.pipeline.placement import Placement
+from meshwright.core.plan import Mesh, ZeroStage
 from meshwright.cost.communication.links import Group, axis_group, collective_seconds, send_seconds
 from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.searching.bounds.load_balance import least_busiest, least_heaviest, shared_out, waiting
 from meshwright.searching.bounds.memory import Room, recompute_seconds
+from meshwright.searching.cached import cached
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point, Shape
 from meshwright.searching.unit_table import Row, UnitTable
@@ -165,20 +166,15 @@ class Bounds:
                 found = max(found, least_busiest(row, shape.pp, placement_of(point.schedule)))
         return max(least, SLACK * (found + self._overhead))
 
+    @cached
     def _boundaries(self, shape: Shape) -> Row:
         """Seconds of a step at least where a stage ends behind each unit: a microbatch through all stages, and the messages of the
         others over this link."""
-        key = (shape.mesh, shape.num_microbatches)
-        if key not in self._known_boundaries:
-            through = self.forward_seconds + self.backward_seconds + 2 * self._one_way(shape, shape.pp - 1)
-            through -= float(self.table.weights[-1])
-            self._known_boundaries[key] = through + (shape.num_microbatches - 1) * self.hops(shape)
-            self._known_boundaries[key][-1] = 0.0
-        return self._known_boundaries[key]
-
-    @cached_property
-    def _known_boundaries(self) -> dict[tuple[Mesh, int], Row]:
-        return {}
+        through = self.forward_seconds + self.backward_seconds + 2 * self._one_way(shape, shape.pp - 1)
+        through -= float(self.table.weights[-1])
+        found = through + (shape.num_microbatches - 1) * self.hops(shape)
+        found[-1] = 0.0
+        return found
 
     def busy(self, point: Point) -> Busy | None:
         """What `best_cut` weighs stages by beside their schedule."""
@@ -192,9 +188,7 @@ class Bounds:
         """Seconds of each unit in a step: where gathers take longer than forward, where reductions take longer than backward, and
         where both do. With each, for how many microbatches a recompute adds to them: it hides reductions, too."""
         table, m, zero = self.table, point.shape.num_microbatches, point.zero
-        gather, reduce, across = (
-            self._state_by_unit(point) if point.shape.dp * point.shape.cp > 1 else np.zeros((3, table.num_units))
-        )
+        gather, reduce, across = self._state_by_unit(point)
         inner = np.diff(table.inner_forward), np.diff(table.inner_backward["none"])
         launches = np.diff(table.forward_launch), np.diff(table.backward_launch)
         kernels = np.diff(table.forward_kernel), np.diff(table.backward_kernel)
@@ -215,12 +209,12 @@ class Bounds:
     def _state_by_unit(self, point: Point) -> tuple[Row, Row, Row]:
         """Seconds of the gather of each unit's parameters, of the reduction of its gradients, and of that between groups."""
         shape, (dense, expert) = point.shape, self.table.unit_elements
-        kinds = ((dense, Group(shape.dp * shape.cp, shape.tp)), (expert, _expert_ranks(shape)))
+        kinds = ((dense, Group(shape.replicas, shape.tp)), (expert, _expert_ranks(shape.mesh)))
         found = np.zeros((3, self.table.num_units))
         for elements, everyone in kinds:
             total = float(elements.sum())
             if total:
-                found += np.outer(self._of_state(point, total, everyone, 1), elements / total)
+                found += np.outer(self._of_state(point.zero, point.hybrid, total, everyone, 1), elements / total)
         return found[0], found[1], found[2]
 
     def of_cut(self, point: Point, cut: Cut, room: Room, largest: float) -> float:
@@ -229,8 +223,7 @@ class Bounds:
         p, m = shape.pp, shape.num_microbatches
         least = self.of_point(point, room)
         stages = [(float(table.forward(b, e)), float(table.backward(b, e))) for b, e in pairwise((0, *cut))]
-        homes = [coordinate_of(number, p, placement_of(point.schedule)) for number in range(len(stages))]
-        busy = [sum(f + b for (f, b), home in zip(stages, homes, strict=True) if home == c) for c in range(p)]
+        busy = [sum(f + b for (f, b), home in zip(stages, point.homes, strict=True) if home == c) for c in range(p)]
         waits = [sum(f for f, _ in stages[:i]) for i in range(p)]
         kind = kind_of(point.schedule)
         if not kind.splits_backward:
@@ -265,9 +258,9 @@ class Bounds:
     def _first_gather(self, point: Point) -> float:
         """What shows of it on a coordinate, where parameters are gathered once a step."""
         shape = point.shape
-        if shape.pp == 1 or shape.dp * shape.cp == 1 or point.zero not in (1, 2):
+        if shape.pp == 1 or shape.replicas == 1 or point.zero not in (1, 2):
             return 0.0
-        return self._shown(self._gathers(point)[0], self.forward_seconds / shape.pp)
+        return self._shown(self._gathers(shape.mesh, point.zero, point.hybrid)[0], self.forward_seconds / shape.pp)
 
     def _played(self, shape: Shape, schedule: ScheduleKind, virtual: int, each: float) -> Played:
         """each: seconds that dp adds to every microbatch of every stage."""
@@ -308,17 +301,13 @@ class Bounds:
         """Seconds that each unit's message takes, were it the last of a stage; nothing for the last unit."""
         return np.array([*(self._hop(shape, float(size)) for size in self.table.sent), 0.0])
 
+    @cached
     def busiest_seconds(self, p: int, placement: Placement, virtual: int) -> float:
         """Of a microbatch on the coordinate with the most work, wherever stages end. Launches and kernels are each looked at alone:
         the longer of both sums is what a stage takes."""
-        key = (p, placement, virtual)
-        if key not in self._busiest:
-            self._busiest[key] = max(_on_busiest(work, *key) for work in self._works)
-        return self._busiest[key]
-
-    @cached_property
-    def _busiest(self) -> dict[tuple[int, Placement, int], float]:
-        return {}
+        return max(
+            least_heaviest(work, p) if virtual == 1 else least_busiest(work, p, placement) for work in self._works
+        )
 
     @cached_property
     def _works(self) -> list[Row]:
@@ -331,14 +320,11 @@ class Bounds:
 
     def _hop(self, shape: Shape, size: float) -> float:
         """Of a message of so many bytes."""
-        key = (size, shape.mesh)
-        if key not in self._hops:
-            self._hops[key] = send_seconds(size, axis_group(shape.mesh, "pp"), self.problem.cluster)
-        return self._hops[key]
+        return self._send_seconds(size, shape.mesh)
 
-    @cached_property
-    def _hops(self) -> dict[tuple[float, Mesh], float]:
-        return {}
+    @cached
+    def _send_seconds(self, size: float, mesh: Mesh) -> float:
+        return send_seconds(size, axis_group(mesh, "pp"), self.problem.cluster)
 
     def _through(self, point: Point) -> float:
         """Of the first microbatch, before the heaviest stage does the others; gradients of inputs may be made between these."""
@@ -368,10 +354,10 @@ class Bounds:
         """Seconds that gathers and reductions add, in each microbatch and once a step, on an average coordinate; what is done
         again hides them too."""
         shape, zero = point.shape, point.zero
-        if shape.dp * shape.cp == 1:
+        if shape.replicas == 1:
             return 0.0, 0.0
         forward, backward = self.forward_seconds / shape.pp, (self.backward_seconds + again) / shape.pp
-        gather, again_gather, reduce, across = self._gathers(point)
+        gather, again_gather, reduce, across = self._gathers(shape.mesh, zero, point.hybrid)
         if zero <= 1:
             return 0.0, self._shown(gather, forward) + self._shown(reduce + across, backward)
         last = self._shown(reduce + across, backward) - self._shown(reduce, backward)
@@ -379,35 +365,29 @@ class Bounds:
             return self._shown(reduce, backward), self._shown(gather, forward) + last
         return self._shown(gather, forward) + self._shown(again_gather + reduce, backward), last
 
-    def _gathers(self, point: Point) -> tuple[float, float, float, float]:
+    @cached
+    def _gathers(self, mesh: Mesh, zero: ZeroStage, hybrid: int | None) -> tuple[float, float, float, float]:
         """Seconds of gathers for forward and for backward, and of reductions, inside sharding groups and between them, on an
-        average coordinate; found once whatever the turns and the microbatches."""
-        shape = point.shape
-        key = (shape.mesh, point.zero, point.hybrid)
-        if key not in self._known_gathers:
-            blocks = max(1, self.problem.units.num_repeated // shape.pp)  # the ends are in one group, or in none
-            dense, expert, shares = *self.table.unit_elements, self.table.regathered_shares
-            kinds = ((dense, Group(shape.dp * shape.cp, shape.tp), blocks), (expert, _expert_ranks(shape), 1))
-            whole = np.zeros(3)
-            again = 0.0
-            for elements, everyone, count in kinds:
-                whole += self._of_state(point, float(elements.sum()) / shape.pp, everyone, count)
-                again += self._of_state(point, float((elements * shares).sum()) / shape.pp, everyone, count)[0]
-            gather, reduce, across = whole.tolist()
-            self._known_gathers[key] = (gather, again, reduce, across)
-        return self._known_gathers[key]
+        average coordinate."""
+        blocks = max(1, self.problem.units.num_repeated // mesh.pp)  # the ends are in one group, or in none
+        dense, expert, shares = *self.table.unit_elements, self.table.regathered_shares
+        kinds = ((dense, Group(mesh.dp * mesh.cp, mesh.tp), blocks), (expert, _expert_ranks(mesh), 1))
+        whole, again = np.zeros(3), 0.0
+        for elements, everyone, count in kinds:
+            whole += self._of_state(zero, hybrid, float(elements.sum()) / mesh.pp, everyone, count)
+            again += self._of_state(zero, hybrid, float((elements * shares).sum()) / mesh.pp, everyone, count)[0]
+        gather, reduce, across = whole.tolist()
+        return gather, again, reduce, across
 
-    @cached_property
-    def _known_gathers(self) -> dict[tuple[object, ...], tuple[float, float, float, float]]:
-        return {}
-
-    def _of_state(self, point: Point, elements: float, everyone: Group, count: int) -> tuple[float, float, float]:
+    def _of_state(
+        self, zero: ZeroStage, hybrid: int | None, elements: float, everyone: Group, count: int
+    ) -> tuple[float, float, float]:
         """Seconds of gathers, of reductions, and of reductions between sharding groups; everyone: the ranks that hold these
         elements; count: in so many groups of parameters."""
         gradient = self._gradient_bytes * elements
-        if point.zero == 0:
+        if zero == 0:
             return 0.0, self._seconds("all_reduce", gradient, everyone), 0.0
-        degree = min(point.hybrid or point.shape.dp * point.shape.cp, everyone.size)
+        degree = min(hybrid or everyone.size, everyone.size)
         inner = Group(degree, everyone.stride)
         outer = Group(everyone.size // degree, everyone.stride * degree)
         gather = self._of_groups("all_gather", self._gathered_bytes * elements / degree, inner, count)
@@ -472,19 +452,15 @@ class Bounds:
         if point.offload != "none":
             return 0.0
         shape = point.shape
-        degree = 1 if point.zero == 0 else point.hybrid or shape.dp * shape.cp
+        degree = point.sharding_ranks
         rest = max(1, degree // shape.ep)
         held = float(self.table.elements[-1]) / degree + float(self.table.expert_elements[-1]) / rest
         return update_seconds(held / shape.pp, self.problem.cluster.device, self.problem.recipe.optimizer_slots)
 
 
-def _on_busiest(work: Row, p: int, placement: Placement, virtual: int) -> float:
-    return least_heaviest(work, p) if virtual == 1 else least_busiest(work, p, placement)
-
-
-def _expert_ranks(shape: Shape) -> Group:
+def _expert_ranks(mesh: Mesh) -> Group:
     """The ranks that hold the same experts: fewer than those that hold the same other parameters, and further apart
     (cost/communication/step_calls.py)."""
-    if shape.dp == shape.ep:
-        return axis_group(shape.mesh, "cp")
-    return Group(shape.dp // shape.ep * shape.cp, shape.tp * shape.ep)
+    if mesh.dp == mesh.ep:
+        return axis_group(mesh, "cp")
+    return Group(mesh.dp // mesh.ep * mesh.cp, mesh.tp * mesh.ep)

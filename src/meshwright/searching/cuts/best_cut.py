@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from meshwright.core.pipeline.kinds import in_flight, kind_of
+from meshwright.core.pipeline.kinds import kind_of
 from meshwright.searching.bounds.memory import Room, cut_fits, recompute_seconds
 from meshwright.searching.bounds.step_seconds import Bounds, Busy
 from meshwright.searching.cuts.played_cuts import levelled_cut, played_cut
@@ -77,7 +77,7 @@ class _Loads:
         shape = point.shape
         self.table, self.point, self.room, self.hops = bounds.table, point, room, bounds.hops(shape)
         self.busy = bounds.busy(point)
-        self.held = in_flight(point.schedule, shape.pp, shape.num_microbatches, 1)
+        self.held = point.in_flight
 
     def rows(self, begins: Places, ends: Places) -> _Rows:
         table, room = self.table, self.room

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from meshwright.core.pipeline.kinds import placement_of
-from meshwright.core.pipeline.placement import coordinate_of
 from meshwright.cost.play import play_schedule
 from meshwright.cost.timing import StageSeconds
 from meshwright.searching.space import Point
@@ -198,15 +196,14 @@ def _loads(table: UnitTable, point: Point, counts: Counts) -> list[float]:
     loads = [0.0] * point.shape.pp
     missing = table.num_units - sum(counts)
     begins = list(accumulate(counts, initial=0))
-    for stage, count in enumerate(counts):
+    for stage, (count, home) in enumerate(zip(counts, point.homes, strict=True)):
         begin = begins[stage] + (missing if stage == len(counts) - 1 else 0)
-        loads[coordinate_of(stage, point.shape.pp, placement_of(point.schedule))] += _work(table, begin, begin + count)
+        loads[home] += _work(table, begin, begin + count)
     return loads
 
 
 def _stages_of(point: Point, coordinate: int) -> Sequence[int]:
-    placement, pp = placement_of(point.schedule), point.shape.pp
-    return [stage for stage in range(point.num_stages) if coordinate_of(stage, pp, placement) == coordinate]
+    return [stage for stage, home in enumerate(point.homes) if home == coordinate]
 
 
 def _work(table: UnitTable, begin: int, end: int) -> float:

@@ -32,6 +32,7 @@ from meshwright.rules.divisors import divisors
 from meshwright.rules.limits import not_yet
 from meshwright.searching.infeasible.changes import Change, costed, first_that_fits
 from meshwright.searching.infeasible.offload_suggestions import offloads
+from meshwright.searching.plan_builder import rules_of
 from meshwright.searching.problem import Problem
 
 MOST_TIMES_MORE = 64
@@ -128,25 +129,16 @@ def _fewest(
 
 def _with_recompute(plan: Plan, mode: RecomputeMode, names: Sequence[str]) -> tuple[tuple[Recompute, ...], list[str]]:
     """The plan's rules with these blocks under a mode too, and the blocks that are new. Fully recomputed blocks stay so."""
-    full, chosen = plan.recomputed("full"), set(names)
+    full, chosen = plan.recomputed("full"), frozenset(names)
     selective = plan.recomputed("selective")
     added = [name for name in names if name not in full and not (mode == "selective" and name in selective)]
-    modes = {
-        "full": full | (chosen if mode == "full" else frozenset()),
-        "selective": (selective | (chosen if mode == "selective" else frozenset())) - full,
-    }
-    if mode == "full":
-        modes["selective"] -= chosen
-    rules = [
-        Recompute(mode=kind, blocks=compact_names(name for name in plan.blocks if name in modes[kind]))
-        for kind in MODES
-        if modes[kind]
-    ]
-    return tuple(rules), added
+    modes: dict[RecomputeMode, frozenset[str]] = {"selective": selective, "full": full}
+    modes[mode] |= chosen
+    modes["selective"] -= modes["full"]
+    return rules_of(plan.blocks, modes), added
 
 
 def _microbatches(problem: Problem, plan: Plan) -> Iterator[Change]:
-    sizes = [size for size in range(plan.microbatch - 1, 0, -1) if plan.microbatch % size == 0]
     yield from first_that_fits(
         costed(
             f"microbatches of {size}, {plan.num_microbatches * plan.microbatch // size} of them",
@@ -156,7 +148,7 @@ def _microbatches(problem: Problem, plan: Plan) -> Iterator[Change]:
             microbatch=size,
             num_microbatches=plan.num_microbatches * plan.microbatch // size,
         )
-        for size in sizes
+        for size in reversed(divisors(plan.microbatch)[:-1])
     )
 
 

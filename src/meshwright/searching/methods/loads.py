@@ -28,7 +28,6 @@ from meshwright.core.pipeline.kinds import in_flight
 from meshwright.core.plan import Mesh, Plan, Recompute
 from meshwright.cost.communication.links import axis_group, collective_seconds, send_seconds
 from meshwright.cost.communication.stage_transfers import sends_shares, sent_bytes
-from meshwright.cost.compute.recomputed_ops import recompute_modes
 from meshwright.cost.memory.allocator_slack import usable_bytes
 from meshwright.cost.memory.peak_memory import MemoryCost
 from meshwright.cost.memory.rank_state import RankState
@@ -36,6 +35,7 @@ from meshwright.cost.microbatch import microbatch_of
 from meshwright.cost.passes import handed_on_bytes, passes_by_stage
 from meshwright.cost.stages import StageCosts
 from meshwright.rules.schedules import make_order
+from meshwright.searching.cached import cached
 from meshwright.searching.methods.builder import Builder
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point
@@ -105,11 +105,9 @@ class _UnitCosts:
         self.microbatch = microbatch_of(self.graph, plan, problem.cluster, problem.recipe)
         self.local_blocks = self.microbatch.local_blocks
         self.passes = passes_by_stage(self.graph, plan)
-        self.modes = recompute_modes(plan, problem.recipe)
         self.costs = StageCosts(self.graph, plan, problem.cluster, problem.recipe, self.microbatch)
         self.memory = MemoryCost(plan, problem.recipe, self.local_blocks, self.passes, self._rank_state)
         self.order = make_order("1f1b", len(self.passes), plan.num_microbatches)
-        self._known: dict[int, RankState] = {}
 
     def units(self, mesh: Mesh) -> tuple[Unit, ...]:
         alike: dict[object, Unit] = {}
@@ -125,7 +123,7 @@ class _UnitCosts:
     def _work(self, number: int) -> object:
         """What tells units apart: the passes they run, how they are recomputed, and whether they are at an end."""
         work = tuple(
-            (id(self.local_blocks[segment.block]), segment.number, self.modes.get(segment.block))
+            (id(self.local_blocks[segment.block]), segment.number, self.costs.modes.get(segment.block))
             for segment in self.passes[number].forward
         )
         return (work, number == 0, number == len(self.passes) - 1)
@@ -153,10 +151,9 @@ class _UnitCosts:
         """Weights in 16 bits that autocast keeps until forward ends."""
         return self.memory.footprints.of(self.local_blocks[segment.block], segment.block, segment.number).cached
 
+    @cached
     def _rank_state(self, number: int) -> RankState:
-        if number not in self._known:
-            self._known[number] = RankState(self.graph, self.plan, self.problem.recipe, number)
-        return self._known[number]
+        return RankState(self.graph, self.plan, self.problem.recipe, number)
 
     def _sent_bytes(self, number: int) -> float:
         """As the next device holds it."""

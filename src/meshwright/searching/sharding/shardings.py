@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Casting
@@ -67,20 +66,24 @@ class Shardings:
         if tp == 1:
             return ()
         problem = self.problem
-        picked = partial(
-            best_sharding,
-            problem.graph,
-            problem.cluster,
-            tp=tp,
-            cp=cp,
-            sequence_parallel=sequence_parallel,
-            recipe=problem.recipe,
-            kernels=self._kernels(problem.graph.casting),
-        )
-        found = picked(microbatch=1)
+        found = self._picked(tp, cp, sequence_parallel, microbatch=1)
         if found:
             return found
         if problem.cluster.device.kind != "cpu" or problem.request.tp == tp:
-            return picked(microbatch=problem.global_batch) or plain_sharding(problem.graph)
+            most = self._picked(tp, cp, sequence_parallel, microbatch=problem.global_batch)
+            return most or plain_sharding(problem.graph)
         self.unsplit.add(tp)
         return ()
+
+    def _picked(self, tp: int, cp: int, sequence_parallel: bool, microbatch: int) -> tuple[BlockSharding, ...]:
+        found = best_sharding(
+            self.problem.graph,
+            self.problem.cluster,
+            tp=tp,
+            cp=cp,
+            sequence_parallel=sequence_parallel,
+            microbatch=microbatch,
+            recipe=self.problem.recipe,
+            kernels=self._kernels(self.problem.graph.casting),
+        )
+        return found.sharding if found else ()
