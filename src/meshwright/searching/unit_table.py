@@ -148,10 +148,14 @@ class UnitTable:
         return places[:-1], places[1:]
 
     @cached_property
+    def unit_seconds(self) -> Row:
+        """Forward and backward of each unit, as a stage of its own."""
+        return self.forward(*self.alone) + self.backward(*self.alone)
+
+    @cached_property
     def unit_sums(self) -> list[float]:
-        """Prefix sums of forward and backward seconds, as if each unit was a stage of its own."""
-        alone = self.forward(*self.alone) + self.backward(*self.alone)
-        return [0.0, *(float(seconds) for seconds in np.cumsum(alone))]
+        """Prefix sums of these."""
+        return [0.0, *(float(seconds) for seconds in np.cumsum(self.unit_seconds))]
 
     @cached_property
     def known_cuts(self) -> dict[tuple[object, ...], tuple[int, ...]]:
@@ -190,11 +194,6 @@ class UnitTable:
     def unit_elements(self) -> tuple[Row, Row]:
         """Elements of each unit, and of its experts."""
         return np.diff(self.elements), np.diff(self.expert_elements)
-
-    @cached_property
-    def totals(self) -> tuple[float, float]:
-        """Elements of all units, and of all experts."""
-        return float(self.elements[-1]), float(self.expert_elements[-1])
 
     @cached_property
     def all_kept(self) -> dict[str, float]:

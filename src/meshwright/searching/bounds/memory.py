@@ -32,7 +32,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.cost.memory.allocator_slack import usable_bytes
 from meshwright.cost.memory.local_parameters import Items
 from meshwright.searching.space import Point, Shape
-from meshwright.searching.unit_table import Beside, BlockBytes, UnitTable
+from meshwright.searching.unit_table import Beside, BlockBytes, Places, Row, UnitTable
 from meshwright.searching.units import Cut
 
 
@@ -56,15 +56,12 @@ class Room:
 
     def state_bytes(self, table: UnitTable) -> float:
         """Of all coordinates together."""
-        dense, expert = table.totals
-        return dense * self.element_bytes + expert * self.expert_element_bytes
+        return float(self.bytes_of(table, 0, table.num_units))
 
-    def bytes_of(self, table: UnitTable, begin: int, end: int) -> float:
+    def bytes_of(self, table: UnitTable, begin: Places | int, end: Places | int) -> Row:
         """State of a row of units."""
-        dense, expert = table.elements, table.expert_elements
-        return float(
-            (dense[end] - dense[begin]) * self.element_bytes + (expert[end] - expert[begin]) * self.expert_element_bytes
-        )
+        dense, expert = (row[end] - row[begin] for row in (table.elements, table.expert_elements))
+        return np.asarray(dense * self.element_bytes + expert * self.expert_element_bytes)
 
 
 def room_of(
@@ -179,8 +176,7 @@ def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
 
 def _several_fit(table: UnitTable, point: Point, room: Room, held: float) -> bool:
     """Each of its stages has a unit of its own."""
-    dense, expert = table.unit_elements
-    states = np.sort(dense * room.element_bytes + expert * room.expert_element_bytes)
+    states = np.sort(room.bytes_of(table, *table.alone))
     state = float(states[: point.virtual].sum())
     kept = held * float(table.unit_kept.min())
     return state + kept + room.running(table).least <= room.budget_bytes

@@ -86,10 +86,9 @@ class Bounds:
         return float(self.table.backward(0, self.table.num_units))
 
     @cached_property
-    def unit_seconds(self) -> list[float]:
-        """Of each unit, forward and backward."""
-        alone = self.table.alone
-        return [float(seconds) for seconds in self.table.forward(*alone) + self.table.backward(*alone)]
+    def slowest_unit_seconds(self) -> float:
+        """Forward and backward."""
+        return float(self.table.unit_seconds.max())
 
     @cached_property
     def forward_shares(self) -> tuple[float, float]:
@@ -104,7 +103,7 @@ class Bounds:
 
     def of_shape(self, shape: Shape) -> float:
         """Whatever the schedule and the state."""
-        return max(self.evenly(shape), SLACK * shape.num_microbatches * max(self.unit_seconds))
+        return max(self.evenly(shape), SLACK * shape.num_microbatches * self.slowest_unit_seconds)
 
     def evenly(self, shape: Shape) -> float:
         """Likewise, of an average coordinate."""
@@ -121,7 +120,7 @@ class Bounds:
         shape = point.shape
         each, once = exposed + again / shape.pp, once + self.after(point)
         total = (self.forward_seconds + self.backward_seconds) / shape.pp + each
-        seconds = SLACK * max(shape.num_microbatches * total + once, shape.num_microbatches * max(self.unit_seconds))
+        seconds = SLACK * max(shape.num_microbatches * total + once, shape.num_microbatches * self.slowest_unit_seconds)
         return Needs(each, once, seconds)
 
     def needs_in(self, point: Point, room: Room) -> Needs | None:
@@ -176,11 +175,10 @@ class Bounds:
         found[-1] = 0.0
         return found
 
-    def busy(self, point: Point) -> Busy | None:
+    def busy(self, point: Point) -> Busy:
         """What `best_cut` weighs stages by beside their schedule."""
-        shape = point.shape
-        if shape.pp == 1 or point.virtual > 1 or point.offload == "parameters":
-            return None
+        if point.shape.pp == 1 or point.virtual > 1 or point.offload == "parameters":
+            return Busy([], 0.0)
         rows = [(np.concatenate(([0.0], np.cumsum(row))), times) for row, times in self._rows_with_state(point)]
         return Busy(rows, self._through(point))
 
@@ -344,7 +342,7 @@ class Bounds:
         """Of a coordinate on average, until the first microbatch is there, and after its last one has left: coordinate i waits
         for the first i stages, each of them a unit at least."""
         table = self.table
-        each = table.forward(*table.alone) if splits_backward else np.array(self.unit_seconds)
+        each = table.forward(*table.alone) if splits_backward else table.unit_seconds
         others = (p - 1) * (p - 2) / (2 * p) * float(each[1:-1].min()) if p > 2 else 0.0
         return (p - 1) / p * float(each[0]) + others
 

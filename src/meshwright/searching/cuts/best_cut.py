@@ -21,7 +21,7 @@ import numpy as np
 
 from meshwright.core.pipeline.kinds import kind_of
 from meshwright.searching.bounds.memory import Room, cut_fits, recompute_seconds
-from meshwright.searching.bounds.step_seconds import Bounds, Busy
+from meshwright.searching.bounds.step_seconds import Bounds
 from meshwright.searching.cuts.played_cuts import levelled_cut, played_cut
 from meshwright.searching.space import Point
 from meshwright.searching.unit_table import Places, Row
@@ -82,8 +82,7 @@ class _Loads:
     def rows(self, begins: Places, ends: Places) -> _Rows:
         table, room = self.table, self.room
         working = room.working(table).by_unit
-        state = (table.elements[ends] - table.elements[begins]) * room.element_bytes
-        state += (table.expert_elements[ends] - table.expert_elements[begins]) * room.expert_element_bytes
+        state = room.bytes_of(table, begins, ends)
         plain, kept = table.backward(begins, ends), table.kept_by(begins, ends, "none")
         return _Rows(
             forward=table.forward(begins, ends),
@@ -94,14 +93,12 @@ class _Loads:
             saved={mode: kept - table.kept_by(begins, ends, mode) for mode in AGAIN},
             longer={mode: table.backward(begins, ends, mode) - plain for mode in AGAIN},
             hop=self.hops[ends - 1],
-            busy=[]
-            if self.busy is None
-            else [(self._busy(self.busy, row, begins, ends), n) for row, n in self.busy.rows],
+            busy=[(self._busy(row, begins, ends), times) for row, times in self.busy.rows],
         )
 
-    def _busy(self, busy: Busy, row: Row, begins: Places, ends: Places) -> Row:
+    def _busy(self, row: Row, begins: Places, ends: Places) -> Row:
         """A stage begins when the first microbatch has gone through all before it."""
-        return np.asarray(self.table.forward(0, begins) + row[ends] - row[begins] - busy.beyond_seconds)
+        return np.asarray(self.table.forward(0, begins) + row[ends] - row[begins] - self.busy.beyond_seconds)
 
     def of(self, stage: int, rows: _Rows) -> Row:
         link = (self.point.shape.num_microbatches - 1) * rows.hop

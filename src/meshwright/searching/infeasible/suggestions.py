@@ -53,12 +53,17 @@ def infeasible(problem: Problem, plan: Plan, estimate: Estimate, num_candidates:
 
 def binding_constraint(estimate: Estimate) -> str:
     """Which device is over the budget, when, by how much, and what fills it."""
-    parts = msgspec.structs.asdict(estimate.memory_bytes)
-    largest = sorted(parts, key=lambda name: -parts[name])[:2]
-    filled = " and ".join(f"{name.replace('_', ' ')} {format_bytes(parts[name])}" for name in largest)
+    filled = " and ".join(largest_parts(estimate))
     moment = f", {estimate.worst_moment}" if estimate.worst_moment else ""
     over = format_bytes(estimate.needed_bytes - estimate.budget_bytes)
     return f"memory of rank {estimate.worst_rank}{moment}: {over} over {format_bytes(estimate.budget_bytes)}, most of it {filled}"
+
+
+def largest_parts(estimate: Estimate) -> list[str]:
+    """The two categories of memory that have most bytes, in words."""
+    parts = msgspec.structs.asdict(estimate.memory_bytes)
+    largest = sorted(parts, key=lambda name: -parts[name])[:2]
+    return [f"{name.replace('_', ' ')} {format_bytes(parts[name])}" for name in largest]
 
 
 def ways_out(problem: Problem, plan: Plan, estimate: Estimate) -> tuple[WayOut, ...]:

@@ -12,16 +12,12 @@ from math import prod
 import msgspec
 
 from meshwright.core.axes import RANK_AXES
-from meshwright.core.errors import PlanError, ScheduleError
+from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.infeasible import WayOut
 from meshwright.core.plan import Plan
-from meshwright.cost.degrees import check_degrees, check_divides
-from meshwright.cost.estimate import check_costable
-from meshwright.rules.limits import check_runs
-from meshwright.rules.plain_plan import plain_plan
-from meshwright.rules.schedules import make_order
 from meshwright.searching.cuts.best_cut import best_cut
+from meshwright.searching.infeasible.plain_refusal import plain_refusal
 from meshwright.searching.infeasible.suggestions import ways_out
 from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.joint.candidates import Drafts
@@ -104,14 +100,7 @@ def _nothing(problem: Problem, drafts: Drafts) -> PlanError:
         wish = msgspec.structs.replace(wish, zero=1)  # the least that has sharding groups
     if wish.offload == "parameters" and problem.graph.repeated_blocks:
         wish = msgspec.structs.replace(wish, recompute=wish.recompute or "full")  # as every streamed plan has it
-    try:
-        plan = plain_plan(wish, problem.graph, world, problem.cluster_hash)
-        check_costable(problem.graph_of(plan), plan, problem.cluster)
-        check_degrees(problem.graph_of(plan), msgspec.structs.replace(plan, sharding=()))
-        check_divides(problem.graph_of(plan), plan)
-        check_runs(plan)
-        make_order(plan.schedule, plan.mesh.pp, problem.global_batch // plan.mesh.dp, plan.virtual)
-    except (PlanError, ScheduleError) as error:
-        return PlanError(str(error))
     refused = drafts.refusals[-1] if drafts.refusals else "leave a degree open"
-    return PlanError(f"no plan for {world} ranks agrees with what was asked for: {refused}")
+    return plain_refusal(problem, wish, world) or PlanError(
+        f"no plan for {world} ranks agrees with what was asked for: {refused}"
+    )

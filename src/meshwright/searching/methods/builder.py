@@ -43,11 +43,14 @@ class Builder:
 
     def runs(self, point: Point) -> bool:
         """Whether some plan of this point can run, however it is cut."""
-        if not may_have(self.problem.units, point.num_stages, self.problem.request.ends):
+        problem, request = self.problem, self.problem.request
+        if request.precision not in (None, problem.graph.precision):
+            return False
+        if not may_have(problem.units, point.num_stages, request.ends):
             return False
         streams = point.offload == "parameters"  # with full recompute only
         try:
-            plan = self.even(point, recompute_rules("full", self.problem.graph.repeated_blocks) if streams else ())
+            plan = self.even(point, recompute_rules("full", problem.graph.repeated_blocks) if streams else ())
         except PlanError:
             return False
         return self._has_degrees(plan) and not not_yet(plan)

@@ -41,11 +41,11 @@ from meshwright.core.pipeline.kinds import SEARCHED, ScheduleKind, kind_of
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, ZeroStage
 from meshwright.core.request import PlanRequest
 from meshwright.cost.compute.recomputed_ops import core_ops
-from meshwright.cost.degrees import check_degrees, check_divides
 from meshwright.rules.divisors import divisors
-from meshwright.rules.limits import check_runs, not_yet
-from meshwright.rules.plain_plan import plain_plan, recompute_rules
+from meshwright.rules.limits import not_yet
+from meshwright.rules.plain_plan import recompute_rules
 from meshwright.rules.stages import Units, unit_counts
+from meshwright.searching.infeasible.plain_refusal import plain_refusal
 from meshwright.searching.memory_saving.optimizer_offload import FEW_SHARES, coarse_shares, shares_of
 from meshwright.searching.methods.builder import Builder
 from meshwright.searching.problem import OffloadKind, Outcome, Problem
@@ -292,15 +292,7 @@ def _check_size(problem: Problem, most_plans: int) -> None:
 
 def no_plan(problem: Problem) -> PlanError:
     """Why the space is empty: what the plain plan of the request is refused for, if it is."""
-    world = problem.world or problem.devices
-    try:
-        plan = plain_plan(problem.request, problem.graph, world, problem.cluster.hash)
-        check_degrees(problem.graph, msgspec.structs.replace(plan, sharding=()))  # a search leaves no attention whole
-        check_divides(problem.graph, plan)
-        check_runs(plan)
-    except PlanError as error:
-        return error
-    return PlanError(
+    return plain_refusal(problem, problem.request, problem.world or problem.devices) or PlanError(
         f"no plan for '{problem.graph.model}' on {problem.devices} devices with global batch {problem.global_batch} agrees with "
         "the request: leave a flag out, or change the batch"
     )
