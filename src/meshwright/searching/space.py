@@ -17,11 +17,12 @@ with schedule and state. What a request fixes stays fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from math import prod
+from typing import TypeVar
 
 from meshwright.core.axes import RANK_AXES
 from meshwright.core.legal import Key
@@ -33,6 +34,8 @@ from meshwright.rules.divisors import divisors
 from meshwright.rules.stages import may_have
 from meshwright.searching.problem import OffloadKind, Problem
 from meshwright.searching.units import FEW_UNITS
+
+T = TypeVar("T")
 
 MANY_HOSTS, FEW_WORLDS = 16, 6
 """On more hosts than these, only so many smaller numbers of devices are looked at: the next ones that some mesh divides."""
@@ -167,31 +170,31 @@ def _halves(world: int) -> list[int]:
 
 
 def tensor_degrees(problem: Problem, world: int) -> list[int]:
-    return [tp for tp in _open(problem.request.tp, divisors(world)) if world % tp == 0]
+    return [tp for tp in asked_or(problem.request.tp, divisors(world)) if world % tp == 0]
 
 
 def context_degrees(problem: Problem, world: int, tp: int) -> list[int]:
-    return [cp for cp in _open(problem.request.cp, divisors(world // tp)) if world % (tp * cp) == 0]
+    return [cp for cp in asked_or(problem.request.cp, divisors(world // tp)) if world % (tp * cp) == 0]
 
 
 def meshes(problem: Problem, world: int, tensor: int | None = None, context: int | None = None) -> Iterator[Mesh]:
     """Every mesh of so many ranks that the request, the batch and the number of blocks allow. tensor, context: tp and cp alone."""
     request, batch = problem.request, problem.global_batch
-    for pp in _open(request.pp, [part for part in divisors(world) if part <= problem.most_stages]):
-        for tp in _open(tensor or request.tp, divisors(world // pp) if world % pp == 0 else []):
-            for cp in _open(context or request.cp, divisors(world // (pp * tp)) if world % (pp * tp) == 0 else []):
+    for pp in asked_or(request.pp, [part for part in divisors(world) if part <= problem.most_stages]):
+        for tp in asked_or(tensor or request.tp, divisors(world // pp) if world % pp == 0 else []):
+            for cp in asked_or(context or request.cp, divisors(world // (pp * tp)) if world % (pp * tp) == 0 else []):
                 dp, left = divmod(world, pp * tp * cp)
                 if left or batch % dp or request.dp not in (None, dp):
                     continue
-                for ep in _open(request.ep, divisors(dp) if problem.has_experts else [1]):
+                for ep in asked_or(request.ep, divisors(dp) if problem.has_experts else [1]):
                     if dp % ep == 0:
                         yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
 
 
 def ways(problem: Problem, tp: int, cp: int) -> Iterator[Way]:
     request = problem.request
-    for parallel in _open(request.sequence_parallel, [False, True] if tp > 1 else [False]):
-        for compiled in _open(request.compile, [False, True] if may_compile(problem, tp, cp) else [False]):
+    for parallel in asked_or(request.sequence_parallel, [False, True] if tp > 1 else [False]):
+        for compiled in asked_or(request.compile, [False, True] if may_compile(problem, tp, cp) else [False]):
             for context in context_ways(request, cp):
                 yield Way(parallel, compiled, context)
 
@@ -204,7 +207,7 @@ def may_compile(problem: Problem, tp: int, cp: int) -> bool:
 def family(problem: Problem, mesh: Mesh, way: Way) -> list[Shape]:
     """Shapes that differ in the microbatch only, the largest first."""
     share = problem.global_batch // mesh.dp
-    sizes = [size for size in _open(problem.request.microbatch, divisors(share)) if share % size == 0]
+    sizes = [size for size in asked_or(problem.request.microbatch, divisors(share)) if share % size == 0]
     return [Shape.of(mesh, way, size, share) for size in reversed(sizes)]
 
 
@@ -236,7 +239,7 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
         numbers = [fewest, *range(fewest + 1, min(largest, most) + 1)]
         if deep and len(numbers) > 1:  # stages of unlike size only where every one counts
             numbers = [number for number in numbers if number == 2 or _divides_evenly(problem, number * shape.pp)]
-        for virtual in _open(request.virtual, numbers):
+        for virtual in asked_or(request.virtual, numbers):
             if virtual <= max(1, most) and may_have(problem.units, virtual * shape.pp, request.ends):
                 yield schedule, virtual
 
@@ -251,7 +254,7 @@ def schedules(problem: Problem, pp: int) -> list[ScheduleKind]:
     if pp == 1:
         return [problem.request.schedule or "1f1b"]
     every = [kind for kind in SEARCHED if not (is_deep(problem) and kind_of(kind).keeps_all)]
-    return _open(problem.request.schedule, every)
+    return asked_or(problem.request.schedule, every)
 
 
 def is_deep(problem: Problem) -> bool:
@@ -263,9 +266,9 @@ def points(problem: Problem, shape: Shape, schedule: ScheduleKind = "1f1b", virt
     request = problem.request
     alone = shape.replicas == 1
     stages: tuple[ZeroStage, ...] = (0,) if alone else (0, 1, 2, 3)
-    for zero in _open(request.zero, stages):
+    for zero in asked_or(request.zero, stages):
         groups = [None] if zero == 0 or alone else [None, *_groups(problem, shape)]
-        for hybrid in _open(request.hybrid, groups):
+        for hybrid in asked_or(request.hybrid, groups):
             if hybrid is not None and (zero == 0 or shape.dp % hybrid):
                 continue
             for offload in problem.offloads:
@@ -288,6 +291,6 @@ def _groups(problem: Problem, shape: Shape) -> list[int]:
     return [part for part in found if part % on_host == 0 and (part // on_host).bit_count() == 1]
 
 
-def _open(fixed: object, choices: object) -> list:  # type: ignore[type-arg]
-    """What was fixed, or every choice."""
-    return [fixed] if fixed is not None else list(choices)  # type: ignore[call-overload]
+def asked_or(asked: T | None, choices: Iterable[T]) -> list[T]:
+    """What the request fixes, or every choice."""
+    return list(choices) if asked is None else [asked]

@@ -49,7 +49,7 @@ from meshwright.searching.infeasible.plain_refusal import plain_refusal
 from meshwright.searching.memory_saving.optimizer_offload import FEW_SHARES, coarse_shares, shares_of
 from meshwright.searching.methods.builder import Builder
 from meshwright.searching.problem import OffloadKind, Outcome, Problem
-from meshwright.searching.space import Point, Shape, Way, context_ways
+from meshwright.searching.space import Point, Shape, Way, asked_or, context_ways
 from meshwright.searching.units import every_cut, num_cuts, sizes_of
 
 MOST_PLANS = 20_000
@@ -111,12 +111,12 @@ def points(problem: Problem) -> Iterator[Point]:
     for mesh in meshes(problem):
         share = problem.global_batch // mesh.dp
         settings = product(
-            _sequence_parallels(request, mesh),
+            asked_or(request.sequence_parallel, [False, True] if mesh.tp > 1 else [False]),
             _shardings(request, mesh),
             [size for size in divisors(share) if request.microbatch in (None, size)],
             _schedules(request, mesh, problem.most_stages),
             problem.offloads,
-            _compiles(problem),
+            asked_or(request.compile, [False, True] if problem.cluster.device.kind == "cuda" else [False]),
             context_ways(request, mesh.cp),
         )
         for sequence_parallel, sharding, microbatch, turns, offload, compiled, context in settings:
@@ -146,43 +146,27 @@ def _degrees(fixed: int | None, most: int) -> list[int]:
     return [degree for degree in range(1, most + 1) if fixed in (None, degree)]
 
 
-def _sequence_parallels(request: PlanRequest, mesh: Mesh) -> list[bool]:
-    if request.sequence_parallel is not None:
-        return [request.sequence_parallel]
-    return [False, True] if mesh.tp > 1 else [False]
-
-
 def _shardings(request: PlanRequest, mesh: Mesh) -> list[tuple[ZeroStage, int | None]]:
     """ZeRO's stage, and the group it shards over."""
     ranks = mesh.dp * mesh.cp
     stages: list[ZeroStage] = [0, 1, 2, 3] if ranks > 1 else [0]
-    if request.zero is not None:
-        stages = [request.zero]
-    elif request.hybrid is not None:
-        stages = [1, 2, 3]
-    groups: list[int | None] = [None, *(size for size in divisors(mesh.dp) if 1 < size < ranks)]
     if request.hybrid is not None:
-        groups = [request.hybrid]
-    return [(zero, group) for zero in stages for group in (groups if zero else [request.hybrid])]
+        stages = [1, 2, 3]
+    groups = asked_or(request.hybrid, [None, *(size for size in divisors(mesh.dp) if 1 < size < ranks)])
+    return [
+        (zero, group) for zero in asked_or(request.zero, stages) for group in (groups if zero else [request.hybrid])
+    ]
 
 
 def _schedules(request: PlanRequest, mesh: Mesh, most_stages: int) -> list[tuple[ScheduleKind, int]]:
     """Each with its number of stages a coordinate."""
     kinds: tuple[ScheduleKind, ...] = SEARCHED if mesh.pp > 1 else ("1f1b",)
-    if request.schedule is not None:
-        kinds = (request.schedule,)
     found: list[tuple[ScheduleKind, int]] = []
-    for kind in kinds:
+    for kind in asked_or(request.schedule, kinds):
         fewest, most = kind_of(kind).turns
         turns = range(fewest, (most if most == fewest else most_stages // mesh.pp) + 1)
         found += [(kind, v) for v in turns if request.virtual in (None, v)]
     return found
-
-
-def _compiles(problem: Problem) -> list[bool]:
-    if problem.request.compile is not None:
-        return [problem.request.compile]
-    return [False, True] if problem.cluster.device.kind == "cuda" else [False]
 
 
 def offloadings(problem: Problem, plan: Plan) -> list[Offload]:
