@@ -1,4 +1,4 @@
-"""How much room a point leaves, and the recompute that this forces on it: bounds, from the table of units alone.
+"""Bounds on memory, from the table of units alone: the bytes that a point leaves free, and the recompute that makes it fit.
 
 A rank holds of every element of its parameters, by ZeRO stage, N ranks to a sharding group (the least; buffers left out):
 
@@ -12,7 +12,7 @@ A rank holds of every element of its parameters, by ZeRO stage, N ranks to a sha
 Coordinate i has the budget and h_i microbatches in flight. What its state leaves is shared by these: 1 / h_i for each. State takes
 the smallest share where most microbatches are in flight. Activations of one microbatch that find no room on any coordinate are
 recomputed                                                                                      -> recompute_seconds
-The unit that runs saves nothing by recompute: what it did not keep is there again              -> Room.running
+Recompute saves nothing on the unit that runs: what it did not keep is computed again           -> Room.running
 A cut must fit on every coordinate with everything recomputed                                   -> cut_fits
 Where a coordinate has several stages, each has a unit at least, and the fullest must fit       -> _several_fit
 """
@@ -38,24 +38,24 @@ from meshwright.searching.units import Cut
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of a device, and of an element on it."""
+    """The budget of a device, and the bytes that an element of parameters takes on it."""
 
     budget_bytes: float
     element_bytes: float
     expert_element_bytes: float
     of_block: BlockBytes
-    """Of the block that runs, beside its share of the state."""
+    """Bytes of an element of the block that runs, in addition to its share of the state."""
 
     def working(self, table: UnitTable) -> Beside:
-        """Of units, above what they keep."""
+        """Bytes that units need while they run, in addition to what they keep."""
         return table.beside(self.of_block, recomputed=False)
 
     def running(self, table: UnitTable) -> Beside:
-        """Of units, above what they keep when everything is recomputed."""
+        """The same, where everything is recomputed."""
         return table.beside(self.of_block, recomputed=True)
 
     def state_bytes(self, table: UnitTable) -> float:
-        """Of all coordinates together."""
+        """State of all coordinates together."""
         return float(self.bytes_of(table, 0, table.num_units))
 
     def bytes_of(self, table: UnitTable, begin: Places | int, end: Places | int) -> Row:

@@ -1,7 +1,7 @@
 """The settings around a placement, for the searches that decide only where blocks lie.
 
-They were made for pipelines of one stage a device; a plan needs more. A *frame* is what they are given: a mesh of equal
-groups of dp · cp · tp devices, one for each stage, on as many devices as there are; and what is tried with every cut:
+These searches were made for pipelines with one stage on each device, and a plan needs more. So they get *frames*. A frame is a mesh
+of equal groups of dp · cp · tp devices, one for each stage, on as many devices as there are, and what is tried with every cut:
 
     microbatches   powers of two that divide a dp rank's samples, with at least as many microbatches as stages where that
                    goes; from the smallest on as long as a larger one helps                              -> layouts
