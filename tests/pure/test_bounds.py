@@ -21,7 +21,6 @@ from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.rules.limits import not_yet
-from meshwright.searching.bounds.memory import cut_fits
 from meshwright.searching.cuts.best_cut import best_cut
 from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.joint.candidates import Drafts
@@ -98,11 +97,12 @@ def bounds_above(found: BestFirst, plan: Plan) -> Iterator[tuple[str, float]]:
     for names in plan.blocks_by_stage:
         counts.append(counts[-1] + sum(name in firsts for name in names))
     cut = tuple(counts[1:])
-    assert cut_fits(bounds.table, point, room, cut)
-    best = best_cut(bounds, point, room)
+    assert room is not None
+    assert room.cut_fits(cut)
+    best = best_cut(bounds, room)
     assert best is not None
-    yield "every cut", bounds.of_every_cut(point, room, best[1])
-    yield "cut", bounds.of_cut(point, cut, room, best[1])
+    yield "every cut", bounds.of_every_cut(room, best[1])
+    yield "cut", bounds.of_cut(room, cut, best[1])
 
 
 requests = st.builds(

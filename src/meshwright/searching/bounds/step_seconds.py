@@ -29,7 +29,7 @@ from meshwright.core.plan import Mesh, ZeroStage
 from meshwright.cost.communication.links import Group, axis_group, collective_seconds, send_seconds
 from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.searching.bounds.load_balance import least_busiest, least_heaviest, shared_out, waiting
-from meshwright.searching.bounds.memory import Room, recompute_seconds
+from meshwright.searching.bounds.memory import Room
 from meshwright.searching.cached import cached
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point, Shape
@@ -126,10 +126,10 @@ class Bounds:
         seconds = SLACK * max(shape.num_microbatches * total + once, shape.num_microbatches * self.slowest_unit_seconds)
         return Needs(each, once, seconds)
 
-    def needs_in(self, point: Point, room: Room) -> Needs | None:
+    def needs_in(self, room: Room) -> Needs | None:
         """What a point needs with the recompute that its memory makes necessary; None where no recompute makes it fit."""
-        again = recompute_seconds(self.table, point, room)
-        return None if again == inf else self.needs(point, again)
+        again = room.recompute_seconds
+        return None if again == inf else self.needs(room.point, again)
 
     def with_turns(self, shape: Shape, needs: Needs, schedule: ScheduleKind, virtual: int) -> float:
         """Lower bound under this schedule. It does not depend on the memory that the schedule needs."""
@@ -141,9 +141,9 @@ class Bounds:
         played = self._played(shape, schedule, virtual, 0.0)
         return max(self.of_shape(shape), SLACK * max(played.average, played.longest))
 
-    def of_point(self, point: Point, room: Room) -> float:
+    def of_point(self, room: Room) -> float:
         """Lower bound for a point; infinite where it cannot fit."""
-        needs = self.needs_in(point, room)
+        point, needs = room.point, self.needs_in(room)
         if needs is None:
             return inf
         return self._with_own_state(point, self.with_turns(point.shape, needs, point.schedule, point.virtual))
@@ -219,12 +219,11 @@ class Bounds:
                 found += np.outer(self._of_state(point.zero, point.hybrid, total, everyone, 1), elements / total)
         return found[0], found[1], found[2]
 
-    def of_cut(self, point: Point, cut: Cut, room: Room, largest: float) -> float:
+    def of_cut(self, room: Room, cut: Cut, largest: float) -> float:
         """Lower bound for a point with these stages. largest: the weight of the heaviest stage with the recompute that it needs,
         where cuts were compared; else 0."""
-        shape, table = point.shape, self.table
-        p, m = shape.pp, shape.num_microbatches
-        least = self.of_point(point, room)
+        point, table = room.point, self.table
+        p, m = point.shape.pp, point.shape.num_microbatches
         stages = [(float(table.forward(b, e)), float(table.backward(b, e))) for b, e in pairwise((0, *cut))]
         busy = [sum(f + b for (f, b), home in zip(stages, point.homes, strict=True) if home == c) for c in range(p)]
         waits = [sum(f for f, _ in stages[:i]) for i in range(p)]
@@ -233,12 +232,11 @@ class Bounds:
             waits = [wait + sum(b for _, b in stages[:i]) for i, wait in enumerate(waits)]
         seconds = max(wait + m * work for wait, work in zip(waits, busy, strict=True))
         seconds = max(seconds, kind.cut_seconds(stages, m))
-        every = self.of_every_cut(point, room, largest)
-        return max(least, every, SLACK * (seconds + self._overhead))
+        return max(self.of_every_cut(room, largest), SLACK * (seconds + self._overhead))
 
-    def of_every_cut(self, point: Point, room: Room, largest: float) -> float:
+    def of_every_cut(self, room: Room, largest: float) -> float:
         """Lower bound for a point with any cut. largest: every cut has a stage at least this heavy; 0 where that is not known."""
-        least = self.of_point(point, room)
+        point, least = room.point, self.of_point(room)
         if not largest or point.shape.num_microbatches == 1:
             return least
         return max(least, SLACK * (self._through(point) + largest + self._overhead))

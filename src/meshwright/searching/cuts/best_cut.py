@@ -20,10 +20,9 @@ from math import inf
 import numpy as np
 
 from meshwright.core.pipeline.kinds import kind_of
-from meshwright.searching.bounds.memory import Room, cut_fits, recompute_seconds
+from meshwright.searching.bounds.memory import Room
 from meshwright.searching.bounds.step_seconds import Bounds
 from meshwright.searching.cuts.played_cuts import levelled_cut, played_cut
-from meshwright.searching.space import Point
 from meshwright.searching.unit_table import Places, Row
 from meshwright.searching.units import Cut
 
@@ -32,18 +31,18 @@ FEW_CUTS = 24
 """So many cuts are all looked at."""
 
 
-def best_cut(bounds: Bounds, point: Point, room: Room) -> tuple[Cut, float] | None:
+def best_cut(bounds: Bounds, room: Room) -> tuple[Cut, float] | None:
     """One good cut, with the weight that the heaviest stage of every cut has at least, 0 where that is not known; None where no cut
     fits."""
-    table = bounds.table
+    point, table = room.point, bounds.table
     if point.num_stages == 1:
         return (table.num_units,), 0.0
     if point.virtual == 1:
-        return _least_largest(_Loads(bounds, point, room), table.num_units, point.num_stages)
-    if recompute_seconds(table, point, room) > 0:  # by which stages differ as no play knows before it is decided
+        return _least_largest(_Loads(bounds, room), table.num_units, point.num_stages)
+    if room.recompute_seconds > 0:  # by which stages differ as no play knows before it is decided
         return levelled_cut(table, point), 0.0
     played = played_cut(table, point)
-    return played if cut_fits(table, point, room, played) else levelled_cut(table, point), 0.0
+    return played if room.cut_fits(played) else levelled_cut(table, point), 0.0
 
 
 # ---------------------------------------------------------------- one stage a coordinate
@@ -73,16 +72,16 @@ class _Rows:
 class _Loads:
     """The weight of every row of units as stage i."""
 
-    def __init__(self, bounds: Bounds, point: Point, room: Room) -> None:
-        shape = point.shape
-        self.table, self.point, self.room, self.hops = bounds.table, point, room, bounds.hops(shape)
+    def __init__(self, bounds: Bounds, room: Room) -> None:
+        point = room.point
+        self.table, self.point, self.room, self.hops = bounds.table, point, room, bounds.hops(point.shape)
         self.busy = bounds.busy(point)
         self.held = point.in_flight
 
     def rows(self, begins: Places, ends: Places) -> _Rows:
         table, room = self.table, self.room
-        working = room.working(table).by_unit
-        state = room.bytes_of(table, begins, ends)
+        working = room.working.by_unit
+        state = room.bytes_of(begins, ends)
         plain, kept = table.backward(begins, ends), table.kept_by(begins, ends, "none")
         return _Rows(
             forward=table.forward(begins, ends),

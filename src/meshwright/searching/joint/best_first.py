@@ -13,7 +13,6 @@ from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, ScheduleKind
 from meshwright.core.result import SearchProgress
-from meshwright.searching.bounds.memory import cut_fits
 from meshwright.searching.bounds.step_seconds import SLACK, Needs
 from meshwright.searching.cuts.best_cut import FEW_CUTS, best_cut
 from meshwright.searching.joint.candidates import Drafts
@@ -256,9 +255,10 @@ class BestFirst:
                 yield bound, lambda point=point: self._cuts(point)  # type: ignore[misc]
 
     def _cuts(self, point: Point) -> Opened:
-        bounds = self.drafts.bounds(point)
+        bounds, room = self.drafts.bounds(point), self.drafts.room(point)
         assert bounds is not None
-        room, units = self.drafts.room(point), bounds.table.num_units
+        assert room is not None
+        units = bounds.table.num_units
         if point.offload == "parameters":  # in one stage; its room was looked at
             yield 0.0, lambda: self.cost(point, (units,))
             return
@@ -269,13 +269,13 @@ class BestFirst:
         elif num_cuts(units, point.num_stages) <= FEW_CUTS:
             found = ((cut, 0.0) for cut in every_cut(units, point.num_stages))
         else:
-            best = best_cut(bounds, point, room)
+            best = best_cut(bounds, room)
             found = [best] if best is not None else []
             if best is not None and point.num_stages > 1:
-                self._leave(bounds.of_every_cut(point, room, best[1]))
+                self._leave(bounds.of_every_cut(room, best[1]))
         for cut, largest in found:
-            bound = bounds.of_cut(point, cut, room, largest)
-            if self._must_fit and not cut_fits(bounds.table, point, room, cut):
+            bound = bounds.of_cut(room, cut, largest)
+            if self._must_fit and not room.cut_fits(cut):
                 continue
             yield bound, lambda cut=cut: self.cost(point, cut)  # type: ignore[misc]
 

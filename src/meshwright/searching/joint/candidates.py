@@ -12,7 +12,7 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.cost.parameter_offload import StreamedCost
 from meshwright.rules.limits import not_yet
-from meshwright.searching.bounds.memory import Room, has_gradients, least_bytes, room_of
+from meshwright.searching.bounds.memory import Room, has_gradients, room_of
 from meshwright.searching.bounds.step_seconds import Bounds, Needs
 from meshwright.searching.cached import cached
 from meshwright.searching.joint.unit_tables import Tables
@@ -79,53 +79,52 @@ class Drafts:
         ]
         return Streamed(bounds, point, *costs)
 
-    def room(self, point: Point) -> Room:
-        """Memory of a point under its own schedule."""
+    def room(self, point: Point) -> Room | None:
+        """Memory of a point under its own schedule; None where the degrees are refused."""
         return self._room(point, has_gradients(point.shape, point.zero, point.schedule))
 
-    def _loosest_room(self, point: Point) -> Room:
+    def _loosest_room(self, point: Point) -> Room | None:
         """Memory of a point under the schedule that needs least."""
         shape, kinds = point.shape, schedules(self.problem, point.shape.pp)
         return self._room(point, all(has_gradients(shape, point.zero, kind) for kind in kinds))
 
     @cached
-    def _room(self, point: Point, gradients: bool) -> Room:
-        problem = self.problem
-        about = (self.tables.items, problem.recipe, problem.budget, problem.cluster.device)
-        return room_of(point, *about, gradients=gradients)
+    def _room(self, point: Point, gradients: bool) -> Room | None:
+        bounds = self.bounds(point)
+        if bounds is None:
+            return None
+        return room_of(self.problem, point, bounds.table, self.tables.items, gradients=gradients)
 
     @cached
     def needs(self, point: Point) -> Needs | None:
         """What a point needs at least, whatever its schedule; None where the degrees are refused, or where it cannot fit."""
         return self._needs_in(point, self._loosest_room(point))
 
-    def _needs_in(self, point: Point, room: Room) -> Needs | None:
-        if point.offload == "parameters":
-            streamed = self.streamed(point)
-            return streamed.needs if streamed is not None and self._has_room(streamed) else None
+    def _needs_in(self, point: Point, room: Room | None) -> Needs | None:
         bounds = self.bounds(point)
-        return None if bounds is None else bounds.needs_in(point, room)
-
-    def _has_room(self, streamed: Streamed) -> bool:
-        room = self.room(streamed.point).budget_bytes * (1 + ROUNDING)
-        return streamed.least_bytes <= room and self.problem.hosts_hold(streamed.least_host_bytes)
+        if bounds is None or room is None:
+            return None
+        if point.offload != "parameters":
+            return bounds.needs_in(room)
+        streamed = self.streamed(point)
+        if streamed is None or streamed.least_bytes > room.budget_bytes * (1 + ROUNDING):
+            return None
+        return streamed.needs if self.problem.hosts_hold(streamed.least_host_bytes) else None
 
     def least_bytes(self, point: Point) -> float | None:
         """Bytes a device needs at least; None where the degrees are refused, or the runtime cannot run the point."""
-        bounds = self.bounds(point)
-        if bounds is None or not self.runs(point):
+        room = self.room(point)
+        if room is None or not self.runs(point):
             return None
         streamed = self.streamed(point) if point.offload == "parameters" else None
-        return least_bytes(bounds.table, point, self.room(point)) if streamed is None else streamed.least_bytes
+        return room.least_bytes if streamed is None else streamed.least_bytes
 
     def bound(self, point: Point) -> float | None:
         """Lower bound on the seconds of a step, infinite where the point cannot fit; None as for `least_bytes`."""
-        bounds = self.bounds(point)
-        if bounds is None or not self.runs(point):
+        bounds, room = self.bounds(point), self.room(point)
+        if bounds is None or room is None or not self.runs(point):
             return None
-        if point.offload == "parameters":
-            return self.with_turns(point)
-        return bounds.of_point(point, self.room(point))
+        return self.with_turns(point) if point.offload == "parameters" else bounds.of_point(room)
 
     def with_turns(self, point: Point) -> float:
         """A quicker bound, which does not look at single units."""

@@ -50,10 +50,10 @@ def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
 def _cost(found: BestFirst, point: Point) -> None:
     """Costs the point with an even cut. Where this does not fit, costs it also with the best cut for the memory of its stages."""
     found.cost(point, even_cut(found.drafts.units, point.num_stages, found.problem.request.ends))
-    bounds = found.drafts.bounds(point)
-    if bounds is None or found.fastest is not None or point.num_stages == 1:
+    bounds, room = found.drafts.bounds(point), found.drafts.room(point)
+    if bounds is None or room is None or found.fastest is not None or point.num_stages == 1:
         return
-    best = best_cut(bounds, point, found.drafts.room(point))
+    best = best_cut(bounds, room)
     if best is not None:
         found.cost(point, best[0])
 
