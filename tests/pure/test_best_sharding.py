@@ -25,10 +25,16 @@ from meshwright.cost.estimate import estimate
 from meshwright.rules.labels import Way, labels_of
 from meshwright.rules.sharding import block_sharding, ways_by_block
 from meshwright.searching.search import search
-from meshwright.searching.sharding.best_sharding import FoundSharding, best_sharding, find_sharding
+from meshwright.searching.sharding.best_sharding import FoundSharding, best_sharding
 
 FAST = machine(8, bytes_per_second=1e12, latency_seconds=1e-9)
 SLOW = machine(8, bytes_per_second=1e3, latency_seconds=1.0)
+
+
+def picked(graph: Graph, cluster: Cluster, **request: Any) -> tuple[BlockSharding, ...]:
+    """The best sharding, or none."""
+    found = best_sharding(graph, cluster, **request)
+    return found.sharding if found else ()
 
 
 def dims(sharding: tuple[BlockSharding, ...]) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -53,7 +59,7 @@ def seconds_of(graph: Graph, cluster: Cluster, sharding: tuple[BlockSharding, ..
 def test_columns_then_rows_are_found_in_attention_and_mlp(attention: str, outputs_first: bool) -> None:
     """Megatron's, for Linear's [outputs, inputs] and Conv1D's [inputs, outputs]."""
     graph = transformer_graph(attention=attention, outputs_first=outputs_first)
-    found = dims(best_sharding(graph, FAST, tp=2, microbatch=2))
+    found = dims(picked(graph, FAST, tp=2, microbatch=2))
     by_outputs, by_inputs = (("tp", ""), ("", "tp")) if outputs_first else (("", "tp"), ("tp", ""))
     assert found["blocks.0"] == {
         **{f"{name}.weight": by_outputs for name in COLUMNS},
@@ -65,13 +71,13 @@ def test_columns_then_rows_are_found_in_attention_and_mlp(attention: str, output
 
 
 def test_blocks_of_a_kind_share_one_rule() -> None:
-    rules = best_sharding(transformer_graph(layers=48), FAST, tp=2, microbatch=1)
+    rules = picked(transformer_graph(layers=48), FAST, tp=2, microbatch=1)
     assert [rule.for_blocks for rule in rules if len(rule.tensors) > 1] == [("blocks.0-47",)]
 
 
 def test_a_gated_mlp_splits_both_of_its_first_weights() -> None:
     graph = stack(["gated"])
-    assert dims(best_sharding(graph, FAST, tp=2, microbatch=1))["blocks.0"] == {
+    assert dims(picked(graph, FAST, tp=2, microbatch=1))["blocks.0"] == {
         "0.gate.weight": ("tp", ""), "0.gate.bias": ("tp",), "0.up.weight": ("tp", ""), "0.up.bias": ("tp",),
         "0.down.weight": ("", "tp"),
     }  # fmt: skip
@@ -79,8 +85,8 @@ def test_a_gated_mlp_splits_both_of_its_first_weights() -> None:
 
 def test_a_table_is_split_where_its_memory_is_dear() -> None:
     graph, link = transformer_graph(), machine(8, bytes_per_second=1e9, latency_seconds=1e-2)
-    cheap = dims(best_sharding(graph, link, tp=2, microbatch=1))
-    dear = dims(best_sharding(graph, link, tp=2, microbatch=1, bytes_price=1e-6))
+    cheap = dims(picked(graph, link, tp=2, microbatch=1))
+    dear = dims(picked(graph, link, tp=2, microbatch=1, bytes_price=1e-6))
     assert "token_embedding" not in cheap
     assert dear["token_embedding"] == {"weight": ("tp", "")}
 
@@ -89,16 +95,16 @@ def test_tied_tables_and_heads_are_split_together() -> None:
     graph = transformer_graph(tied=True)
     for price in (0.0, 1e-6):
         for cluster in (FAST, SLOW):
-            found = dims(best_sharding(graph, cluster, tp=2, microbatch=1, bytes_price=price))
+            found = dims(picked(graph, cluster, tp=2, microbatch=1, bytes_price=price))
             assert ("head" in found) == ("token_embedding" in found)
-    assert dims(best_sharding(graph, FAST, tp=2, microbatch=1))["token_embedding"] == {"weight": ("tp", "")}
+    assert dims(picked(graph, FAST, tp=2, microbatch=1))["token_embedding"] == {"weight": ("tp", "")}
 
 
 # Where it does not pay, or cannot be
 
 
 def test_nothing_is_split_over_a_slow_link() -> None:
-    assert best_sharding(transformer_graph(), SLOW, tp=2, microbatch=1) == ()
+    assert picked(transformer_graph(), SLOW, tp=2, microbatch=1) == ()
 
 
 def test_nothing_is_split_where_launches_hide_the_kernels() -> None:
@@ -106,27 +112,27 @@ def test_nothing_is_split_where_launches_hide_the_kernels() -> None:
     graph = transformer_graph(vocab=64)
     slow_host = msgspec.structs.replace(FAST.device, launch_seconds=1.0, backward_launch_seconds=1.0)
     hidden = msgspec.structs.replace(FAST, device=slow_host)
-    assert best_sharding(graph, hidden, tp=2, microbatch=1, num_microbatches=10**9) == ()
-    assert best_sharding(graph, hidden, tp=2, microbatch=1, bytes_price=1.0) != ()
+    assert picked(graph, hidden, tp=2, microbatch=1, num_microbatches=10**9) == ()
+    assert picked(graph, hidden, tp=2, microbatch=1, bytes_price=1.0) != ()
 
 
 def test_a_lone_weight_before_a_norm_is_whole() -> None:
-    assert best_sharding(stack(["linear", "norm"]), FAST, tp=2, microbatch=1) == ()
+    assert picked(stack(["linear", "norm"]), FAST, tp=2, microbatch=1) == ()
 
 
 def test_weights_that_do_not_divide_are_whole() -> None:
-    assert best_sharding(stack(["mlp"], wide=33), FAST, tp=2, microbatch=1) == ()
-    assert best_sharding(stack(["mlp"], wide=34), FAST, tp=2, microbatch=1) != ()
+    assert picked(stack(["mlp"], wide=33), FAST, tp=2, microbatch=1) == ()
+    assert picked(stack(["mlp"], wide=34), FAST, tp=2, microbatch=1) != ()
 
 
 def test_nothing_is_split_over_one_rank() -> None:
-    assert best_sharding(transformer_graph(), FAST, tp=1, microbatch=1) == ()
+    assert picked(transformer_graph(), FAST, tp=1, microbatch=1) == ()
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_tp_that_is_asked_for_is_planned_where_no_split_is_worth_its_collective(kind: str) -> None:
     graph, cluster = stack(["mlp"]), machine(2, latency_seconds=1.0, kind=kind)
-    assert best_sharding(graph, cluster, tp=2, microbatch=1) == ()
+    assert picked(graph, cluster, tp=2, microbatch=1) == ()
     found = search(graph, cluster, PlanRequest(global_batch=4, tp=2, dp=1, pp=1))
     assert dims(found.plan.sharding)["blocks.0"]["0.up.weight"] == ("tp", "")
 
@@ -148,23 +154,23 @@ def answered(sharding: tuple[BlockSharding, ...], tensor: str, **changes: Any) -
 
 def test_what_the_runtime_left_whole_stays_whole_with_what_depends_on_it() -> None:
     graph = transformer_graph()
-    first = best_sharding(graph, FAST, tp=2, microbatch=1)
+    first = picked(graph, FAST, tp=2, microbatch=1)
     legal = answered(first, "mlp.expand.weight", dims=("", ""), reason="'fold' has no rule")
-    found = dims(best_sharding(graph, FAST, tp=2, microbatch=1, legal=legal))
+    found = dims(picked(graph, FAST, tp=2, microbatch=1, legal=legal))
     assert set(found["blocks.0"]) == {t for t in dims(first)["blocks.0"] if t.startswith("attention")}
-    assert best_sharding(graph, FAST, tp=4, microbatch=1, legal=legal) == best_sharding(graph, FAST, tp=4, microbatch=1)
+    assert picked(graph, FAST, tp=4, microbatch=1, legal=legal) == picked(graph, FAST, tp=4, microbatch=1)
 
 
 def test_dims_the_runtime_cut_in_runs_are() -> None:
     graph = transformer_graph()
-    first = best_sharding(graph, FAST, tp=2, microbatch=1)
+    first = picked(graph, FAST, tp=2, microbatch=1)
     legal = answered(first, "mlp.expand.weight", runs=3)
-    assert best_sharding(graph, FAST, tp=2, microbatch=1, legal=legal) == legal[0].sharding
+    assert picked(graph, FAST, tp=2, microbatch=1, legal=legal) == legal[0].sharding
 
 
 def test_degrees_the_runtime_refused_split_nothing() -> None:
     legal = (LegalSharding(tp=2, refusal="no"),)
-    assert best_sharding(transformer_graph(), FAST, tp=2, microbatch=1, legal=legal) == ()
+    assert picked(transformer_graph(), FAST, tp=2, microbatch=1, legal=legal) == ()
 
 
 # What it costs
@@ -198,7 +204,7 @@ def test_under_sequence_parallel_the_sum_of_whole_gradients_counts(cluster: Clus
 
 
 def found_in(graph: Graph, cluster: Cluster, **request: Any) -> FoundSharding:
-    found = find_sharding(graph, cluster, **request)
+    found = best_sharding(graph, cluster, **request)
     assert found is not None
     assert found.sharding
     return found
@@ -210,8 +216,7 @@ def ways(graph: Graph, sharding: tuple[BlockSharding, ...], tp: int) -> dict[str
 
 def test_the_same_input_gives_the_same_sharding() -> None:
     one, other = (
-        best_sharding(transformer_graph(hidden=128), named_machine(), tp=2, microbatch=8, num_microbatches=3)
-        for _ in range(2)
+        picked(transformer_graph(hidden=128), named_machine(), tp=2, microbatch=8, num_microbatches=3) for _ in range(2)
     )
     assert one == other
 
@@ -326,7 +331,7 @@ def every_choice(graph: Graph, tp: int) -> list[tuple[BlockSharding, ...]]:
 def test_no_legal_assignment_is_better(parts: list[str], wide: int, speed: float, kind: str, tp: int) -> None:
     graph = stack(parts, wide)
     cluster = machine(4, bytes_per_second=speed, latency_seconds=1e-6, kind=kind)
-    found = find_sharding(graph, cluster, tp=tp, microbatch=2)
+    found = best_sharding(graph, cluster, tp=tp, microbatch=2)
     assert found is not None
     every = [seconds_of(graph, cluster, one, tp=tp, microbatch=2) for one in every_choice(graph, tp)]
     assert found.seconds == pytest.approx(min(every), rel=1e-9)

@@ -21,12 +21,11 @@ from meshwright.core.graph import Graph
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
 from meshwright.rules.limits import not_yet
-from meshwright.searching.bounds.memory import cut_fits
 from meshwright.searching.cuts.best_cut import best_cut
 from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.joint.candidates import Drafts
-from meshwright.searching.methods.builder import Builder
 from meshwright.searching.methods.exhaustive import offloadings, points, recomputes, stage_counts
+from meshwright.searching.plan_builder import make_plan
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point, Shape, Way, family
 
@@ -98,11 +97,12 @@ def bounds_above(found: BestFirst, plan: Plan) -> Iterator[tuple[str, float]]:
     for names in plan.blocks_by_stage:
         counts.append(counts[-1] + sum(name in firsts for name in names))
     cut = tuple(counts[1:])
-    assert cut_fits(bounds.table, point, room, cut)
-    best = best_cut(bounds, point, room)
+    assert room is not None
+    assert room.cut_fits(cut)
+    best = best_cut(bounds, room)
     assert best is not None
-    yield "every cut", bounds.of_every_cut(point, room, best[1])
-    yield "cut", bounds.of_cut(point, cut, room, best[1])
+    yield "every cut", bounds.of_every_cut(room, best[1])
+    yield "cut", bounds.of_cut(room, cut, best[1])
 
 
 requests = st.builds(
@@ -137,15 +137,14 @@ def test_no_plan_is_faster_than_a_bound_above_it(
 
 def some_plans(problem: Problem, random: Random) -> Iterator[tuple[Plan, Estimate]]:
     """Anywhere in the space, with the shardings that the search proposes."""
-    builder, every, tables = Builder(problem), list(points(problem)), Drafts(problem).tables
+    every, tables = list(points(problem)), Drafts(problem).tables
     for point in random.sample(every, min(MOST_PLANS, len(every))):
         counts = random.choice(list(stage_counts(problem, point.num_stages)))
         rules = random.choice(recomputes(problem, counts))
         try:
-            plan = builder.plan(point, counts, rules)
-            offload = random.choice(offloadings(problem, plan))
-            sharding = tables.sharding(point_of(plan).shape)
-            plan = msgspec.structs.replace(plan, offload=offload, sharding=sharding or ())
+            sharding = tables.sharding(point.shape)
+            plan = make_plan(problem, point, counts, sharding or (), rules)
+            plan = msgspec.structs.replace(plan, offload=random.choice(offloadings(problem, plan)))
             if sharding is not None and not not_yet(plan):
                 yield plan, problem.cost(plan)
         except (PlanError, ScheduleError):

@@ -12,10 +12,9 @@ from transformer import transformer_graph
 from meshwright.core.errors import PlanError
 from meshwright.core.request import PlanRequest
 from meshwright.rules.stages import cut_stages
-from meshwright.searching.cuts.best_cut import every_cut
 from meshwright.searching.problem import Problem
 from meshwright.searching.search import search
-from meshwright.searching.units import sizes_of
+from meshwright.searching.units import every_cut, sizes_of
 
 LITTLE = 1.01
 

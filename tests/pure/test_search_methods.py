@@ -21,10 +21,10 @@ from meshwright.core.plan import Mesh
 from meshwright.core.request import PlanRequest
 from meshwright.rules.limits import not_yet
 from meshwright.rules.plain_plan import plain_plan
-from meshwright.searching.methods.builder import Builder, Point
-from meshwright.searching.methods.exhaustive import count_plans, cuts, exhaustive, plans, points
+from meshwright.searching.methods.builder import Builder
+from meshwright.searching.methods.exhaustive import count_plans, exhaustive, plans, points
 from meshwright.searching.methods.frames import frames
-from meshwright.searching.methods.loads import Loads, Unit, in_flight, loads_of
+from meshwright.searching.methods.loads import Loads, Unit, loads_of
 from meshwright.searching.methods.placement import device_loads, place, placement
 from meshwright.searching.methods.policy import Learner, Sample, policy, softmax
 from meshwright.searching.methods.profile import (
@@ -36,6 +36,8 @@ from meshwright.searching.methods.profile import (
 )
 from meshwright.searching.problem import Outcome, Problem
 from meshwright.searching.search import METHODS, search
+from meshwright.searching.space import Point, Shape, Way
+from meshwright.searching.units import every_cut, sizes_of
 
 
 def divisors(number: int) -> list[int]:
@@ -141,7 +143,7 @@ def test_what_the_request_fixes_is_fixed_in_every_point(fixed: dict[str, Any]) -
     assert found
     for point in found:
         for name, value in fixed.items():
-            assert getattr(point.mesh if name in ("dp", "pp") else point, name) == value
+            assert getattr(point.shape if name in ("dp", "pp", "microbatch") else point, name) == value
 
 
 def test_no_plan_of_the_space_is_one_that_cannot_run() -> None:
@@ -151,8 +153,9 @@ def test_no_plan_of_the_space_is_one_that_cannot_run() -> None:
 
 def test_cuts_are_all_compositions() -> None:
     for number, parts in product(range(1, 7), range(1, 7)):
-        assert sorted(cuts(number, parts)) == (compositions(number, parts) if parts <= number else [])
-    assert list(cuts(0, 1)) == [(0,)]
+        found = sorted(tuple(sizes_of(cut)) for cut in every_cut(number, parts))
+        assert found == (compositions(number, parts) if parts <= number else [])
+    assert list(every_cut(0, 1)) == [(0,)]
 
 
 def test_a_space_that_is_too_large_is_refused() -> None:
@@ -445,10 +448,13 @@ def test_frames_use_all_devices_they_can() -> None:
     assert {frame.mesh.world for frame in frames(odd, Builder(odd))} == {2}
 
 
-def test_microbatches_in_flight() -> None:
-    assert [in_flight(stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
-    assert in_flight(0, 4, 2) == 2
+def test_a_point_knows_its_microbatches_in_flight() -> None:
+    assert Point(Shape.of(Mesh(pp=4), Way(), 1, 8)).in_flight == (4, 3, 2, 1)
+    assert Point(Shape.of(Mesh(pp=4), Way(), 1, 2)).in_flight[0] == 2
 
 
 def test_a_point_knows_its_stages() -> None:
-    assert Point(Mesh(pp=2), virtual=3).num_stages == 6
+    shape = Shape.of(Mesh(pp=2), Way(), 1, 4)
+    assert Point(shape, "interleaved", virtual=3).num_stages == 6
+    assert Point(shape, "interleaved", virtual=3).homes == (0, 1, 0, 1, 0, 1)
+    assert Point(shape, "zbv", virtual=2).homes == (0, 1, 1, 0)

@@ -96,15 +96,16 @@ def test_the_bound_counts_what_ranks_reduce_of_their_experts(zero: Any, ep: int)
     shape = Shape(1, 8, 1, 1, ep, sequence_parallel=False, microbatch=1, num_microbatches=1, compile=False)
     point = Point(shape, "1f1b", 1, zero, None, "none")
     drafts = Drafts(problem)
-    bounds = drafts.tables.bounds(shape, sharded=point.casts_ahead)
+    bounds, room = drafts.bounds(point), drafts.room(point)
     assert bounds is not None
+    assert room is not None
     everyone = Group(8 // ep, ep)
     size = 4 * sum(p.num_elements for p in GRAPH.parameters if p.expert) / ep
     alone = collective_seconds("reduce_scatter", size, everyone, cluster)
     compute = bounds.forward_seconds + bounds.backward_seconds
     plan = drafts.plan(point, (len(drafts.units),))
     assert plan is not None
-    assert alone - compute <= bounds.of_point(point, drafts.room(point)) <= problem.cost(plan).step_seconds
+    assert alone - compute <= bounds.of_point(room) <= problem.cost(plan).step_seconds
 
 
 def test_experts_on_slow_links_go_where_nothing_crosses_them() -> None:

@@ -68,7 +68,17 @@ def save(console: Console, plan: Plan, output: str | None) -> None:
 
 def as_object(result: SearchResult, asked: PlanQuestion) -> dict[str, Any]:
     """A search as one JSON object."""
-    said = ("estimate", "search_seconds", "num_candidates", "num_costed", "gap", "complete", "claim", "remark", "method")
+    said = (
+        "estimate",
+        "search_seconds",
+        "num_candidates",
+        "num_costed",
+        "gap",
+        "complete",
+        "claim",
+        "remark",
+        "method",
+    )
     return {
         "plan": result.plan,
         "words": plan_in_words(result.plan, asked.cluster, asked.graph),

@@ -13,7 +13,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.graph import Graph
-from meshwright.core.legal import LegalSharding
+from meshwright.core.legal import Key, LegalSharding
 from meshwright.core.plan import Offload, Plan, Stage
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
@@ -122,6 +122,10 @@ class Problem:
         room = self.cluster.host_memory_bytes
         free = room is None or self.asks_for_offload or self.cluster.device.kind == "cpu"
         return free or host_bytes <= room  # type: ignore[operator]
+
+    def answer(self, key: Key) -> LegalSharding | None:
+        """What the runtime answered for these degrees, where it was asked."""
+        return next((answer for answer in reversed(self.legal) if answer.key == key), None)
 
     def graph_of(self, plan: Plan) -> Graph:
         """The model as the plan runs it."""

@@ -24,7 +24,7 @@ from meshwright.core.result import Claim, RunnerUp, SearchProgress, SearchResult
 from meshwright.core.units import format_bytes
 from meshwright.cost.origin import error_band
 from meshwright.searching.choice import Costed, chosen, each_once, ordered, varied
-from meshwright.searching.infeasible.suggestions import infeasible
+from meshwright.searching.infeasible.suggestions import infeasible, largest_parts
 from meshwright.searching.joint.joint import joint
 from meshwright.searching.problem import Method, Outcome, Problem
 from meshwright.searching.reasons import reason_lost
@@ -172,13 +172,10 @@ def _infeasible(missing: list[tuple[Plan, Estimate]], problem: Problem) -> Infea
     plan, found = missing[0]
     cluster = problem.cluster
     needed = found.needed_bytes
-    parts = msgspec.structs.asdict(found.memory_bytes)
-    largest = sorted(parts, key=lambda name: -parts[name])[:2]
-    words = ", ".join(f"{name.replace('_', ' ')} {format_bytes(parts[name])}" for name in largest)
     return InfeasibleError(
         f"none of {len(missing)} candidates fits {format_bytes(found.budget_bytes)} per device on {cluster.num_devices} × "
         f"{cluster.device.name}. The nearest miss ({describe(plan)}) needs {format_bytes(needed)}, "
-        f"{format_bytes(needed - found.budget_bytes)} too much, most of it {words}. "
+        f"{format_bytes(needed - found.budget_bytes)} too much, most of it {', '.join(largest_parts(found))}. "
         "Use more devices, a smaller global batch, bf16, or a larger --memory",
         infeasible(problem, plan, found, len(missing)),
     )

@@ -17,20 +17,25 @@ with schedule and state. What a request fixes stays fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from math import prod
+from typing import TypeVar
 
 from meshwright.core.axes import RANK_AXES
-from meshwright.core.pipeline.kinds import SEARCHED, kind_of
+from meshwright.core.legal import Key
+from meshwright.core.pipeline.kinds import SEARCHED, in_flight, kind_of, placement_of
+from meshwright.core.pipeline.placement import coordinate_of
 from meshwright.core.plan import ContextWay, Mesh, ScheduleKind, ZeroStage
 from meshwright.core.request import PlanRequest
 from meshwright.rules.divisors import divisors
 from meshwright.rules.stages import may_have
 from meshwright.searching.problem import OffloadKind, Problem
 from meshwright.searching.units import FEW_UNITS
+
+T = TypeVar("T")
 
 MANY_HOSTS, FEW_WORLDS = 16, 6
 """On more hosts than these, only so many smaller numbers of devices are looked at: the next ones that some mesh divides."""
@@ -40,7 +45,16 @@ MOST_VIRTUAL = 8
 """Stages on one coordinate: beyond, sends eat what the smaller bubble saves."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
+class Way:
+    """How a microbatch is run over the ranks of tp and cp."""
+
+    sequence_parallel: bool = False
+    compile: bool = False
+    context: ContextWay = "heads"
+
+
+@dataclass(frozen=True)
 class Shape:
     """What the work of one microbatch follows from."""
 
@@ -55,29 +69,71 @@ class Shape:
     compile: bool
     context: ContextWay = "heads"
 
+    @classmethod
+    def of(cls, mesh: Mesh, way: Way, microbatch: int, samples: int) -> Shape:
+        """samples: of a dp rank in a step."""
+        degrees = (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)
+        sizes = (microbatch, samples // microbatch)
+        return cls(*degrees, way.sequence_parallel, *sizes, way.compile, way.context)
+
     @cached_property
     def mesh(self) -> Mesh:
         return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep)
+
+    @cached_property
+    def of_one_replica(self) -> Shape:
+        """The same microbatch on as few ranks as hold all experts, in one stage: its work and memory are the same."""
+        return replace(self, pp=1, dp=self.ep, num_microbatches=1)
+
+    def in_microbatches(self, size: int) -> Shape:
+        """The same samples in microbatches of another size."""
+        return replace(self, microbatch=size, num_microbatches=self.microbatch * self.num_microbatches // size)
+
+    @property
+    def key(self) -> Key:
+        """What the runtime answers for."""
+        return (self.tp, self.cp, self.sequence_parallel, self.context)
 
     @property
     def world(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters, before ZeRO shards them."""
+        return self.dp * self.cp
 
-@dataclass(frozen=True, order=True)
+
+@dataclass(frozen=True)
 class Point:
     """A shape, how its stages take turns, and how its state is kept."""
 
     shape: Shape
-    schedule: ScheduleKind
-    virtual: int
-    zero: ZeroStage
-    hybrid: int | None
-    offload: OffloadKind
+    schedule: ScheduleKind = "1f1b"
+    virtual: int = 1
+    zero: ZeroStage = 0
+    hybrid: int | None = None
+    offload: OffloadKind = "none"
 
     @property
     def num_stages(self) -> int:
         return self.shape.pp * self.virtual
+
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """The coordinate of each stage."""
+        placement = placement_of(self.schedule)
+        return tuple(coordinate_of(stage, self.shape.pp, placement) for stage in range(self.num_stages))
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Microbatches of one stage that each coordinate holds at most."""
+        return in_flight(self.schedule, self.shape.pp, self.shape.num_microbatches, self.virtual)
+
+    @property
+    def sharding_ranks(self) -> int:
+        """Ranks that ZeRO shards state over."""
+        return 1 if self.zero == 0 else self.hybrid or self.shape.replicas
 
     @property
     def casts_ahead(self) -> bool:
@@ -113,41 +169,32 @@ def _halves(world: int) -> list[int]:
     return [world >> times for times in range(1, world.bit_length())]
 
 
-@dataclass(frozen=True)
-class Way:
-    """How a microbatch is run over the ranks of tp and cp."""
-
-    sequence_parallel: bool
-    compile: bool
-    context: ContextWay
-
-
 def tensor_degrees(problem: Problem, world: int) -> list[int]:
-    return [tp for tp in _open(problem.request.tp, divisors(world)) if world % tp == 0]
+    return [tp for tp in asked_or(problem.request.tp, divisors(world)) if world % tp == 0]
 
 
 def context_degrees(problem: Problem, world: int, tp: int) -> list[int]:
-    return [cp for cp in _open(problem.request.cp, divisors(world // tp)) if world % (tp * cp) == 0]
+    return [cp for cp in asked_or(problem.request.cp, divisors(world // tp)) if world % (tp * cp) == 0]
 
 
 def meshes(problem: Problem, world: int, tensor: int | None = None, context: int | None = None) -> Iterator[Mesh]:
     """Every mesh of so many ranks that the request, the batch and the number of blocks allow. tensor, context: tp and cp alone."""
     request, batch = problem.request, problem.global_batch
-    for pp in _open(request.pp, [part for part in divisors(world) if part <= problem.most_stages]):
-        for tp in _open(tensor or request.tp, divisors(world // pp) if world % pp == 0 else []):
-            for cp in _open(context or request.cp, divisors(world // (pp * tp)) if world % (pp * tp) == 0 else []):
+    for pp in asked_or(request.pp, [part for part in divisors(world) if part <= problem.most_stages]):
+        for tp in asked_or(tensor or request.tp, divisors(world // pp) if world % pp == 0 else []):
+            for cp in asked_or(context or request.cp, divisors(world // (pp * tp)) if world % (pp * tp) == 0 else []):
                 dp, left = divmod(world, pp * tp * cp)
                 if left or batch % dp or request.dp not in (None, dp):
                     continue
-                for ep in _open(request.ep, divisors(dp) if problem.has_experts else [1]):
+                for ep in asked_or(request.ep, divisors(dp) if problem.has_experts else [1]):
                     if dp % ep == 0:
                         yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
 
 
 def ways(problem: Problem, tp: int, cp: int) -> Iterator[Way]:
     request = problem.request
-    for parallel in _open(request.sequence_parallel, [False, True] if tp > 1 else [False]):
-        for compiled in _open(request.compile, [False, True] if may_compile(problem, tp, cp) else [False]):
+    for parallel in asked_or(request.sequence_parallel, [False, True] if tp > 1 else [False]):
+        for compiled in asked_or(request.compile, [False, True] if may_compile(problem, tp, cp) else [False]):
             for context in context_ways(request, cp):
                 yield Way(parallel, compiled, context)
 
@@ -160,10 +207,8 @@ def may_compile(problem: Problem, tp: int, cp: int) -> bool:
 def family(problem: Problem, mesh: Mesh, way: Way) -> list[Shape]:
     """Shapes that differ in the microbatch only, the largest first."""
     share = problem.global_batch // mesh.dp
-    sizes = [size for size in _open(problem.request.microbatch, divisors(share)) if share % size == 0]
-    degrees = (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)
-    of_way = (way.compile, way.context)
-    return [Shape(*degrees, way.sequence_parallel, size, share // size, *of_way) for size in reversed(sizes)]
+    sizes = [size for size in asked_or(problem.request.microbatch, divisors(share)) if share % size == 0]
+    return [Shape.of(mesh, way, size, share) for size in reversed(sizes)]
 
 
 def families(problem: Problem, mesh: Mesh) -> Iterator[list[Shape]]:
@@ -194,7 +239,7 @@ def turns(problem: Problem, shape: Shape) -> Iterator[tuple[ScheduleKind, int]]:
         numbers = [fewest, *range(fewest + 1, min(largest, most) + 1)]
         if deep and len(numbers) > 1:  # stages of unlike size only where every one counts
             numbers = [number for number in numbers if number == 2 or _divides_evenly(problem, number * shape.pp)]
-        for virtual in _open(request.virtual, numbers):
+        for virtual in asked_or(request.virtual, numbers):
             if virtual <= max(1, most) and may_have(problem.units, virtual * shape.pp, request.ends):
                 yield schedule, virtual
 
@@ -209,27 +254,26 @@ def schedules(problem: Problem, pp: int) -> list[ScheduleKind]:
     if pp == 1:
         return [problem.request.schedule or "1f1b"]
     every = [kind for kind in SEARCHED if not (is_deep(problem) and kind_of(kind).keeps_all)]
-    return _open(problem.request.schedule, every)
+    return asked_or(problem.request.schedule, every)
 
 
 def is_deep(problem: Problem) -> bool:
     return problem.units.num_repeated > FEW_UNITS
 
 
-def states(problem: Problem, shape: Shape) -> Iterator[tuple[ZeroStage, int | None, OffloadKind]]:
-    """ZeRO, its groups, and what is offloaded."""
+def points(problem: Problem, shape: Shape, schedule: ScheduleKind = "1f1b", virtual: int = 1) -> Iterator[Point]:
+    """A shape that takes turns in this way, under every ZeRO stage, size of sharding groups, and offload."""
     request = problem.request
-    alone = shape.dp * shape.cp == 1
-    offloads: list[OffloadKind] = list(problem.offloads)
+    alone = shape.replicas == 1
     stages: tuple[ZeroStage, ...] = (0,) if alone else (0, 1, 2, 3)
-    for zero in _open(request.zero, stages):
+    for zero in asked_or(request.zero, stages):
         groups = [None] if zero == 0 or alone else [None, *_groups(problem, shape)]
-        for hybrid in _open(request.hybrid, groups):
+        for hybrid in asked_or(request.hybrid, groups):
             if hybrid is not None and (zero == 0 or shape.dp % hybrid):
                 continue
-            for offload in offloads:
+            for offload in problem.offloads:
                 if offload != "parameters" or _streams(shape, zero, hybrid):
-                    yield zero, hybrid, offload
+                    yield Point(shape, schedule, virtual, zero, hybrid, offload)
 
 
 def _streams(shape: Shape, zero: ZeroStage, hybrid: int | None) -> bool:
@@ -240,13 +284,13 @@ def _streams(shape: Shape, zero: ZeroStage, hybrid: int | None) -> bool:
 
 def _groups(problem: Problem, shape: Shape) -> list[int]:
     """Sizes of sharding groups: all divisors of a small dp; of a large one those that are the ranks of 1, 2, 4 … hosts."""
-    found = [part for part in divisors(shape.dp) if 1 < part < shape.dp * shape.cp]
+    found = [part for part in divisors(shape.dp) if 1 < part < shape.replicas]
     if shape.dp <= SMALL_DP:
         return found
     on_host = max(1, problem.cluster.devices_per_host // (shape.tp * shape.cp))
     return [part for part in found if part % on_host == 0 and (part // on_host).bit_count() == 1]
 
 
-def _open(fixed: object, choices: object) -> list:  # type: ignore[type-arg]
-    """What was fixed, or every choice."""
-    return [fixed] if fixed is not None else list(choices)  # type: ignore[call-overload]
+def asked_or(asked: T | None, choices: Iterable[T]) -> list[T]:
+    """What the request fixes, or every choice."""
+    return list(choices) if asked is None else [asked]

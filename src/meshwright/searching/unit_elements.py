@@ -45,7 +45,7 @@ class Elements:
 
     dense: list[float]
     expert: list[float]
-    """Of every unit, and of its experts."""
+    """Elements of every unit outside its experts, and in its experts."""
     by_group: dict[str, float]
     """Of the gradients that are reduced together behind each block, before ZeRO shards them."""
 

@@ -26,6 +26,7 @@ from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses, passes_by_stage, sent_bytes
 from meshwright.cost.stages import StageCosts
+from meshwright.searching.cached import cached
 from meshwright.searching.problem import Problem
 from meshwright.searching.recompute_curve import recompute_curve
 from meshwright.searching.unit_elements import Trained, elements_of
@@ -33,7 +34,6 @@ from meshwright.searching.unit_elements import Trained, elements_of
 Row = NDArray[np.float64]
 Places = NDArray[np.int64]
 """Where rows of units begin or end, many at once."""
-"""(block, tensor) → the dim that lies over tp."""
 MODES = ("none", "selective", "full")
 
 
@@ -58,31 +58,26 @@ class Beside:
     def least(self) -> float:
         return float(self.by_unit.min())
 
-    @cached_property
-    def last(self) -> float:
-        """Of the last unit of the model, which some coordinate runs."""
-        return float(self.by_unit[-1])
-
-    @cached_property
-    def of_first_stage(self) -> float:
-        """The least value of a unit that can be the last of the first stage, where this is not the last stage too."""
-        return float(self.by_unit[:-1].min())
-
-    @cached_property
-    def of_middle_stage(self) -> float:
-        """The least value of a unit that can be the last of a stage that is neither the first nor the last."""
-        return float(self.by_unit[1:-1].min())
-
+    @cached
     def on_all(self, p: int) -> float:
         """Bytes on p coordinates together: each runs the last unit of a stage."""
         p = min(p, len(self.by_unit))
         if p == 1:
             return self.only
-        return self.of_first_stage + self.last + ((p - 2) * self.of_middle_stage if p > 2 else 0.0)
+        middle = (p - 2) * float(self.by_unit[1:-1].min()) if p > 2 else 0.0
+        return self._of_first_stage + float(self.by_unit[-1]) + middle
 
+    @cached
     def least_of(self, p: int) -> float:
         """Bytes on each of p coordinates."""
-        return self.only if min(p, len(self.by_unit)) == 1 else min(self.of_first_stage, self.last)
+        if min(p, len(self.by_unit)) == 1:
+            return self.only
+        return min(self._of_first_stage, float(self.by_unit[-1]))
+
+    @property
+    def _of_first_stage(self) -> float:
+        """The least value of a unit that can be the last of the first stage, where this is not the last stage too."""
+        return float(self.by_unit[:-1].min())
 
 
 @dataclass(frozen=True)
@@ -152,10 +147,14 @@ class UnitTable:
         return places[:-1], places[1:]
 
     @cached_property
+    def unit_seconds(self) -> Row:
+        """Forward and backward of each unit, as a stage of its own."""
+        return self.forward(*self.alone) + self.backward(*self.alone)
+
+    @cached_property
     def unit_sums(self) -> list[float]:
-        """Prefix sums of forward and backward seconds, as if each unit was a stage of its own."""
-        alone = self.forward(*self.alone) + self.backward(*self.alone)
-        return [0.0, *(float(seconds) for seconds in np.cumsum(alone))]
+        """Prefix sums of these."""
+        return [0.0, *(float(seconds) for seconds in np.cumsum(self.unit_seconds))]
 
     @cached_property
     def known_cuts(self) -> dict[tuple[object, ...], tuple[int, ...]]:
@@ -167,17 +166,13 @@ class UnitTable:
         """Bytes each unit keeps under full recompute."""
         return np.diff(self.kept["full"])
 
+    @cached
     def beside(self, bytes_each: BlockBytes, *, recomputed: bool) -> Beside:
-        """recomputed: whether everything is. What is not kept is computed again before backward, so recompute saves little on the
-        unit that runs."""
-        key = (bytes_each, recomputed)
-        if key not in self._besides:
-            self._besides[key] = self._find_beside(bytes_each, recomputed)
-        return self._besides[key]
-
-    def _find_beside(self, bytes_each: BlockBytes, recomputed: bool) -> Beside:
         """The fullest of three moments of each unit, under the recompute mode that needs least: forward of its last block, backward
-        of this block, and the reduction of a block's gradients. In the last one the unit's own activations are gone."""
+        of this block, and the reduction of a block's gradients. In the last one the unit's own activations are gone.
+
+        recomputed: whether everything is. What is not kept is computed again before backward, so recompute saves little on the unit
+        that runs."""
         kept = {mode: np.diff(row) for mode, row in self.kept.items()}
         gathered = bytes_each.gathered * self.last_elements
         most_kept = np.max(list(kept.values()), axis=0)
@@ -195,18 +190,9 @@ class UnitTable:
         return Beside(by_unit, float((by_unit - np.append(behind[1:], 0.0)).max()))
 
     @cached_property
-    def _besides(self) -> dict[tuple[BlockBytes, bool], Beside]:
-        return {}
-
-    @cached_property
     def unit_elements(self) -> tuple[Row, Row]:
         """Elements of each unit, and of its experts."""
         return np.diff(self.elements), np.diff(self.expert_elements)
-
-    @cached_property
-    def totals(self) -> tuple[float, float]:
-        """Elements of all units, and of all experts."""
-        return float(self.elements[-1]), float(self.expert_elements[-1])
 
     @cached_property
     def all_kept(self) -> dict[str, float]:

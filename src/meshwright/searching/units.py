@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from collections.abc import Iterator
+from itertools import accumulate, combinations, pairwise
+from math import comb
 
 from meshwright.core.request import Ends
 from meshwright.rules.stages import Units, most_stages, unit_counts
@@ -16,6 +18,16 @@ FEW_UNITS = 12
 def sizes_of(cut: Cut) -> list[int]:
     """Units of each stage."""
     return [end - begin for begin, end in pairwise((0, *cut))]
+
+
+def num_cuts(num_units: int, num_stages: int) -> int:
+    return comb(num_units - 1, num_stages - 1)
+
+
+def every_cut(num_units: int, num_stages: int) -> Iterator[Cut]:
+    """Every way to give each stage at least one of the units."""
+    for ends in combinations(range(1, num_units), num_stages - 1):
+        yield (*ends, num_units)
 
 
 def even_cut(units: Units, num_stages: int, ends: Ends | None) -> Cut:

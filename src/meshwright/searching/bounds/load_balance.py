@@ -1,4 +1,4 @@
-"""How evenly work can be shared out over coordinates at best, wherever stages end: parts of the bounds (step_seconds.py)."""
+"""How evenly work can be shared out over coordinates at best, for any cut: parts of the bounds (step_seconds.py)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NEAR = 1e-4
 
 @lru_cache(maxsize=65536)
 def waiting(schedule: ScheduleKind, p: int, m: int, first_share: float, share: float) -> tuple[float, float]:
-    """The least weight c_i of a stage, and the sum of their inverses where all are above 0. The shares are those of seconds in
-    forward, of the first stage and of all others."""
+    """The least weight c_i of a stage, and the sum of the inverse weights where all are above 0. first_share, share: the shares of
+    its time that the first stage, and any other, spends in forward."""
     weigh = kind_of(schedule).stage_weight
     shares = [first_share, *[share] * (p - 1)]
     weights = [weigh(stage, p, m, share, 1.0 - share) for stage, share in enumerate(shares)]
@@ -27,7 +27,7 @@ def waiting(schedule: ScheduleKind, p: int, m: int, first_share: float, share: f
 
 
 def shared_out(total: float, least: float, inverses: float) -> float:
-    """The least possible largest c_i · t_i with Σ t_i = total; nothing where some stage could take all for free."""
+    """The least possible largest c_i · t_i with Σ t_i = total; 0 where the weight of some stage is 0."""
     return total / inverses if least > 0 else 0.0
 
 

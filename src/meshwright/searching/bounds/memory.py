@@ -1,4 +1,4 @@
-"""How much room a point leaves, and the recompute that this forces on it: bounds, from the table of units alone.
+"""Bounds on memory, from the table of units alone: the bytes that a point leaves free, and the recompute that makes it fit.
 
 A rank holds of every element of its parameters, by ZeRO stage, N ranks to a sharding group (the least; buffers left out):
 
@@ -11,73 +11,130 @@ A rank holds of every element of its parameters, by ZeRO stage, N ranks to a sha
 
 Coordinate i has the budget and h_i microbatches in flight. What its state leaves is shared by these: 1 / h_i for each. State takes
 the smallest share where most microbatches are in flight. Activations of one microbatch that find no room on any coordinate are
-recomputed                                                                                      -> recompute_seconds
-The unit that runs saves nothing by recompute: what it did not keep is there again              -> Room.running
-A cut must fit on every coordinate with everything recomputed                                   -> cut_fits
-Where a coordinate has several stages, each has a unit at least, and the fullest must fit       -> _several_fit
+recomputed                                                                                      -> Room.recompute_seconds
+Recompute saves nothing on the unit that runs: what it did not keep is computed again           -> Room.running
+A cut must fit on every coordinate with everything recomputed                                   -> Room.cut_fits
+Where a coordinate has several stages, each has a unit at least, and the fullest must fit       -> Room._several_fit
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 
 import numpy as np
 
-from meshwright.core.cluster import Device
-from meshwright.core.pipeline.kinds import ScheduleKind, in_flight, kind_of, placement_of
-from meshwright.core.pipeline.placement import coordinate_of
+from meshwright.core.pipeline.kinds import ScheduleKind, kind_of
 from meshwright.core.plan import ZeroStage
 from meshwright.core.recipe import Recipe
 from meshwright.cost.memory.allocator_slack import usable_bytes
 from meshwright.cost.memory.local_parameters import Items
+from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point, Shape
-from meshwright.searching.unit_table import Beside, BlockBytes, UnitTable
+from meshwright.searching.unit_table import Beside, BlockBytes, Places, Row, UnitTable
 from meshwright.searching.units import Cut
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of a device, and of an element on it."""
+    """The memory of a point: the budget of a device, and the bytes that an element of parameters takes on it."""
 
+    point: Point
+    table: UnitTable
     budget_bytes: float
     element_bytes: float
     expert_element_bytes: float
     of_block: BlockBytes
-    """Of the block that runs, beside its share of the state."""
+    """Bytes of an element of the block that runs, in addition to its share of the state."""
 
-    def working(self, table: UnitTable) -> Beside:
-        """Of units, above what they keep."""
-        return table.beside(self.of_block, recomputed=False)
+    @property
+    def working(self) -> Beside:
+        """Bytes that units need while they run, in addition to what they keep."""
+        return self.table.beside(self.of_block, recomputed=False)
 
-    def running(self, table: UnitTable) -> Beside:
-        """Of units, above what they keep when everything is recomputed."""
-        return table.beside(self.of_block, recomputed=True)
+    @property
+    def running(self) -> Beside:
+        """The same, where everything is recomputed."""
+        return self.table.beside(self.of_block, recomputed=True)
 
-    def state_bytes(self, table: UnitTable) -> float:
-        """Of all coordinates together."""
-        dense, expert = table.totals
-        return dense * self.element_bytes + expert * self.expert_element_bytes
+    @property
+    def state_bytes(self) -> float:
+        """State of all coordinates together."""
+        return float(self.bytes_of(0, self.table.num_units))
 
-    def bytes_of(self, table: UnitTable, begin: int, end: int) -> float:
+    def bytes_of(self, begin: Places | int, end: Places | int) -> Row:
         """State of a row of units."""
-        dense, expert = table.elements, table.expert_elements
-        return float(
-            (dense[end] - dense[begin]) * self.element_bytes + (expert[end] - expert[begin]) * self.expert_element_bytes
-        )
+        dense, expert = (row[end] - row[begin] for row in (self.table.elements, self.table.expert_elements))
+        return np.asarray(dense * self.element_bytes + expert * self.expert_element_bytes)
+
+    @cached_property
+    def recompute_seconds(self) -> float:
+        """Seconds a microbatch spends at least on recompute, over all stages; infinite where nothing makes it fit."""
+        left = self._left_bytes()
+        return inf if left is None else self.table.least_recompute_seconds(self.table.all_kept["none"] - left)
+
+    def _left_bytes(self) -> float | None:
+        """What all coordinates together can keep of a microbatch; None where nothing makes it fit."""
+        virtual = self.point.virtual
+        held: tuple[float, ...] = self.point.in_flight
+        if virtual > 1:
+            held = (max(1.0, min(held) / virtual),) * len(held)
+        kept = self._kept_bytes(self.working, held)
+        recomputed = self._kept_bytes(self.running, held)
+        if kept is None or recomputed is None or recomputed < self.table.all_kept["full"]:
+            return None
+        return kept if virtual == 1 or self._several_fit() else None
+
+    def _kept_bytes(self, beside: Beside, held: tuple[float, ...]) -> float | None:
+        """Bytes of one microbatch that all coordinates together have room for; None where there is none for their state. held:
+        microbatches in flight on each."""
+        p = len(held)
+        free = self.budget_bytes - beside.least_of(p)
+        state = self.state_bytes + (beside.on_all(p) - p * beside.least_of(p))
+        if free <= 0 or state > p * free:
+            return None
+        filled = np.clip(state - free * np.arange(p), 0.0, free)
+        return float(((free - filled) / np.sort(held)[::-1]).sum())
+
+    def _several_fit(self) -> bool:
+        """Whether the fullest coordinate may fit, where each of its stages has a unit of its own."""
+        states = np.sort(self.bytes_of(*self.table.alone))
+        state = float(states[: self.point.virtual].sum())
+        kept = max(self.point.in_flight) * float(self.table.unit_kept.min())
+        return state + kept + self.running.least <= self.budget_bytes
+
+    @property
+    def least_bytes(self) -> float:
+        """What a device needs at least, with everything recomputed and stages as even as can be."""
+        state = self.state_bytes / self.point.shape.pp
+        kept = max(self.point.in_flight) * self.table.all_kept["full"] / self.point.num_stages
+        return state + kept + self.running.least
+
+    def cut_fits(self, cut: Cut) -> bool:
+        """Whether every coordinate may fit with everything recomputed: its state, what its microbatches keep, and the unit that
+        runs, the last one beside all that is kept, any other beside what the other microbatches keep."""
+        pp, running = self.point.shape.pp, self.running.by_unit
+        alone_bytes = running + self.table.unit_kept
+        state, least, largest = np.zeros(pp), np.full(pp, np.inf), np.zeros(pp)
+        for home, (begin, end) in zip(self.point.homes, pairwise((0, *cut)), strict=True):
+            state[home] += self.bytes_of(begin, end)
+            whole = float(self.table.kept_by(begin, end, "full"))
+            least[home] = min(least[home], whole)
+            alone = float(alone_bytes[begin:end].max())
+            largest[home] = max(largest[home], alone, whole + running[end - 1])
+        return bool(np.all(state + (np.array(self.point.in_flight) - 1) * least + largest <= self.budget_bytes))
 
 
-def room_of(
-    point: Point, items: Items, recipe: Recipe, budget_bytes: float, device: Device, *, gradients: bool
-) -> Room:
+def room_of(problem: Problem, point: Point, table: UnitTable, items: Items, *, gradients: bool) -> Room:
     """gradients: whether they are there when activations are fullest."""
-    shape = point.shape
-    budget = usable_bytes(budget_bytes, shape.mesh, shape.compile, device)
-    degree = 1 if point.zero == 0 else point.hybrid or shape.dp * shape.cp
-    few = max(1, min(degree, shape.dp * shape.cp // shape.ep))
+    shape, recipe = point.shape, problem.recipe
+    budget = usable_bytes(problem.budget, shape.mesh, shape.compile, problem.cluster.device)
+    degree = point.sharding_ranks
+    few = max(1, min(degree, shape.replicas // shape.ep))
     dense, expert = (_element_bytes(point, items, recipe, ranks, gradients) for ranks in (degree, few))
-    return Room(budget, dense, expert, _of_block(point, items, recipe, gradients))
+    return Room(point, table, budget, dense, expert, _of_block(point, items, recipe, gradients))
 
 
 def _of_block(point: Point, items: Items, recipe: Recipe, gradients: bool) -> BlockBytes:
@@ -111,80 +168,4 @@ def has_gradients(shape: Shape, zero: ZeroStage, schedule: ScheduleKind) -> bool
     A pipeline that is no more than filled is fullest before the first backward, as GPipe always is."""
     kind = kind_of(schedule)
     has_earlier = not kind.keeps_all and shape.num_microbatches > kind.filling(shape.pp)
-    return has_earlier or (zero == 0 and shape.dp * shape.cp > 1 and shape.pp == 1)
-
-
-def recompute_seconds(table: UnitTable, point: Point, room: Room) -> float:
-    """Seconds a microbatch spends at least on recompute, over all stages; infinite where nothing makes it fit."""
-    left = _left_bytes(table, point, room)
-    if left is None:
-        return inf
-    return table.least_recompute_seconds(table.all_kept["none"] - left)
-
-
-def _left_bytes(table: UnitTable, point: Point, room: Room) -> float | None:
-    """What all coordinates together can keep of a microbatch; None where nothing makes it fit."""
-    shape = point.shape
-    held: tuple[float, ...] = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
-    most = max(held)
-    state = room.state_bytes(table)
-    if point.virtual > 1:
-        held = (max(1.0, min(held) / point.virtual),) * shape.pp
-    kept = _kept_bytes(room, state, room.working(table), held)
-    if kept is None:
-        return None
-    recomputed = _kept_bytes(room, state, room.running(table), held)
-    if recomputed is None or recomputed < table.all_kept["full"]:
-        return None
-    if point.virtual > 1 and not _several_fit(table, point, room, most):
-        return None
-    return kept
-
-
-def _kept_bytes(room: Room, state: float, beside: Beside, held: tuple[float, ...]) -> float | None:
-    """Bytes of one microbatch that all coordinates together have room for; None where there is none for their state. held:
-    microbatches in flight on each."""
-    p = len(held)
-    free = room.budget_bytes - beside.least_of(p)
-    state += beside.on_all(p) - p * beside.least_of(p)
-    if free <= 0 or state > p * free:
-        return None
-    filled = np.clip(state - free * np.arange(p), 0.0, free)
-    return float(((free - filled) / np.sort(held)[::-1]).sum())
-
-
-def least_bytes(table: UnitTable, point: Point, room: Room) -> float:
-    """What a device needs at least, with everything recomputed and stages as even as can be."""
-    state = room.state_bytes(table) / point.shape.pp
-    held = max(in_flight(point.schedule, point.shape.pp, point.shape.num_microbatches, point.virtual))
-    kept = held * table.all_kept["full"] / point.num_stages
-    return state + kept + room.running(table).least
-
-
-def cut_fits(table: UnitTable, point: Point, room: Room, cut: Cut) -> bool:
-    """Whether every coordinate may fit with everything recomputed: its state, what its microbatches keep, and the unit that runs,
-    the last one beside all that is kept, any other beside what the other microbatches keep."""
-    shape = point.shape
-    held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
-    running = room.running(table).by_unit
-    alone_bytes = running + table.unit_kept
-    state = np.zeros(shape.pp)
-    least = np.full(shape.pp, np.inf)
-    largest = np.zeros(shape.pp)
-    for stage, (begin, end) in enumerate(pairwise((0, *cut))):
-        home = coordinate_of(stage, shape.pp, placement_of(point.schedule))
-        state[home] += room.bytes_of(table, begin, end)
-        whole = float(table.kept_by(begin, end, "full"))
-        least[home] = min(least[home], whole)
-        alone = float(alone_bytes[begin:end].max())
-        largest[home] = max(largest[home], alone, whole + running[end - 1])
-    return bool(np.all(state + (np.array(held) - 1) * least + largest <= room.budget_bytes))
-
-
-def _several_fit(table: UnitTable, point: Point, room: Room, held: float) -> bool:
-    """Each of its stages has a unit of its own."""
-    dense, expert = table.unit_elements
-    states = np.sort(dense * room.element_bytes + expert * room.expert_element_bytes)
-    state = float(states[: point.virtual].sum())
-    kept = held * float(table.unit_kept.min())
-    return state + kept + room.running(table).least <= room.budget_bytes
+    return has_earlier or (zero == 0 and shape.replicas > 1 and shape.pp == 1)

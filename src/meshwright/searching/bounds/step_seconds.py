@@ -1,4 +1,5 @@
-"""Seconds that no plan of a kind can beat, whatever its cut and recompute. They order the search and end it.
+"""Lower bounds on the seconds of a step: no plan of a kind is faster, whatever its cut and recompute. They order the search and end
+it.
 
 T = T_f + T_b: a microbatch through the whole model, nothing recomputed; p coordinates, m microbatches, stage i takes
 t_i = f_i + b_i, Σ t_i ≥ T, f_i ≤ r t_i. Any schedule: m t_i on its busiest coordinate, so m T / p, and m times what the busiest
@@ -8,8 +9,8 @@ second: the least largest weight over all cuts is T / Σ 1/c_i                  
 
     dp            gathers and reductions: what is longer than the compute that could hide it, and the slowdown of what hides
     update        of the elements a rank holds on average
-    These two are those of an average coordinate: they add to what an average coordinate does, not to what the slowest does, nor to
-    the way of a microbatch through all of them.                                                   -> Played
+    Both are counted for an average coordinate. So they are added to the seconds of an average coordinate, but not to those of the
+    slowest one, nor to those that a microbatch takes through all of them                          -> Played
 """
 
 from __future__ import annotations
@@ -23,55 +24,58 @@ from math import inf
 import numpy as np
 
 from meshwright.core.pipeline.kinds import ScheduleKind, kind_of, placement_of
-from meshwright.core.pipeline.placement import Placement, coordinate_of
-from meshwright.core.plan import Mesh
+from meshwright.core.pipeline.placement import Placement
+from meshwright.core.plan import Mesh, ZeroStage
 from meshwright.cost.communication.links import Group, axis_group, collective_seconds, send_seconds
 from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.searching.bounds.load_balance import least_busiest, least_heaviest, shared_out, waiting
-from meshwright.searching.bounds.memory import Room, recompute_seconds
+from meshwright.searching.bounds.memory import Room
+from meshwright.searching.cached import cached
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point, Shape
 from meshwright.searching.unit_table import Row, UnitTable
 from meshwright.searching.units import Cut
 
 SLACK = 1 - 1e-9
-"""A bound that rounding lifts above the truth would cut off the best plan."""
+"""Every bound is lowered by this factor: if rounding lifted a bound above the truth, the best plan would be cut off."""
 
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds that a coordinate is busy with its own units in a step, in several ways to count what is hidden."""
+    """Seconds that a coordinate is busy with its own units in a step, counted in several ways. Each counts other communication as
+    hidden, and each is a lower bound."""
 
     rows: list[tuple[Row, int]]
     """Sums over the first units, and for how many microbatches a recompute adds to them."""
     beyond_seconds: float
-    """What every step has beside the weight of its heaviest stage (cuts/best_cut.py)."""
+    """Seconds that every step takes in addition to the weight of its heaviest stage (cuts/best_cut.py)."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """Seconds that the schedule takes at least."""
+    """Lower bounds on the seconds of a schedule."""
 
     average: float
-    """Of an average coordinate, busy or waiting."""
+    """Seconds that an average coordinate is busy or waiting."""
     longest: float
-    """Of one coordinate, or of one microbatch on its way."""
+    """Seconds that some coordinate is busy, or that one microbatch takes through all stages."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Seconds that a state and the recompute it forces add at least."""
+    """Lower bounds on the seconds that a state (ZeRO, groups, offload) adds, with the recompute that it makes necessary."""
 
     each: float
-    """To every microbatch of every stage."""
+    """Added to every microbatch on every coordinate."""
     once: float
+    """Added once a step."""
     seconds: float
-    """Of a step at least, whatever the turns."""
+    """Lower bound on a step, whatever the schedule."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of the plans that divide a microbatch in one way."""
+    """Lower bounds on the plans that divide a microbatch in one way."""
 
     problem: Problem
     table: UnitTable
@@ -85,14 +89,13 @@ class Bounds:
         return float(self.table.backward(0, self.table.num_units))
 
     @cached_property
-    def unit_seconds(self) -> list[float]:
-        """Of each unit, forward and backward."""
-        alone = self.table.alone
-        return [float(seconds) for seconds in self.table.forward(*alone) + self.table.backward(*alone)]
+    def slowest_unit_seconds(self) -> float:
+        """Forward and backward of the unit that takes longest."""
+        return float(self.table.unit_seconds.max())
 
     @cached_property
     def forward_shares(self) -> tuple[float, float]:
-        """No first stage, and no other stage, spends more of its time in forward than this."""
+        """The largest share of its time that a first stage can spend in forward, and the largest of any other stage."""
         table = self.table
         forwards = [np.diff(table.forward_launch), np.diff(table.forward_kernel), table.forward(*table.alone)]
         backwards = [np.diff(table.backward_launch), np.diff(table.backward_kernel), table.backward(*table.alone)]
@@ -102,11 +105,11 @@ class Bounds:
         return float(of_unit.max()), float(of_unit[1:].max(initial=0.5))
 
     def of_shape(self, shape: Shape) -> float:
-        """Whatever the schedule and the state."""
-        return max(self.evenly(shape), SLACK * shape.num_microbatches * max(self.unit_seconds))
+        """Lower bound for any schedule and any state."""
+        return max(self.evenly(shape), SLACK * shape.num_microbatches * self.slowest_unit_seconds)
 
     def evenly(self, shape: Shape) -> float:
-        """Likewise, of an average coordinate."""
+        """The same for an average coordinate."""
         return SLACK * shape.num_microbatches * (self.forward_seconds + self.backward_seconds) / shape.pp
 
     def of_once(self, point: Point) -> float:
@@ -120,36 +123,36 @@ class Bounds:
         shape = point.shape
         each, once = exposed + again / shape.pp, once + self.after(point)
         total = (self.forward_seconds + self.backward_seconds) / shape.pp + each
-        seconds = SLACK * max(shape.num_microbatches * total + once, shape.num_microbatches * max(self.unit_seconds))
+        seconds = SLACK * max(shape.num_microbatches * total + once, shape.num_microbatches * self.slowest_unit_seconds)
         return Needs(each, once, seconds)
 
-    def needs_in(self, point: Point, room: Room) -> Needs | None:
-        """With the recompute that the room forces on it; None where nothing makes it fit."""
-        again = recompute_seconds(self.table, point, room)
-        return None if again == inf else self.needs(point, again)
+    def needs_in(self, room: Room) -> Needs | None:
+        """What a point needs with the recompute that its memory makes necessary; None where no recompute makes it fit."""
+        again = room.recompute_seconds
+        return None if again == inf else self.needs(room.point, again)
 
     def with_turns(self, shape: Shape, needs: Needs, schedule: ScheduleKind, virtual: int) -> float:
-        """With these turns, whatever it holds under them."""
+        """Lower bound under this schedule. It does not depend on the memory that the schedule needs."""
         played = self._played(shape, schedule, virtual, needs.each)
         return max(self.of_shape(shape), SLACK * max(played.average + needs.once, played.longest + self._overhead))
 
     def of_turns(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> float:
-        """Whatever the state."""
+        """Lower bound under this schedule, for any state."""
         played = self._played(shape, schedule, virtual, 0.0)
         return max(self.of_shape(shape), SLACK * max(played.average, played.longest))
 
-    def of_point(self, point: Point, room: Room) -> float:
-        """Infinite where it cannot fit."""
-        needs = self.needs_in(point, room)
+    def of_point(self, room: Room) -> float:
+        """Lower bound for a point; infinite where it cannot fit."""
+        point, needs = room.point, self.needs_in(room)
         if needs is None:
             return inf
         return self._with_own_state(point, self.with_turns(point.shape, needs, point.schedule, point.virtual))
 
     def _with_own_state(self, point: Point, least: float) -> float:
-        """Of the coordinate with most to do, with the gathers and reductions of its own parameters; `least` where that is more.
+        """Lower bound on the busiest coordinate, with the gathers and reductions of its own parameters; `least` where that is more.
 
-        No more of them is hidden than the compute beside them takes: they count in place of that compute. All of it adds up over
-        units, so that no cut shares it out more evenly than `least_heaviest` does.
+        Compute hides no more communication than it takes itself, so communication counts in place of the compute beside it. These
+        seconds add up over units, so no cut shares them out more evenly than `least_heaviest` does.
         """
         shape = point.shape
         if shape.pp == 1 or point.offload == "parameters":
@@ -165,36 +168,29 @@ class Bounds:
                 found = max(found, least_busiest(row, shape.pp, placement_of(point.schedule)))
         return max(least, SLACK * (found + self._overhead))
 
+    @cached
     def _boundaries(self, shape: Shape) -> Row:
-        """Seconds of a step at least where a stage ends behind each unit: a microbatch through all stages, and the messages of the
-        others over this link."""
-        key = (shape.mesh, shape.num_microbatches)
-        if key not in self._known_boundaries:
-            through = self.forward_seconds + self.backward_seconds + 2 * self._one_way(shape, shape.pp - 1)
-            through -= float(self.table.weights[-1])
-            self._known_boundaries[key] = through + (shape.num_microbatches - 1) * self.hops(shape)
-            self._known_boundaries[key][-1] = 0.0
-        return self._known_boundaries[key]
+        """For each unit, a lower bound on a step in which a stage ends behind it: one microbatch goes through all stages, and the
+        messages of the others go over this link."""
+        through = self.forward_seconds + self.backward_seconds + 2 * self._one_way(shape, shape.pp - 1)
+        through -= float(self.table.weights[-1])
+        found = through + (shape.num_microbatches - 1) * self.hops(shape)
+        found[-1] = 0.0
+        return found
 
-    @cached_property
-    def _known_boundaries(self) -> dict[tuple[Mesh, int], Row]:
-        return {}
-
-    def busy(self, point: Point) -> Busy | None:
-        """What `best_cut` weighs stages by beside their schedule."""
-        shape = point.shape
-        if shape.pp == 1 or point.virtual > 1 or point.offload == "parameters":
-            return None
+    def busy(self, point: Point) -> Busy:
+        """The work by which `best_cut` weighs stages, in addition to their weight in the schedule."""
+        if point.shape.pp == 1 or point.virtual > 1 or point.offload == "parameters":
+            return Busy([], 0.0)
         rows = [(np.concatenate(([0.0], np.cumsum(row))), times) for row, times in self._rows_with_state(point)]
         return Busy(rows, self._through(point))
 
     def _rows_with_state(self, point: Point) -> Iterator[tuple[Row, int]]:
-        """Seconds of each unit in a step: where gathers take longer than forward, where reductions take longer than backward, and
-        where both do. With each, for how many microbatches a recompute adds to them: it hides reductions, too."""
+        """Seconds of each unit in a step, in each case: gathers take longer than forward, or not, and reductions take longer than
+        backward, or not. With each, the number of microbatches whose recompute adds to these seconds: recompute hides reductions
+        too."""
         table, m, zero = self.table, point.shape.num_microbatches, point.zero
-        gather, reduce, across = (
-            self._state_by_unit(point) if point.shape.dp * point.shape.cp > 1 else np.zeros((3, table.num_units))
-        )
+        gather, reduce, across = self._state_by_unit(point)
         inner = np.diff(table.inner_forward), np.diff(table.inner_backward["none"])
         launches = np.diff(table.forward_launch), np.diff(table.backward_launch)
         kernels = np.diff(table.forward_kernel), np.diff(table.backward_kernel)
@@ -215,34 +211,32 @@ class Bounds:
     def _state_by_unit(self, point: Point) -> tuple[Row, Row, Row]:
         """Seconds of the gather of each unit's parameters, of the reduction of its gradients, and of that between groups."""
         shape, (dense, expert) = point.shape, self.table.unit_elements
-        kinds = ((dense, Group(shape.dp * shape.cp, shape.tp)), (expert, _expert_ranks(shape)))
+        kinds = ((dense, Group(shape.replicas, shape.tp)), (expert, _expert_ranks(shape.mesh)))
         found = np.zeros((3, self.table.num_units))
         for elements, everyone in kinds:
             total = float(elements.sum())
             if total:
-                found += np.outer(self._of_state(point, total, everyone, 1), elements / total)
+                found += np.outer(self._of_state(point.zero, point.hybrid, total, everyone, 1), elements / total)
         return found[0], found[1], found[2]
 
-    def of_cut(self, point: Point, cut: Cut, room: Room, largest: float) -> float:
-        """With these stages; largest: the weight of the heaviest, with the recompute it needs, where cuts were compared."""
-        shape, table = point.shape, self.table
-        p, m = shape.pp, shape.num_microbatches
-        least = self.of_point(point, room)
+    def of_cut(self, room: Room, cut: Cut, largest: float) -> float:
+        """Lower bound for a point with these stages. largest: the weight of the heaviest stage with the recompute that it needs,
+        where cuts were compared; else 0."""
+        point, table = room.point, self.table
+        p, m = point.shape.pp, point.shape.num_microbatches
         stages = [(float(table.forward(b, e)), float(table.backward(b, e))) for b, e in pairwise((0, *cut))]
-        homes = [coordinate_of(number, p, placement_of(point.schedule)) for number in range(len(stages))]
-        busy = [sum(f + b for (f, b), home in zip(stages, homes, strict=True) if home == c) for c in range(p)]
+        busy = [sum(f + b for (f, b), home in zip(stages, point.homes, strict=True) if home == c) for c in range(p)]
         waits = [sum(f for f, _ in stages[:i]) for i in range(p)]
         kind = kind_of(point.schedule)
         if not kind.splits_backward:
             waits = [wait + sum(b for _, b in stages[:i]) for i, wait in enumerate(waits)]
         seconds = max(wait + m * work for wait, work in zip(waits, busy, strict=True))
         seconds = max(seconds, kind.cut_seconds(stages, m))
-        every = self.of_every_cut(point, room, largest)
-        return max(least, every, SLACK * (seconds + self._overhead))
+        return max(self.of_every_cut(room, largest), SLACK * (seconds + self._overhead))
 
-    def of_every_cut(self, point: Point, room: Room, largest: float) -> float:
-        """Wherever stages end; largest: no cut has all of its stages lighter than this, 0 where that is not known."""
-        least = self.of_point(point, room)
+    def of_every_cut(self, room: Room, largest: float) -> float:
+        """Lower bound for a point with any cut. largest: every cut has a stage at least this heavy; 0 where that is not known."""
+        point, least = room.point, self.of_point(room)
         if not largest or point.shape.num_microbatches == 1:
             return least
         return max(least, SLACK * (self._through(point) + largest + self._overhead))
@@ -250,7 +244,7 @@ class Bounds:
     # ------------------------------------------------------------ the schedule
 
     def expected(self, point: Point, needs: Needs) -> float:
-        """No bound: about what a good cut takes, with the bubble of even stages (cost/play.py)."""
+        """An estimate, not a bound: about the seconds of a good cut, with the bubble of even stages (cost/play.py)."""
         shape, p = point.shape, point.shape.pp
         each = max(
             (self.forward_seconds + self.backward_seconds) / p,
@@ -259,18 +253,18 @@ class Bounds:
         forward, weights = self.forward_seconds / p, float(self.table.weights[-1]) / p
         inputs = max(0.0, self.backward_seconds / p + needs.each - weights)
         idle = kind_of(point.schedule).idle(forward, inputs, weights, point.virtual)
-        idle += self._first_gather(point)  # of one stage after the other, as the first microbatch reaches them
+        idle += self._first_gather(point)  # each stage gathers when the first microbatch reaches it
         return shape.num_microbatches * (each + needs.each) + (p - 1) * idle + needs.once
 
     def _first_gather(self, point: Point) -> float:
-        """What shows of it on a coordinate, where parameters are gathered once a step."""
+        """Seconds of the gather that compute does not hide on a coordinate, where parameters are gathered once a step."""
         shape = point.shape
-        if shape.pp == 1 or shape.dp * shape.cp == 1 or point.zero not in (1, 2):
+        if shape.pp == 1 or shape.replicas == 1 or point.zero not in (1, 2):
             return 0.0
-        return self._shown(self._gathers(point)[0], self.forward_seconds / shape.pp)
+        return self._shown(self._gathers(shape.mesh, point.zero, point.hybrid)[0], self.forward_seconds / shape.pp)
 
     def _played(self, shape: Shape, schedule: ScheduleKind, virtual: int, each: float) -> Played:
-        """each: seconds that dp adds to every microbatch of every stage."""
+        """each: seconds that dp adds to every microbatch on every coordinate."""
         p, m = shape.pp, shape.num_microbatches
         forward, total = self.forward_seconds, self.forward_seconds + self.backward_seconds + p * each
         if p == 1:
@@ -280,7 +274,9 @@ class Bounds:
         num_messages = p * virtual - 1 - (kind.placement == "v")  # where a V turns, two stages share a coordinate
         one_way = self._one_way(shape, num_messages)
         chain = first + 2 * one_way
-        busiest = m * self.busiest_seconds(p, kind.placement, virtual)  # another may recompute all there is to
+        busiest = m * self.busiest_seconds(
+            p, kind.placement, virtual
+        )  # without recompute, all of which may be on others
         least_hop = self._hop(shape, float(self.table.sent.min())) if len(self.table.sent) else 0.0
         links = m * virtual * least_hop
         longest = max(chain, busiest, links, self._divided(shape, num_messages, chain))
@@ -290,7 +286,8 @@ class Bounds:
         return Played(average, max(longest, self._with_bubble(shape, schedule, forward, total, one_way)))
 
     def _divided(self, shape: Shape, num_messages: int, chain: float) -> float:
-        """Every cut either sends a large message with each microbatch, or has a stage that holds all units between smaller ones."""
+        """Lower bound from messages of unlike size: every cut either sends a large message with each microbatch, or has a stage
+        that holds all units between two small ones."""
         m = shape.num_microbatches
         found = (
             max(chain + (m - 1) * self._hop(shape, size), m * heaviest)
@@ -300,29 +297,26 @@ class Bounds:
         return min(found, default=0.0)
 
     def _one_way(self, shape: Shape, num_messages: int) -> float:
-        """Of the messages of a microbatch from the first stage to the last, were they the smallest that any cut sends."""
+        """Seconds of a microbatch's messages from the first stage to the last, if they were the smallest that any cut sends."""
         sizes, times = np.unique(np.sort(self.table.sent)[:num_messages], return_counts=True)
         return sum(int(count) * self._hop(shape, float(size)) for size, count in zip(sizes, times, strict=True))
 
     def hops(self, shape: Shape) -> Row:
-        """Seconds that each unit's message takes, were it the last of a stage; nothing for the last unit."""
+        """Seconds that each unit's message takes if the unit is the last of a stage; 0 for the last unit."""
         return np.array([*(self._hop(shape, float(size)) for size in self.table.sent), 0.0])
 
+    @cached
     def busiest_seconds(self, p: int, placement: Placement, virtual: int) -> float:
-        """Of a microbatch on the coordinate with the most work, wherever stages end. Launches and kernels are each looked at alone:
-        the longer of both sums is what a stage takes."""
-        key = (p, placement, virtual)
-        if key not in self._busiest:
-            self._busiest[key] = max(_on_busiest(work, *key) for work in self._works)
-        return self._busiest[key]
-
-    @cached_property
-    def _busiest(self) -> dict[tuple[int, Placement, int], float]:
-        return {}
+        """Lower bound on the seconds of a microbatch on the busiest coordinate, for any cut. Launches and kernels are looked at
+        apart: a stage takes the longer of both sums."""
+        return max(
+            least_heaviest(work, p) if virtual == 1 else least_busiest(work, p, placement) for work in self._works
+        )
 
     @cached_property
     def _works(self) -> list[Row]:
-        """Seconds of every unit that add up: launches, kernels, each with the communication inside; on a CPU all together."""
+        """Seconds of every unit that add up over units: launches, and kernels, each with the communication inside blocks; on a CPU
+        all of these together."""
         table = self.table
         inner = np.diff(table.inner_forward + table.inner_backward["none"])
         launches = np.diff(table.forward_launch + table.backward_launch)
@@ -330,18 +324,16 @@ class Bounds:
         return [launches + kernels + inner] if table.is_cpu else [launches + inner, kernels + inner]
 
     def _hop(self, shape: Shape, size: float) -> float:
-        """Of a message of so many bytes."""
-        key = (size, shape.mesh)
-        if key not in self._hops:
-            self._hops[key] = send_seconds(size, axis_group(shape.mesh, "pp"), self.problem.cluster)
-        return self._hops[key]
+        """Seconds of a message between stages."""
+        return self._send_seconds(size, shape.mesh)
 
-    @cached_property
-    def _hops(self) -> dict[tuple[float, Mesh], float]:
-        return {}
+    @cached
+    def _send_seconds(self, size: float, mesh: Mesh) -> float:
+        return send_seconds(size, axis_group(mesh, "pp"), self.problem.cluster)
 
     def _through(self, point: Point) -> float:
-        """Of the first microbatch, before the heaviest stage does the others; gradients of inputs may be made between these."""
+        """Seconds that the first microbatch takes before the heaviest stage begins the others. Where backward is split, gradients
+        of its inputs may be made between these."""
         one_way = self._one_way(point.shape, point.shape.pp - 1)
         if kind_of(point.schedule).splits_backward:
             return self.forward_seconds + one_way
@@ -355,23 +347,23 @@ class Bounds:
         return through + shared_out(total, *waiting(schedule, p, m, *self.forward_shares))
 
     def _waiting(self, p: int, splits_backward: bool) -> float:
-        """Of a coordinate on average, until the first microbatch is there, and after its last one has left: coordinate i waits
-        for the first i stages, each of them a unit at least."""
+        """Seconds that an average coordinate waits for its first microbatch and after its last one: coordinate i waits for the
+        first i stages, each of them at least one unit."""
         table = self.table
-        each = table.forward(*table.alone) if splits_backward else np.array(self.unit_seconds)
+        each = table.forward(*table.alone) if splits_backward else table.unit_seconds
         others = (p - 1) * (p - 2) / (2 * p) * float(each[1:-1].min()) if p > 2 else 0.0
         return (p - 1) / p * float(each[0]) + others
 
     # ------------------------------------------------------------ the state
 
     def exposed(self, point: Point, again: float = 0.0) -> tuple[float, float]:
-        """Seconds that gathers and reductions add, in each microbatch and once a step, on an average coordinate; what is done
-        again hides them too."""
+        """Seconds that gathers and reductions add on an average coordinate: to each microbatch, and once a step. again: seconds of
+        recompute in a microbatch, which hide them too."""
         shape, zero = point.shape, point.zero
-        if shape.dp * shape.cp == 1:
+        if shape.replicas == 1:
             return 0.0, 0.0
         forward, backward = self.forward_seconds / shape.pp, (self.backward_seconds + again) / shape.pp
-        gather, again_gather, reduce, across = self._gathers(point)
+        gather, again_gather, reduce, across = self._gathers(shape.mesh, zero, point.hybrid)
         if zero <= 1:
             return 0.0, self._shown(gather, forward) + self._shown(reduce + across, backward)
         last = self._shown(reduce + across, backward) - self._shown(reduce, backward)
@@ -379,35 +371,29 @@ class Bounds:
             return self._shown(reduce, backward), self._shown(gather, forward) + last
         return self._shown(gather, forward) + self._shown(again_gather + reduce, backward), last
 
-    def _gathers(self, point: Point) -> tuple[float, float, float, float]:
+    @cached
+    def _gathers(self, mesh: Mesh, zero: ZeroStage, hybrid: int | None) -> tuple[float, float, float, float]:
         """Seconds of gathers for forward and for backward, and of reductions, inside sharding groups and between them, on an
-        average coordinate; found once whatever the turns and the microbatches."""
-        shape = point.shape
-        key = (shape.mesh, point.zero, point.hybrid)
-        if key not in self._known_gathers:
-            blocks = max(1, self.problem.units.num_repeated // shape.pp)  # the ends are in one group, or in none
-            dense, expert, shares = *self.table.unit_elements, self.table.regathered_shares
-            kinds = ((dense, Group(shape.dp * shape.cp, shape.tp), blocks), (expert, _expert_ranks(shape), 1))
-            whole = np.zeros(3)
-            again = 0.0
-            for elements, everyone, count in kinds:
-                whole += self._of_state(point, float(elements.sum()) / shape.pp, everyone, count)
-                again += self._of_state(point, float((elements * shares).sum()) / shape.pp, everyone, count)[0]
-            gather, reduce, across = whole.tolist()
-            self._known_gathers[key] = (gather, again, reduce, across)
-        return self._known_gathers[key]
+        average coordinate."""
+        blocks = max(1, self.problem.units.num_repeated // mesh.pp)  # the ends are in one group, or in none
+        dense, expert, shares = *self.table.unit_elements, self.table.regathered_shares
+        kinds = ((dense, Group(mesh.dp * mesh.cp, mesh.tp), blocks), (expert, _expert_ranks(mesh), 1))
+        whole, again = np.zeros(3), 0.0
+        for elements, everyone, count in kinds:
+            whole += self._of_state(zero, hybrid, float(elements.sum()) / mesh.pp, everyone, count)
+            again += self._of_state(zero, hybrid, float((elements * shares).sum()) / mesh.pp, everyone, count)[0]
+        gather, reduce, across = whole.tolist()
+        return gather, again, reduce, across
 
-    @cached_property
-    def _known_gathers(self) -> dict[tuple[object, ...], tuple[float, float, float, float]]:
-        return {}
-
-    def _of_state(self, point: Point, elements: float, everyone: Group, count: int) -> tuple[float, float, float]:
-        """Seconds of gathers, of reductions, and of reductions between sharding groups; everyone: the ranks that hold these
-        elements; count: in so many groups of parameters."""
+    def _of_state(
+        self, zero: ZeroStage, hybrid: int | None, elements: float, everyone: Group, count: int
+    ) -> tuple[float, float, float]:
+        """Seconds of gathers, of reductions, and of reductions between sharding groups. everyone: the ranks that hold these
+        elements. count: the number of groups of parameters, each with its own calls."""
         gradient = self._gradient_bytes * elements
-        if point.zero == 0:
+        if zero == 0:
             return 0.0, self._seconds("all_reduce", gradient, everyone), 0.0
-        degree = min(point.hybrid or point.shape.dp * point.shape.cp, everyone.size)
+        degree = min(hybrid or everyone.size, everyone.size)
         inner = Group(degree, everyone.stride)
         outer = Group(everyone.size // degree, everyone.stride * degree)
         gather = self._of_groups("all_gather", self._gathered_bytes * elements / degree, inner, count)
@@ -415,7 +401,7 @@ class Bounds:
         return gather, reduce, self._seconds("all_reduce", gradient / degree, outer)
 
     def _of_groups(self, kind: str, num_bytes: float, group: Group, count: int) -> float:
-        """In so many calls, with what is packed around them."""
+        """Seconds of so many calls, with the copies that pack parameters for them."""
         if group.size == 1 or not num_bytes:
             return 0.0
         copied = 0.0
@@ -433,7 +419,8 @@ class Bounds:
         return collective_seconds(kind, num_bytes, group, self.problem.cluster)  # type: ignore[arg-type]
 
     def _measured(self, kind: str, num_bytes: float, group: Group) -> float:
-        """Points may not lie on a line: many small calls can be faster than one large one, so take the best rate seen."""
+        """Measured seconds need not lie on a line: many small calls can be faster than one large call. So the best measured rate is
+        the bound."""
         found = [
             point.seconds / point.num_bytes
             for point in self.problem.cluster.collectives
@@ -442,7 +429,7 @@ class Bounds:
         return num_bytes * min(found) if found else 0.0
 
     def _shown(self, communication: float, compute: float) -> float:
-        """The least that shows of communication beside compute."""
+        """The least seconds of communication that compute does not hide."""
         constants = self.problem.cluster.device.constants
         slowdown = constants.overlap_slowdown if constants else 0.0
         exposed = max(0.0, communication - compute)
@@ -460,7 +447,7 @@ class Bounds:
         return self.problem.recipe.system.gather_item_bytes or 2
 
     def after(self, point: Point) -> float:
-        """The update, and what a step takes beside its work."""
+        """Seconds of the optimizer's update, and of a step's fixed overhead."""
         return self._update(point) + self._overhead
 
     @cached_property
@@ -472,19 +459,15 @@ class Bounds:
         if point.offload != "none":
             return 0.0
         shape = point.shape
-        degree = 1 if point.zero == 0 else point.hybrid or shape.dp * shape.cp
+        degree = point.sharding_ranks
         rest = max(1, degree // shape.ep)
         held = float(self.table.elements[-1]) / degree + float(self.table.expert_elements[-1]) / rest
         return update_seconds(held / shape.pp, self.problem.cluster.device, self.problem.recipe.optimizer_slots)
 
 
-def _on_busiest(work: Row, p: int, placement: Placement, virtual: int) -> float:
-    return least_heaviest(work, p) if virtual == 1 else least_busiest(work, p, placement)
-
-
-def _expert_ranks(shape: Shape) -> Group:
+def _expert_ranks(mesh: Mesh) -> Group:
     """The ranks that hold the same experts: fewer than those that hold the same other parameters, and further apart
     (cost/communication/step_calls.py)."""
-    if shape.dp == shape.ep:
-        return axis_group(shape.mesh, "cp")
-    return Group(shape.dp // shape.ep * shape.cp, shape.tp * shape.ep)
+    if mesh.dp == mesh.ep:
+        return axis_group(mesh, "cp")
+    return Group(mesh.dp // mesh.ep * mesh.cp, mesh.tp * mesh.ep)

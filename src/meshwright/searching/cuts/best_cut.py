@@ -9,23 +9,20 @@ One stage a coordinate: dynamic programming over (stage, units before its end), 
                         gathers and reductions, from when the first microbatch reaches it                    -> Bounds.busy
 Several stages a coordinate: some that are even in one way or another, and their neighbours, played; even coordinates where
                              some must recompute                                                      -> played_cuts.py
-Few cuts in all: every one                                                                            -> every_cut
+Few cuts in all: every one                                                                            -> units.every_cut
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
-from math import comb, inf
+from math import inf
 
 import numpy as np
 
-from meshwright.core.pipeline.kinds import in_flight, kind_of
-from meshwright.searching.bounds.memory import Room, cut_fits, recompute_seconds
-from meshwright.searching.bounds.step_seconds import Bounds, Busy
+from meshwright.core.pipeline.kinds import kind_of
+from meshwright.searching.bounds.memory import Room
+from meshwright.searching.bounds.step_seconds import Bounds
 from meshwright.searching.cuts.played_cuts import levelled_cut, played_cut
-from meshwright.searching.space import Point
 from meshwright.searching.unit_table import Places, Row
 from meshwright.searching.units import Cut
 
@@ -34,27 +31,18 @@ FEW_CUTS = 24
 """So many cuts are all looked at."""
 
 
-def num_cuts(num_units: int, num_stages: int) -> int:
-    return comb(num_units - 1, num_stages - 1)
-
-
-def every_cut(num_units: int, num_stages: int) -> Iterator[Cut]:
-    for ends in combinations(range(1, num_units), num_stages - 1):
-        yield (*ends, num_units)
-
-
-def best_cut(bounds: Bounds, point: Point, room: Room) -> tuple[Cut, float] | None:
+def best_cut(bounds: Bounds, room: Room) -> tuple[Cut, float] | None:
     """One good cut, with the weight that the heaviest stage of every cut has at least, 0 where that is not known; None where no cut
     fits."""
-    table = bounds.table
+    point, table = room.point, bounds.table
     if point.num_stages == 1:
         return (table.num_units,), 0.0
     if point.virtual == 1:
-        return _least_largest(_Loads(bounds, point, room), table.num_units, point.num_stages)
-    if recompute_seconds(table, point, room) > 0:  # by which stages differ as no play knows before it is decided
+        return _least_largest(_Loads(bounds, room), table.num_units, point.num_stages)
+    if room.recompute_seconds > 0:  # by which stages differ as no play knows before it is decided
         return levelled_cut(table, point), 0.0
     played = played_cut(table, point)
-    return played if cut_fits(table, point, room, played) else levelled_cut(table, point), 0.0
+    return played if room.cut_fits(played) else levelled_cut(table, point), 0.0
 
 
 # ---------------------------------------------------------------- one stage a coordinate
@@ -84,17 +72,16 @@ class _Rows:
 class _Loads:
     """The weight of every row of units as stage i."""
 
-    def __init__(self, bounds: Bounds, point: Point, room: Room) -> None:
-        shape = point.shape
-        self.table, self.point, self.room, self.hops = bounds.table, point, room, bounds.hops(shape)
+    def __init__(self, bounds: Bounds, room: Room) -> None:
+        point = room.point
+        self.table, self.point, self.room, self.hops = bounds.table, point, room, bounds.hops(point.shape)
         self.busy = bounds.busy(point)
-        self.held = in_flight(point.schedule, shape.pp, shape.num_microbatches, 1)
+        self.held = point.in_flight
 
     def rows(self, begins: Places, ends: Places) -> _Rows:
         table, room = self.table, self.room
-        working = room.working(table).by_unit
-        state = (table.elements[ends] - table.elements[begins]) * room.element_bytes
-        state += (table.expert_elements[ends] - table.expert_elements[begins]) * room.expert_element_bytes
+        working = room.working.by_unit
+        state = room.bytes_of(begins, ends)
         plain, kept = table.backward(begins, ends), table.kept_by(begins, ends, "none")
         return _Rows(
             forward=table.forward(begins, ends),
@@ -105,14 +92,12 @@ class _Loads:
             saved={mode: kept - table.kept_by(begins, ends, mode) for mode in AGAIN},
             longer={mode: table.backward(begins, ends, mode) - plain for mode in AGAIN},
             hop=self.hops[ends - 1],
-            busy=[]
-            if self.busy is None
-            else [(self._busy(self.busy, row, begins, ends), n) for row, n in self.busy.rows],
+            busy=[(self._busy(row, begins, ends), times) for row, times in self.busy.rows],
         )
 
-    def _busy(self, busy: Busy, row: Row, begins: Places, ends: Places) -> Row:
+    def _busy(self, row: Row, begins: Places, ends: Places) -> Row:
         """A stage begins when the first microbatch has gone through all before it."""
-        return np.asarray(self.table.forward(0, begins) + row[ends] - row[begins] - busy.beyond_seconds)
+        return np.asarray(self.table.forward(0, begins) + row[ends] - row[begins] - self.busy.beyond_seconds)
 
     def of(self, stage: int, rows: _Rows) -> Row:
         link = (self.point.shape.num_microbatches - 1) * rows.hop

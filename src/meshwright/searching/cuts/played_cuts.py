@@ -1,12 +1,12 @@
 """Where to cut a row of units into several stages a coordinate.
 
-What these take follows from the whole schedule: a stage that is slower than the others may stop all coordinates once a microbatch,
-though each has as much to do. So cuts are played (cost/play.py), as the table of units has their seconds:
+How long such a cut takes depends on the whole schedule: one slow stage may hold up all coordinates in every microbatch, even where
+all coordinates have the same work. So cuts are played (cost/play.py), with the seconds of the table of units:
 
     starts       coordinates level, stages level, stages level with the last unit alone, and all that is more than a unit a stage on
                  the first stages of the coordinates that have least                                          -> _starts
     neighbours   of the quickest: a unit from a slow stage to a quick one, as long as that is quicker        -> _neighbours
-    so few       as take a share of the time that an estimate takes                                          -> _Played.most
+    number       of cuts that are played: so few that playing takes only a part of the time of an estimate   -> _Played.most
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from meshwright.core.pipeline.kinds import placement_of
-from meshwright.core.pipeline.placement import coordinate_of
 from meshwright.cost.play import play_schedule
 from meshwright.cost.timing import StageSeconds
 from meshwright.searching.space import Point
@@ -23,7 +21,7 @@ from meshwright.searching.unit_table import UnitTable
 from meshwright.searching.units import Cut
 
 FULL_PIPELINES = 4
-"""So many times the number of coordinates, microbatches show what a cut is worth."""
+"""This many microbatches for each coordinate show which cut is faster: no more are played."""
 MOST_ACTIONS, FEWEST_PLAYS, MOST_PLAYS = 40_000, 6, 80
 """Actions that are played for one point, within these numbers of plays."""
 SAME = 1e-9
@@ -33,7 +31,7 @@ Counts = tuple[int, ...]
 
 
 def played_cut(table: UnitTable, point: Point) -> Cut:
-    """Found once whatever the state."""
+    """The quickest cut that was played. It does not depend on the state, so it is found once for all states."""
     key = (point.schedule, point.virtual, point.shape.pp, point.shape.num_microbatches)
     known = table.known_cuts
     if key not in known:
@@ -77,7 +75,7 @@ class _Played:
 
 
 def _quickest(played: _Played, table: UnitTable, point: Point) -> Counts:
-    """Down from every start, the quickest first."""
+    """The best cut that a descent finds, from the quickest start first."""
     found = []
     for counts in sorted(dict.fromkeys(_starts(table, point)), key=played.seconds):
         found.append(_descended(played, table, counts))
@@ -96,7 +94,7 @@ def _descended(played: _Played, table: UnitTable, counts: Counts) -> Counts:
 
 
 def _neighbours(table: UnitTable, counts: Counts, played: _Played) -> Iterator[Counts]:
-    """From the slowest stages to the quickest first; none where enough were played."""
+    """Cuts with one unit moved: from the slowest stages to the quickest first. None where enough cuts were played."""
     times = [_work(table, begin, end) for begin, end in pairwise(accumulate(counts, initial=0))]
     slowest = sorted(range(len(counts)), key=lambda stage: -times[stage])
     for giver in slowest:
@@ -193,17 +191,16 @@ def _loads(table: UnitTable, point: Point, counts: Counts) -> list[float]:
     loads = [0.0] * point.shape.pp
     missing = table.num_units - sum(counts)
     begins = list(accumulate(counts, initial=0))
-    for stage, count in enumerate(counts):
+    for stage, (count, home) in enumerate(zip(counts, point.homes, strict=True)):
         begin = begins[stage] + (missing if stage == len(counts) - 1 else 0)
-        loads[coordinate_of(stage, point.shape.pp, placement_of(point.schedule))] += _work(table, begin, begin + count)
+        loads[home] += _work(table, begin, begin + count)
     return loads
 
 
 def _stages_of(point: Point, coordinate: int) -> Sequence[int]:
-    placement, pp = placement_of(point.schedule), point.shape.pp
-    return [stage for stage in range(point.num_stages) if coordinate_of(stage, pp, placement) == coordinate]
+    return [stage for stage, home in enumerate(point.homes) if home == coordinate]
 
 
 def _work(table: UnitTable, begin: int, end: int) -> float:
-    """Were each unit a stage."""
+    """Seconds of a row of units, as if each unit was a stage."""
     return table.unit_sums[end] - table.unit_sums[begin]

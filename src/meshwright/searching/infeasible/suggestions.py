@@ -32,6 +32,7 @@ from meshwright.rules.divisors import divisors
 from meshwright.rules.limits import not_yet
 from meshwright.searching.infeasible.changes import Change, costed, first_that_fits
 from meshwright.searching.infeasible.offload_suggestions import offloads
+from meshwright.searching.plan_builder import rules_of
 from meshwright.searching.problem import Problem
 
 MOST_TIMES_MORE = 64
@@ -52,12 +53,17 @@ def infeasible(problem: Problem, plan: Plan, estimate: Estimate, num_candidates:
 
 def binding_constraint(estimate: Estimate) -> str:
     """Which device is over the budget, when, by how much, and what fills it."""
-    parts = msgspec.structs.asdict(estimate.memory_bytes)
-    largest = sorted(parts, key=lambda name: -parts[name])[:2]
-    filled = " and ".join(f"{name.replace('_', ' ')} {format_bytes(parts[name])}" for name in largest)
+    filled = " and ".join(largest_parts(estimate))
     moment = f", {estimate.worst_moment}" if estimate.worst_moment else ""
     over = format_bytes(estimate.needed_bytes - estimate.budget_bytes)
     return f"memory of rank {estimate.worst_rank}{moment}: {over} over {format_bytes(estimate.budget_bytes)}, most of it {filled}"
+
+
+def largest_parts(estimate: Estimate) -> list[str]:
+    """The two categories of memory that have most bytes, in words."""
+    parts = msgspec.structs.asdict(estimate.memory_bytes)
+    largest = sorted(parts, key=lambda name: -parts[name])[:2]
+    return [f"{name.replace('_', ' ')} {format_bytes(parts[name])}" for name in largest]
 
 
 def ways_out(problem: Problem, plan: Plan, estimate: Estimate) -> tuple[WayOut, ...]:
@@ -128,25 +134,16 @@ def _fewest(
 
 def _with_recompute(plan: Plan, mode: RecomputeMode, names: Sequence[str]) -> tuple[tuple[Recompute, ...], list[str]]:
     """The plan's rules with these blocks under a mode too, and the blocks that are new. Fully recomputed blocks stay so."""
-    full, chosen = plan.recomputed("full"), set(names)
+    full, chosen = plan.recomputed("full"), frozenset(names)
     selective = plan.recomputed("selective")
     added = [name for name in names if name not in full and not (mode == "selective" and name in selective)]
-    modes = {
-        "full": full | (chosen if mode == "full" else frozenset()),
-        "selective": (selective | (chosen if mode == "selective" else frozenset())) - full,
-    }
-    if mode == "full":
-        modes["selective"] -= chosen
-    rules = [
-        Recompute(mode=kind, blocks=compact_names(name for name in plan.blocks if name in modes[kind]))
-        for kind in MODES
-        if modes[kind]
-    ]
-    return tuple(rules), added
+    modes: dict[RecomputeMode, frozenset[str]] = {"selective": selective, "full": full}
+    modes[mode] |= chosen
+    modes["selective"] -= modes["full"]
+    return rules_of(plan.blocks, modes), added
 
 
 def _microbatches(problem: Problem, plan: Plan) -> Iterator[Change]:
-    sizes = [size for size in range(plan.microbatch - 1, 0, -1) if plan.microbatch % size == 0]
     yield from first_that_fits(
         costed(
             f"microbatches of {size}, {plan.num_microbatches * plan.microbatch // size} of them",
@@ -156,7 +153,7 @@ def _microbatches(problem: Problem, plan: Plan) -> Iterator[Change]:
             microbatch=size,
             num_microbatches=plan.num_microbatches * plan.microbatch // size,
         )
-        for size in sizes
+        for size in reversed(divisors(plan.microbatch)[:-1])
     )
 
 
@@ -245,9 +242,7 @@ def _savings(problem: Problem, plan: Plan) -> dict[str, dict[str, Any]]:
         found["microbatches of 1"] = {"microbatch": 1, "num_microbatches": plan.microbatch * plan.num_microbatches}
     if plan.zero < 3 and plan.mesh.dp * plan.mesh.cp > 1:
         found["ZeRO 3"] = {"zero": 3}
-    answer = next(
-        (answer for answer in problem.legal if answer.key == (plan.mesh.tp, plan.mesh.cp, True, plan.context)), None
-    )
+    answer = problem.answer((plan.mesh.tp, plan.mesh.cp, True, plan.context))
     if plan.mesh.tp > 1 and not plan.sequence_parallel and not (answer and answer.refusal):
         found["sequence parallel"] = {"sequence_parallel": True, **({"sharding": answer.sharding} if answer else {})}
     return found

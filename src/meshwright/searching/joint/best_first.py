@@ -13,9 +13,8 @@ from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, ScheduleKind
 from meshwright.core.result import SearchProgress
-from meshwright.searching.bounds.memory import cut_fits
 from meshwright.searching.bounds.step_seconds import SLACK, Needs
-from meshwright.searching.cuts.best_cut import FEW_CUTS, best_cut, every_cut, num_cuts
+from meshwright.searching.cuts.best_cut import FEW_CUTS, best_cut
 from meshwright.searching.joint.candidates import Drafts
 from meshwright.searching.memory_saving.optimizer_offload import with_best_share
 from meshwright.searching.memory_saving.parameter_streaming import fitted_streamed
@@ -28,14 +27,13 @@ from meshwright.searching.space import (
     context_degrees,
     family,
     meshes,
-    states,
+    points,
     tensor_degrees,
     turns,
     ways,
     worlds,
 )
-from meshwright.searching.unit_table import UnitTable
-from meshwright.searching.units import Cut, even_cut
+from meshwright.searching.units import Cut, even_cut, every_cut, num_cuts
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
@@ -197,8 +195,7 @@ class BestFirst:
             return inf
         smallest, quickest = family[-1], self._quickest(family)
         works = {sharded: self._least_work(family, quickest, sharded) for sharded in (False, True)}
-        for zero, hybrid, offload in states(self.problem, smallest):
-            point = Point(smallest, "1f1b", 1, zero, hybrid, offload)
+        for point in points(self.problem, smallest):
             evenly, work = works[point.casts_ahead]
             if work < best and self.drafts.needs(point) is not None:
                 best = min(best, max(work, evenly + self.drafts.once(replace(point, shape=quickest[0]))))
@@ -228,7 +225,7 @@ class BestFirst:
         ways = list(turns(self.problem, shape))
         best = inf
         for needs, point in sorted(self._fitting_states(shape), key=lambda one: one[0].seconds):
-            bounds = self.drafts.tables.bounds(shape, sharded=point.casts_ahead)
+            bounds = self.drafts.bounds(point)
             if needs.seconds >= best or bounds is None:
                 break  # no turns are quicker than none
             for schedule, virtual in ways:
@@ -238,8 +235,7 @@ class BestFirst:
 
     def _fitting_states(self, shape: Shape) -> Iterator[tuple[Needs, Point]]:
         """What those that may fit need."""
-        for zero, hybrid, offload in states(self.problem, shape):
-            point = Point(shape, "1f1b", 1, zero, hybrid, offload)
+        for point in points(self.problem, shape):
             needs = self.drafts.needs(point)
             if needs is not None:
                 yield needs, point
@@ -253,16 +249,16 @@ class BestFirst:
             yield bound, lambda schedule=schedule, virtual=virtual: self._points(shape, schedule, virtual)  # type: ignore[misc]
 
     def _points(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> Opened:
-        for zero, hybrid, offload in states(self.problem, shape):
-            point = Point(shape, schedule, virtual, zero, hybrid, offload)
+        for point in points(self.problem, shape, schedule, virtual):
             if (bound := self.drafts.bound(point)) is not None:
                 self.drafts.points.add(point)
                 yield bound, lambda point=point: self._cuts(point)  # type: ignore[misc]
 
     def _cuts(self, point: Point) -> Opened:
-        bounds = self.drafts.tables.bounds(point.shape, sharded=point.casts_ahead)
+        bounds, room = self.drafts.bounds(point), self.drafts.room(point)
         assert bounds is not None
-        room, units = self.drafts.room(point), bounds.table.num_units
+        assert room is not None
+        units = bounds.table.num_units
         if point.offload == "parameters":  # in one stage; its room was looked at
             yield 0.0, lambda: self.cost(point, (units,))
             return
@@ -273,13 +269,13 @@ class BestFirst:
         elif num_cuts(units, point.num_stages) <= FEW_CUTS:
             found = ((cut, 0.0) for cut in every_cut(units, point.num_stages))
         else:
-            best = best_cut(bounds, point, room)
+            best = best_cut(bounds, room)
             found = [best] if best is not None else []
             if best is not None and point.num_stages > 1:
-                self._leave(bounds.of_every_cut(point, room, best[1]))
+                self._leave(bounds.of_every_cut(room, best[1]))
         for cut, largest in found:
-            bound = bounds.of_cut(point, cut, room, largest)
-            if self._must_fit and not cut_fits(bounds.table, point, room, cut):
+            bound = bounds.of_cut(room, cut, largest)
+            if self._must_fit and not room.cut_fits(cut):
                 continue
             yield bound, lambda cut=cut: self.cost(point, cut)  # type: ignore[misc]
 
@@ -316,21 +312,21 @@ class BestFirst:
 
     def _fitted(self, point: Point, cut: Cut, plan: Plan) -> tuple[Plan, Estimate] | None:
         """Found once by all parts of the search; None where it does not fit, though it must."""
-        table = self.drafts.tables.table(point.shape, sharded=point.casts_ahead)
-        assert table is not None
         key = (*identity(plan), self.problem.request.recompute)
         known = self.drafts.fitted
         if key not in known or (known[key] is None and not self._must_fit):
-            found = self._fit(point, cut, plan, table)
+            found = self._fit(point, cut, plan)
             known[key] = found if found is not None and self.problem.hosts_hold(found[1].host_bytes) else None
         return known[key]
 
-    def _fit(self, point: Point, cut: Cut, plan: Plan, table: UnitTable) -> tuple[Plan, Estimate] | None:
+    def _fit(self, point: Point, cut: Cut, plan: Plan) -> tuple[Plan, Estimate] | None:
         """With the recompute it needs, and as much away as is best."""
         problem, microbatch, must_fit = self.problem, self.drafts.tables.microbatch(plan), self._must_fit
         if point.offload == "parameters":
             return fitted_streamed(problem, plan, microbatch, must_fit=must_fit)
-        fit = partial(fitted, problem, point, cut, table=table, microbatch=microbatch, must_fit=must_fit)
+        bounds = self.drafts.bounds(point)
+        assert bounds is not None
+        fit = partial(fitted, problem, point, cut, table=bounds.table, microbatch=microbatch, must_fit=must_fit)
         if point.offload == "optimizer":
             return with_best_share(problem, plan, fit, self.best_seconds)
         return fit(plan)

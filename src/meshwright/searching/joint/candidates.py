@@ -5,7 +5,6 @@ The search asks for these many times, so each is computed once and kept.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 from meshwright.core.errors import PlanError
@@ -13,12 +12,12 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.cost.parameter_offload import StreamedCost
 from meshwright.rules.limits import not_yet
-from meshwright.rules.stages import cut_stages
-from meshwright.rules.tokens import token_names
-from meshwright.searching.bounds.memory import Room, has_gradients, least_bytes, room_of
-from meshwright.searching.bounds.step_seconds import Needs
+from meshwright.searching.bounds.memory import Room, has_gradients, room_of
+from meshwright.searching.bounds.step_seconds import Bounds, Needs
+from meshwright.searching.cached import cached
 from meshwright.searching.joint.unit_tables import Tables
 from meshwright.searching.memory_saving.parameter_streaming import Streamed, streamed_plans
+from meshwright.searching.plan_builder import make_plan
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point, schedules
 from meshwright.searching.units import Cut, even_cut, sizes_of
@@ -40,38 +39,16 @@ class Drafts:
         """Plans that were costed, by their identity; None where nothing made one fit."""
         self.family_bounds: dict[tuple[object, ...], float] = {}
         self.shape_bounds: dict[tuple[object, ...], float] = {}
-        self._rooms: dict[tuple[object, ...], Room] = {}
-        self._needs: dict[Point, Needs | None] = {}
-        self._once: dict[Point, float] = {}
-        self._streamed: dict[Point, Streamed | None] = {}
         self._runs: dict[tuple[object, ...], bool] = {}
+
+    def bounds(self, point: Point) -> Bounds | None:
+        """None where the degrees are refused."""
+        return self.tables.bounds(point.shape, sharded=point.casts_ahead)
 
     def plan(self, point: Point, cut: Cut) -> Plan | None:
         """The plan of a point with this cut, without recompute; None where such a plan is not legal."""
-        shape, request, graph = point.shape, self.problem.request, self.problem.graph
         try:
-            return Plan(
-                model=graph.model,
-                graph=graph.identity,
-                cluster=self.problem.cluster_hash,
-                mesh=shape.mesh,
-                stages=cut_stages(self.units.blocks, sizes_of(cut), shape.pp, point.schedule),
-                sharding=self.tables.sharding(shape) or (),
-                sequence_parallel=shape.sequence_parallel,
-                context=shape.context,
-                token_blocks=token_names(graph, shape.cp),
-                zero=point.zero,
-                hybrid=point.hybrid,
-                offload=self.problem.request.offloading(point.offload),
-                schedule=point.schedule,
-                virtual=point.virtual,
-                microbatch=shape.microbatch,
-                num_microbatches=shape.num_microbatches,
-                global_batch=self.problem.global_batch,
-                precision=graph.precision,
-                compile=shape.compile,
-                sync_batch_norm=bool(request.sync_batch_norm),
-            )
+            return make_plan(self.problem, point, sizes_of(cut), self.tables.sharding(point.shape) or ())
         except PlanError as error:
             self.refusals.append(str(error))
             return None
@@ -83,23 +60,16 @@ class Drafts:
             return self.streamed(point) is not None
         key = (shape.compile, shape.tp * shape.cp > 1, shape.pp > 1, point.schedule, point.zero, point.offload)
         if key not in self._runs:
-            cut = even_cut(self.units, point.num_stages, self.problem.request.ends)
-            asked = self.problem.request.offload is not None  # who asks for it may see what it would cost
-            plan = self.plan(replace(point, offload="none") if asked else point, cut)
+            plan = self.plan(point, even_cut(self.units, point.num_stages, self.problem.request.ends))
             if plan is None:
                 return False  # for its own numbers: others of its kind may run
             self._runs[key] = not not_yet(plan)
         return self._runs[key]
 
+    @cached
     def streamed(self, point: Point) -> Streamed | None:
         """Bounds on a point that offloads parameters; None where the runtime can run no such plan."""
-        if point not in self._streamed:
-            self._streamed[point] = self._find_streamed(point)
-        return self._streamed[point]
-
-    def _find_streamed(self, point: Point) -> Streamed | None:
-        plan = self.plan(point, (len(self.units),))
-        bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
+        plan, bounds = self.plan(point, (len(self.units),)), self.bounds(point)
         plans = [] if plan is None or bounds is None else list(streamed_plans(self.problem, plan))
         if bounds is None or not plans:
             return None
@@ -109,82 +79,73 @@ class Drafts:
         ]
         return Streamed(bounds, point, *costs)
 
-    def room(self, point: Point) -> Room:
-        """Memory of a point under its own schedule."""
+    def room(self, point: Point) -> Room | None:
+        """Memory of a point under its own schedule; None where the degrees are refused."""
         return self._room(point, has_gradients(point.shape, point.zero, point.schedule))
 
-    def _loosest_room(self, point: Point) -> Room:
+    def _loosest_room(self, point: Point) -> Room | None:
         """Memory of a point under the schedule that needs least."""
         shape, kinds = point.shape, schedules(self.problem, point.shape.pp)
         return self._room(point, all(has_gradients(shape, point.zero, kind) for kind in kinds))
 
-    def _room(self, point: Point, gradients: bool) -> Room:
-        key = (point.shape, point.zero, point.hybrid, point.offload, gradients)
-        if key not in self._rooms:
-            problem = self.problem
-            about = (self.tables.items, problem.recipe, problem.budget, problem.cluster.device)
-            self._rooms[key] = room_of(point, *about, gradients=gradients)
-        return self._rooms[key]
+    @cached
+    def _room(self, point: Point, gradients: bool) -> Room | None:
+        bounds = self.bounds(point)
+        if bounds is None:
+            return None
+        return room_of(self.problem, point, bounds.table, self.tables.items, gradients=gradients)
 
+    @cached
     def needs(self, point: Point) -> Needs | None:
         """What a point needs at least, whatever its schedule; None where the degrees are refused, or where it cannot fit."""
-        if point not in self._needs and point.offload == "parameters":
-            streamed = self.streamed(point)
-            self._needs[point] = streamed.needs if streamed is not None and self._has_room(streamed) else None
-        if point not in self._needs:
-            bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
-            self._needs[point] = None if bounds is None else bounds.needs_in(point, self._loosest_room(point))
-        return self._needs[point]
+        return self._needs_in(point, self._loosest_room(point))
 
-    def _has_room(self, streamed: Streamed) -> bool:
-        room = self.room(streamed.point).budget_bytes * (1 + ROUNDING)
-        return streamed.least_bytes <= room and self.problem.hosts_hold(streamed.least_host_bytes)
+    def _needs_in(self, point: Point, room: Room | None) -> Needs | None:
+        bounds = self.bounds(point)
+        if bounds is None or room is None:
+            return None
+        if point.offload != "parameters":
+            return bounds.needs_in(room)
+        streamed = self.streamed(point)
+        if streamed is None or streamed.least_bytes > room.budget_bytes * (1 + ROUNDING):
+            return None
+        return streamed.needs if self.problem.hosts_hold(streamed.least_host_bytes) else None
 
     def least_bytes(self, point: Point) -> float | None:
         """Bytes a device needs at least; None where the degrees are refused, or the runtime cannot run the point."""
-        bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
-        if bounds is None or not self.runs(point):
+        room = self.room(point)
+        if room is None or not self.runs(point):
             return None
         streamed = self.streamed(point) if point.offload == "parameters" else None
-        return least_bytes(bounds.table, point, self.room(point)) if streamed is None else streamed.least_bytes
+        return room.least_bytes if streamed is None else streamed.least_bytes
 
     def bound(self, point: Point) -> float | None:
         """Lower bound on the seconds of a step, infinite where the point cannot fit; None as for `least_bytes`."""
-        bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
-        if bounds is None or not self.runs(point):
+        bounds, room = self.bounds(point), self.room(point)
+        if bounds is None or room is None or not self.runs(point):
             return None
-        if point.offload == "parameters":
-            return self.with_turns(point)
-        return bounds.of_point(point, self.room(point))
+        return self.with_turns(point) if point.offload == "parameters" else bounds.of_point(room)
 
     def with_turns(self, point: Point) -> float:
         """A quicker bound, which does not look at single units."""
-        bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
-        if point.offload == "parameters":
-            needs = self.needs(point)
-        else:
-            needs = None if bounds is None else bounds.needs_in(point, self.room(point))
+        bounds, needs = self.bounds(point), self._needs_in(point, self.room(point))
         if bounds is None or needs is None:
             return inf
         return bounds.with_turns(point.shape, needs, point.schedule, point.virtual)
 
     def expected(self, point: Point) -> float:
         """About how many seconds a step takes, infinite where the point cannot run or fit. It orders points and rules none out."""
-        bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
+        bounds = self.bounds(point)
         if bounds is None or not self.runs(point):
             return inf
-        if point.offload == "parameters":
-            needs = self.needs(point)
-        else:
-            needs = bounds.needs_in(point, self.room(point))
+        needs = self._needs_in(point, self.room(point))
         return inf if needs is None else bounds.expected(point, needs)
 
+    @cached
     def once(self, point: Point) -> float:
         """Seconds that the state of a point adds to a step at least, whatever is recomputed."""
-        if point not in self._once and point.offload == "parameters":
+        if point.offload == "parameters":
             streamed = self.streamed(point)
-            self._once[point] = inf if streamed is None else streamed.once
-        if point not in self._once:
-            bounds = self.tables.bounds(point.shape, sharded=point.casts_ahead)
-            self._once[point] = inf if bounds is None else bounds.of_once(point)
-        return self._once[point]
+            return inf if streamed is None else streamed.once
+        bounds = self.bounds(point)
+        return inf if bounds is None else bounds.of_once(point)

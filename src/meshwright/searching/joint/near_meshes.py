@@ -24,7 +24,7 @@ from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.joint.candidates import Drafts
 from meshwright.searching.joint.short_searches import FEW_OPENED
 from meshwright.searching.problem import Problem, narrowed
-from meshwright.searching.space import Point, Shape, families, meshes, states, tensor_degrees, turns, worlds
+from meshwright.searching.space import Point, Shape, families, meshes, points, tensor_degrees, turns, worlds
 
 MOST_MESHES = 24
 """How many neighbours are looked at in all."""
@@ -37,6 +37,8 @@ NEAR = 1.1
 longer are not looked at."""
 
 Costed = list[tuple[Plan, Estimate]]
+Expected = tuple[float, Point]
+"""Seconds that a step of a point is expected to take, and the point."""
 
 
 class NearMeshes:
@@ -97,22 +99,19 @@ class NearMeshes:
         self.costed = found.costed
         return min(own, default=inf)
 
-    def _expected(self, problem: Problem, mesh: Mesh) -> Iterator[tuple[float, Point]]:
+    def _expected(self, problem: Problem, mesh: Mesh) -> Iterator[Expected]:
         for family in families(problem, mesh):
             for shape in family:
                 yield from self._of_shape(problem, shape)
 
-    def _of_shape(self, problem: Problem, shape: Shape) -> Iterator[tuple[float, Point]]:
+    def _of_shape(self, problem: Problem, shape: Shape) -> Iterator[Expected]:
         """For each schedule the point that is expected to be fastest with ZeRO 0 to 2, and the one with ZeRO 3."""
-        every = list(states(problem, shape))
         for schedule, virtual in turns(problem, shape):
-            for some in ([one for one in every if one[0] < 3], [one for one in every if one[0] == 3]):
-                points = [Point(shape, schedule, virtual, *state) for state in some]
-                found = min(
-                    ((self.drafts.expected(point), number) for number, point in enumerate(points)), default=None
-                )
-                if found is not None and found[0] < inf:
-                    yield found[0], points[found[1]]
+            expected = [(self.drafts.expected(point), point) for point in points(problem, shape, schedule, virtual)]
+            for some in _by_gathers(expected):
+                fastest = min(some, key=lambda one: one[0], default=None)
+                if fastest is not None and fastest[0] < inf:
+                    yield fastest
 
 
 def _plain_meshes(problem: Problem) -> Iterator[Mesh]:
@@ -129,11 +128,15 @@ def _plain_meshes(problem: Problem) -> Iterator[Mesh]:
                 yield from (by_stages[pp] for pp in few.values())
 
 
-def _by_turns(expected: list[tuple[float, Point]]) -> list[tuple[float, Point]]:
+def _by_turns(expected: list[Expected]) -> list[Expected]:
     """Points below ZeRO 3 and points with ZeRO 3 in turns, the fastest first: the time of ZeRO 3 is known least."""
-    kinds = ([one for one in expected if one[1].zero < 3], [one for one in expected if one[1].zero == 3])
-    first, second = sorted((kind for kind in kinds), key=lambda kind: kind[0][0] if kind else inf)
+    first, second = sorted(_by_gathers(expected), key=lambda kind: kind[0][0] if kind else inf)
     return [one for pair in zip_longest(first, second) for one in pair if one is not None]
+
+
+def _by_gathers(expected: list[Expected]) -> tuple[list[Expected], list[Expected]]:
+    """Points below ZeRO 3, and points with ZeRO 3, which gathers parameters in every microbatch."""
+    return [one for one in expected if one[1].zero < 3], [one for one in expected if one[1].zero == 3]
 
 
 def _next_to(mesh: Mesh) -> Iterator[Mesh]:

@@ -12,21 +12,17 @@ from math import prod
 import msgspec
 
 from meshwright.core.axes import RANK_AXES
-from meshwright.core.errors import PlanError, ScheduleError
+from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.core.result import WayOut
-from meshwright.cost.degrees import check_degrees, check_divides
-from meshwright.cost.estimate import check_costable
-from meshwright.rules.limits import check_runs
-from meshwright.rules.plain_plan import plain_plan
-from meshwright.rules.schedules import make_order
 from meshwright.searching.cuts.best_cut import best_cut
+from meshwright.searching.infeasible.plain_refusal import plain_refusal
 from meshwright.searching.infeasible.suggestions import ways_out
 from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.joint.candidates import Drafts
 from meshwright.searching.problem import Problem
-from meshwright.searching.space import Point, Shape, families, meshes, states, turns, worlds
+from meshwright.searching.space import Point, Shape, families, meshes, points, turns, worlds
 from meshwright.searching.units import even_cut
 
 MOST_NEAREST = 8
@@ -36,15 +32,15 @@ MOST_NEAREST = 8
 def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
     """The plans of the points with the least bound on memory, costed."""
     problem, drafts = found.problem, found.drafts
-    points: list[tuple[float, int, Point]] = []
+    over: list[tuple[float, int, Point]] = []
     for world in worlds(problem):
         for mesh in meshes(problem, world):
             for family in families(problem, mesh):
-                points += _over(problem, drafts, list(dict.fromkeys([*family[-1:], *family[:1]])), len(points))
-        if points:
+                over += _over(problem, drafts, list(dict.fromkeys([*family[-1:], *family[:1]])), len(over))
+        if over:
             break
     for offload in problem.offloads:  # each, since hosts may have no room for what needs least on the devices
-        for _, _, point in heapq.nsmallest(MOST_NEAREST, (one for one in points if one[2].offload == offload)):
+        for _, _, point in heapq.nsmallest(MOST_NEAREST, (one for one in over if one[2].offload == offload)):
             _cost(found, point)
     if not found.costed:
         raise _nothing(problem, drafts)
@@ -54,10 +50,10 @@ def nearest_misses(found: BestFirst) -> list[tuple[Plan, Estimate]]:
 def _cost(found: BestFirst, point: Point) -> None:
     """Costs the point with an even cut. Where this does not fit, costs it also with the best cut for the memory of its stages."""
     found.cost(point, even_cut(found.drafts.units, point.num_stages, found.problem.request.ends))
-    bounds = found.drafts.tables.bounds(point.shape, sharded=point.casts_ahead)
-    if bounds is None or found.fastest is not None or point.num_stages == 1:
+    bounds, room = found.drafts.bounds(point), found.drafts.room(point)
+    if bounds is None or room is None or found.fastest is not None or point.num_stages == 1:
         return
-    best = best_cut(bounds, point, found.drafts.room(point))
+    best = best_cut(bounds, room)
     if best is not None:
         found.cost(point, best[0])
 
@@ -81,8 +77,7 @@ def _over(problem: Problem, drafts: Drafts, shapes: list[Shape], number: int) ->
     found: list[tuple[float, int, Point]] = []
     for shape in shapes:
         for schedule, virtual in islice(turns(problem, shape), 1):
-            for zero, hybrid, offload in states(problem, shape):
-                point = Point(shape, schedule, virtual, zero, hybrid, offload)
+            for point in points(problem, shape, schedule, virtual):
                 if (needed := drafts.least_bytes(point)) is not None:
                     found.append((needed, number + len(found), point))
     return found
@@ -105,14 +100,7 @@ def _nothing(problem: Problem, drafts: Drafts) -> PlanError:
         wish = msgspec.structs.replace(wish, zero=1)  # the least that has sharding groups
     if wish.offload == "parameters" and problem.graph.repeated_blocks:
         wish = msgspec.structs.replace(wish, recompute=wish.recompute or "full")  # as every streamed plan has it
-    try:
-        plan = plain_plan(wish, problem.graph, world, problem.cluster_hash)
-        check_costable(problem.graph_of(plan), plan, problem.cluster)
-        check_degrees(problem.graph_of(plan), msgspec.structs.replace(plan, sharding=()))
-        check_divides(problem.graph_of(plan), plan)
-        check_runs(plan)
-        make_order(plan.schedule, plan.mesh.pp, problem.global_batch // plan.mesh.dp, plan.virtual)
-    except (PlanError, ScheduleError) as error:
-        return PlanError(str(error))
     refused = drafts.refusals[-1] if drafts.refusals else "leave a degree open"
-    return PlanError(f"no plan for {world} ranks agrees with what was asked for: {refused}")
+    return plain_refusal(problem, wish, world) or PlanError(
+        f"no plan for {world} ranks agrees with what was asked for: {refused}"
+    )

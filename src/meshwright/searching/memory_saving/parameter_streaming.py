@@ -73,7 +73,7 @@ class Streamed:
     quickest: StreamedCost
     smallest: StreamedCost
 
-    @property
+    @cached_property
     def least_bytes(self) -> float:
         """Peak bytes of a device."""
         return self.smallest.worst().memory.total

@@ -9,19 +9,19 @@ MOST_TRIES times. In the end blocks that need no recompute are taken back       
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
 
 from meshwright.core.estimate import Estimate
-from meshwright.core.names import compact_names
-from meshwright.core.pipeline.kinds import in_flight, placement_of
-from meshwright.core.pipeline.placement import coordinate_of
 from meshwright.core.plan import Plan, Recompute
 from meshwright.cost.estimate import Estimator
 from meshwright.cost.microbatch import Microbatch
 from meshwright.rules.plain_plan import recompute_rules
+from meshwright.searching.cached import cached
+from meshwright.searching.plan_builder import rules_of
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point
 from meshwright.searching.unit_table import UnitTable
@@ -99,42 +99,31 @@ class _Coordinates:
         self.problem, self.point, self.plan, self.table, self.microbatch = problem, point, plan, table, microbatch
         self.budget = problem.budget
         self._first: Estimator | None = None
-        self._known: dict[tuple[Again, ...], Estimator] = {}
-        shape = point.shape
-        self.held = in_flight(point.schedule, shape.pp, shape.num_microbatches, point.virtual)
-        self.rows: list[list[tuple[int, int]]] = [[] for _ in range(shape.pp)]
-        self.blocks: list[list[str]] = [[] for _ in range(shape.pp)]
+        self.held = point.in_flight
+        self.rows: list[list[tuple[int, int]]] = [[] for _ in self.held]
+        self.blocks: list[list[str]] = [[] for _ in self.held]
         repeated = set(problem.graph.repeated_blocks)
-        placement = placement_of(point.schedule)
-        for stage, (begin, end) in enumerate(pairwise((0, *cut))):
-            home = coordinate_of(stage, shape.pp, placement)
-            self.rows[home].append((begin, end))
-            self.blocks[home] += [name for name in plan.blocks_by_stage[stage] if name in repeated]
+        for home, row, blocks in zip(point.homes, pairwise((0, *cut)), plan.blocks_by_stage, strict=True):
+            self.rows[home].append(row)
+            self.blocks[home] += [name for name in blocks if name in repeated]
 
-    def estimator(self, chosen: list[Again]) -> Estimator:
-        key = tuple(chosen)
-        if key not in self._known:
-            self._known[key] = self._make(chosen)
-        return self._known[key]
+    def estimator(self, chosen: Sequence[Again]) -> Estimator:
+        return self._estimator(tuple(chosen))
 
-    def _make(self, chosen: list[Again]) -> Estimator:
+    @cached
+    def _estimator(self, chosen: tuple[Again, ...]) -> Estimator:
         problem = self.problem
         plan = msgspec.structs.replace(self.plan, recompute=self._rules(chosen))
         found = Estimator(problem.graph_of(plan), plan, problem.cluster, problem.recipe, self._first, self.microbatch)
         self._first = self._first or found
         return found
 
-    def _rules(self, chosen: list[Again]) -> tuple[Recompute, ...]:
+    def _rules(self, chosen: Sequence[Again]) -> tuple[Recompute, ...]:
         full, selective = set[str](), set[str]()
         for again, names in zip(chosen, self.blocks, strict=True):
             full |= set(names[: again.full])
             selective |= set(names[again.full : again.full + again.selective])
-        found = []
-        for mode, members in (("full", full), ("selective", selective)):
-            if members:
-                blocks = compact_names(name for name in self.plan.blocks if name in members)
-                found.append(Recompute(mode=mode, blocks=blocks))  # type: ignore[arg-type]
-        return tuple(found)
+        return rules_of(self.plan.blocks, {"full": full, "selective": selective})
 
     def least_bytes(self) -> list[int]:
         """Bytes each coordinate needs with full recompute."""

@@ -15,7 +15,7 @@ A plan is a point, a cut and the rules of recompute. A point is one of          
     × compile     no; and yes, on a GPU
 
 n units (rules/stages.py) are cut into s = pp · v stages in all C(n-1, s-1) ways of giving each stage at least one, or as the
-request places the ends                                                                                   -> cuts
+request places the ends                                                                                   -> stage_counts
 and recomputed in one of these ways, each set of blocks once:                                             -> recomputes
 
     none, all in full, every k-th in full for k = 2 … n; the attention of all, where the model has some
@@ -30,8 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import combinations, pairwise, product
-from math import comb
+from itertools import product
 
 import msgspec
 
@@ -42,16 +41,16 @@ from meshwright.core.pipeline.kinds import SEARCHED, ScheduleKind, kind_of
 from meshwright.core.plan import Mesh, Offload, Plan, Recompute, ZeroStage
 from meshwright.core.request import PlanRequest
 from meshwright.cost.compute.recomputed_ops import core_ops
-from meshwright.cost.degrees import check_degrees, check_divides
 from meshwright.rules.divisors import divisors
-from meshwright.rules.limits import check_runs, not_yet
-from meshwright.rules.plain_plan import plain_plan, recompute_rules
+from meshwright.rules.limits import not_yet
+from meshwright.rules.plain_plan import recompute_rules
 from meshwright.rules.stages import Units, unit_counts
+from meshwright.searching.infeasible.plain_refusal import plain_refusal
 from meshwright.searching.memory_saving.optimizer_offload import FEW_SHARES, coarse_shares, shares_of
 from meshwright.searching.methods.builder import Builder
-from meshwright.searching.methods.builder import Point as Point
 from meshwright.searching.problem import OffloadKind, Outcome, Problem
-from meshwright.searching.space import context_ways
+from meshwright.searching.space import Point, Shape, Way, asked_or, context_ways
+from meshwright.searching.units import every_cut, num_cuts, sizes_of
 
 MOST_PLANS = 20_000
 """A few minutes for a model of a few blocks."""
@@ -108,30 +107,28 @@ def plans(problem: Problem) -> Iterator[Plan]:
 
 def points(problem: Problem) -> Iterator[Point]:
     """Every mesh with every setting that some plan can have."""
-    builder = Builder(problem)
+    builder, request = Builder(problem), problem.request
     for mesh in meshes(problem):
         share = problem.global_batch // mesh.dp
         settings = product(
-            _sequence_parallels(problem.request, mesh),
-            _shardings(problem.request, mesh),
-            [size for size in divisors(share) if problem.request.microbatch in (None, size)],
-            _schedules(problem.request, mesh, problem.most_stages),
+            asked_or(request.sequence_parallel, [False, True] if mesh.tp > 1 else [False]),
+            _shardings(request, mesh),
+            [size for size in divisors(share) if request.microbatch in (None, size)],
+            _schedules(request, mesh, problem.most_stages),
             problem.offloads,
-            _compiles(problem),
-            context_ways(problem.request, mesh.cp),
+            asked_or(request.compile, [False, True] if problem.cluster.device.kind == "cuda" else [False]),
+            context_ways(request, mesh.cp),
         )
-        for sequence_parallel, (zero, hybrid), microbatch, (schedule, virtual), offload, compiled, context in settings:
-            point = Point(
-                mesh, microbatch, sequence_parallel, zero, hybrid, schedule, virtual, offload, compiled, context
-            )
-            if not builder.refusal(point):
+        for sequence_parallel, sharding, microbatch, turns, offload, compiled, context in settings:
+            shape = Shape.of(mesh, Way(sequence_parallel, compiled, context), microbatch, share)
+            point = Point(shape, *turns, *sharding, offload)
+            if builder.runs(point):
                 yield point
 
 
 def meshes(problem: Problem) -> Iterator[Mesh]:
     """Degrees as the request has them, on any number of devices up to all."""
     request, devices = problem.request, problem.devices
-    has_experts = any(parameter.expert for parameter in problem.graph.parameters)
     for dp in _degrees(request.dp, devices):
         if problem.global_batch % dp:
             continue
@@ -140,7 +137,7 @@ def meshes(problem: Problem) -> Iterator[Mesh]:
                 for pp in _degrees(request.pp, devices // (dp * tp * cp)):
                     if problem.world not in (None, dp * tp * cp * pp):
                         continue
-                    for ep in divisors(dp) if has_experts else [1]:
+                    for ep in divisors(dp) if problem.has_experts else [1]:
                         if request.ep in (None, ep):
                             yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
 
@@ -149,43 +146,27 @@ def _degrees(fixed: int | None, most: int) -> list[int]:
     return [degree for degree in range(1, most + 1) if fixed in (None, degree)]
 
 
-def _sequence_parallels(request: PlanRequest, mesh: Mesh) -> list[bool]:
-    if request.sequence_parallel is not None:
-        return [request.sequence_parallel]
-    return [False, True] if mesh.tp > 1 else [False]
-
-
 def _shardings(request: PlanRequest, mesh: Mesh) -> list[tuple[ZeroStage, int | None]]:
     """ZeRO's stage, and the group it shards over."""
     ranks = mesh.dp * mesh.cp
     stages: list[ZeroStage] = [0, 1, 2, 3] if ranks > 1 else [0]
-    if request.zero is not None:
-        stages = [request.zero]
-    elif request.hybrid is not None:
-        stages = [1, 2, 3]
-    groups: list[int | None] = [None, *(size for size in divisors(mesh.dp) if 1 < size < ranks)]
     if request.hybrid is not None:
-        groups = [request.hybrid]
-    return [(zero, group) for zero in stages for group in (groups if zero else [request.hybrid])]
+        stages = [1, 2, 3]
+    groups = asked_or(request.hybrid, [None, *(size for size in divisors(mesh.dp) if 1 < size < ranks)])
+    return [
+        (zero, group) for zero in asked_or(request.zero, stages) for group in (groups if zero else [request.hybrid])
+    ]
 
 
 def _schedules(request: PlanRequest, mesh: Mesh, most_stages: int) -> list[tuple[ScheduleKind, int]]:
     """Each with its number of stages a coordinate."""
     kinds: tuple[ScheduleKind, ...] = SEARCHED if mesh.pp > 1 else ("1f1b",)
-    if request.schedule is not None:
-        kinds = (request.schedule,)
     found: list[tuple[ScheduleKind, int]] = []
-    for kind in kinds:
+    for kind in asked_or(request.schedule, kinds):
         fewest, most = kind_of(kind).turns
         turns = range(fewest, (most if most == fewest else most_stages // mesh.pp) + 1)
         found += [(kind, v) for v in turns if request.virtual in (None, v)]
     return found
-
-
-def _compiles(problem: Problem) -> list[bool]:
-    if problem.request.compile is not None:
-        return [problem.request.compile]
-    return [False, True] if problem.cluster.device.kind == "cuda" else [False]
 
 
 def offloadings(problem: Problem, plan: Plan) -> list[Offload]:
@@ -209,16 +190,7 @@ def stage_counts(problem: Problem, num_stages: int) -> Iterator[Counts]:
     ends = problem.request.ends
     if ends is not None:
         return iter([tuple(unit_counts(problem.units, num_stages, ends))])
-    return cuts(len(problem.units), num_stages)
-
-
-def cuts(num_units: int, num_stages: int) -> Iterator[Counts]:
-    """Every way to give each stage at least one of the units; a single stage may have none."""
-    if num_stages == 1:
-        yield (num_units,)
-        return
-    for ends in combinations(range(1, num_units), num_stages - 1):
-        yield tuple(behind - before for before, behind in pairwise((0, *ends, num_units)))
+    return (tuple(sizes_of(cut)) for cut in every_cut(len(problem.units), num_stages))
 
 
 def recomputes(problem: Problem, counts: Counts) -> list[Rules]:
@@ -290,8 +262,8 @@ def _num_choices(problem: Problem, num_stages: int) -> int:
     num_units = len(problem.units)
     if problem.units.num_repeated <= SMALL_MODEL_BLOCKS:
         return sum(len(recomputes(problem, counts)) for counts in stage_counts(problem, num_stages))
-    num_cuts = comb(num_units - 1, num_stages - 1) if problem.request.ends is None else 1
-    return num_cuts * len(recomputes(problem, (num_units,)))
+    cuts = num_cuts(num_units, num_stages) if problem.request.ends is None else 1
+    return cuts * len(recomputes(problem, (num_units,)))
 
 
 def _check_size(problem: Problem, most_plans: int) -> None:
@@ -304,15 +276,7 @@ def _check_size(problem: Problem, most_plans: int) -> None:
 
 def no_plan(problem: Problem) -> PlanError:
     """Why the space is empty: what the plain plan of the request is refused for, if it is."""
-    world = problem.world or problem.devices
-    try:
-        plan = plain_plan(problem.request, problem.graph, world, problem.cluster.hash)
-        check_degrees(problem.graph, msgspec.structs.replace(plan, sharding=()))  # a search leaves no attention whole
-        check_divides(problem.graph, plan)
-        check_runs(plan)
-    except PlanError as error:
-        return error
-    return PlanError(
+    return plain_refusal(problem, problem.request, problem.world or problem.devices) or PlanError(
         f"no plan for '{problem.graph.model}' on {problem.devices} devices with global batch {problem.global_batch} agrees with "
         "the request: leave a flag out, or change the batch"
     )

@@ -1,7 +1,7 @@
 """The settings around a placement, for the searches that decide only where blocks lie.
 
-They were made for pipelines of one stage a device; a plan needs more. A *frame* is what they are given: a mesh of equal
-groups of dp · cp · tp devices, one for each stage, on as many devices as there are; and what is tried with every cut:
+These searches were made for pipelines with one stage on each device, and a plan needs more. So they get *frames*. A frame is a mesh
+of equal groups of dp · cp · tp devices, one for each stage, on as many devices as there are, and what is tried with every cut:
 
     microbatches   powers of two that divide a dp rank's samples, with at least as many microbatches as stages where that
                    goes; from the smallest on as long as a larger one helps                              -> layouts
@@ -16,7 +16,7 @@ The layouts a method proposes are sorted by what it expects of them, and the bes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
 
@@ -25,16 +25,19 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.pipeline.kinds import kind_of
 from meshwright.core.plan import Mesh, Plan, Recompute, ZeroStage
 from meshwright.rules.plain_plan import recompute_rules
-from meshwright.searching.methods.builder import Builder, Point
+from meshwright.searching.choice import ordered
+from meshwright.searching.memory_saving.optimizer_offload import with_least_share
+from meshwright.searching.methods.builder import Builder
 from meshwright.searching.methods.exhaustive import has_attention, meshes, no_plan
 from meshwright.searching.methods.loads import Loads, loads_of
-from meshwright.searching.methods.offload_shares import with_least_shares
 from meshwright.searching.problem import Outcome, Problem
-from meshwright.searching.space import context_ways
+from meshwright.searching.space import Point, Shape, Way, context_ways
 
 LARGEST_MICROBATCH = 32
 NUM_COSTED = 12
 """Layouts whose plans are estimated in full."""
+NUM_SHARES = 3
+"""Plans, the fastest first, that are tried with less of the optimizer's state offloaded."""
 RUNGS: tuple[tuple[ZeroStage, str], ...] = (
     (0, "none"), (1, "none"), (2, "none"), (1, "selective"), (1, "full"), (2, "full"), (3, "full"),
 )  # fmt: skip
@@ -61,19 +64,14 @@ class Frame:
 
     @property
     def mesh(self) -> Mesh:
-        return self.plain.mesh
+        return self.plain.shape.mesh
 
     def point(self, microbatch: int, rung: Rung) -> Point:
-        return Point(
-            mesh=self.mesh,
-            microbatch=microbatch,
-            sequence_parallel=self.plain.sequence_parallel,
+        return replace(
+            self.plain,
+            shape=self.plain.shape.in_microbatches(microbatch),
             zero=rung.zero,
             hybrid=self.hybrid if rung.zero else None,
-            schedule=self.plain.schedule,
-            offload=self.plain.offload,
-            compile=self.plain.compile,
-            context=self.plain.context,
         )
 
 
@@ -87,8 +85,8 @@ class Layout:
     rules: tuple[Recompute, ...]
 
 
-Cutter = Callable[[Loads, Point, int], tuple[float, tuple[int, ...]] | None]
-"""Loads, point and number of microbatches → expected seconds of a step and the units of each stage; None: none has room."""
+Cutter = Callable[[Loads, Point], tuple[float, tuple[int, ...]] | None]
+"""Loads and point → expected seconds of a step and the units of each stage; None: none has room."""
 
 
 def layouts(builder: Builder, frame: Frame, cut: Cutter) -> list[Layout]:
@@ -104,13 +102,12 @@ def layouts(builder: Builder, frame: Frame, cut: Cutter) -> list[Layout]:
 
 def _fastest(builder: Builder, frame: Frame, microbatch: int, cut: Cutter) -> Layout | None:
     """Of the rungs that recompute as little as fits."""
-    num_microbatches = builder.problem.global_batch // (frame.mesh.dp * microbatch)
     found: Layout | None = None
     for rung in frame.rungs:
         if found is not None and rung.rules != found.rules:
             break
         point = frame.point(microbatch, rung)
-        answer = cut(loads_of(builder, point, rung.rules), point, num_microbatches)
+        answer = cut(loads_of(builder, point, rung.rules), point)
         if answer is not None and (found is None or answer[0] < found.expected_seconds):
             found = Layout(answer[0], point, answer[1], rung.rules)
     return found
@@ -133,6 +130,15 @@ def shortlist(builder: Builder, found: list[Layout]) -> Outcome:
     if not costed:
         raise no_plan(builder.problem)
     return with_least_shares(Outcome(tuple(costed), len(found)), builder.problem)
+
+
+def with_least_shares(outcome: Outcome, problem: Problem) -> Outcome:
+    """Adds the fastest plans that offload the optimizer's state, with as much of it on the device as fits."""
+    if problem.request.offload_share is not None:
+        return outcome
+    away = ordered([pair for pair in outcome.costed if pair[0].offload.what == "optimizer" and pair[1].fits])
+    found = [better for pair in away[:NUM_SHARES] if (better := with_least_share(pair, problem)) is not None]
+    return replace(outcome, costed=(*found, *outcome.costed)) if found else outcome
 
 
 def frames(problem: Problem, builder: Builder) -> list[Frame]:
@@ -176,19 +182,14 @@ def _frame(problem: Problem, builder: Builder, mesh: Mesh) -> Frame | None:
     request = problem.request
     share = problem.global_batch // mesh.dp
     sizes = tuple(_microbatches(share, mesh.pp)) if request.microbatch is None else (request.microbatch,)
+    if share % sizes[0]:
+        return None
     wishes = (True, False) if request.sequence_parallel is None else (request.sequence_parallel,)
-    schedule = request.schedule or "1f1b"
     for sequence_parallel, context in product(wishes, context_ways(request, mesh.cp)):
-        point = Point(
-            mesh,
-            sizes[0],
-            sequence_parallel,
-            schedule=schedule,
-            offload=problem.offloads[0],
-            compile=bool(request.compile),
-            context=context,
-        )
-        if not builder.refusal(point):
+        way = Way(sequence_parallel, bool(request.compile), context)
+        shape = Shape.of(mesh, way, sizes[0], share)
+        point = Point(shape, request.schedule or "1f1b", offload=problem.offloads[0])
+        if builder.runs(point):
             return Frame(point, sizes, tuple(_rungs(problem, mesh)), request.hybrid)
     return None
 

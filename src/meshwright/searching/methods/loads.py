@@ -21,14 +21,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from meshwright.core.cluster import Cluster
 from meshwright.core.graph import Segment
 from meshwright.core.names import expand_names
+from meshwright.core.pipeline.kinds import in_flight
 from meshwright.core.plan import Mesh, Plan, Recompute
 from meshwright.cost.communication.links import axis_group, collective_seconds, send_seconds
-from meshwright.cost.compute.recomputed_ops import recompute_modes
 from meshwright.cost.memory.allocator_slack import usable_bytes
 from meshwright.cost.memory.peak_memory import MemoryCost
 from meshwright.cost.memory.rank_state import RankState
@@ -36,8 +34,10 @@ from meshwright.cost.microbatch import microbatch_of
 from meshwright.cost.passes import handed_on_bytes, passes_by_stage, sends_shares, sent_bytes
 from meshwright.cost.stages import StageCosts
 from meshwright.rules.schedules import make_order
-from meshwright.searching.methods.builder import Builder, Point
+from meshwright.searching.cached import cached
+from meshwright.searching.methods.builder import Builder
 from meshwright.searching.problem import Problem
+from meshwright.searching.space import Point
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ class Loads:
     def fit(self, counts: Sequence[int], num_microbatches: int) -> bool:
         """Whether every stage of a cut has room, stage s with p - s microbatches in flight."""
         start = 0
-        for stage, count in enumerate(counts):
-            flight = in_flight(stage, len(counts), num_microbatches)
+        for flight, count in zip(in_flight("1f1b", len(counts), num_microbatches, 1), counts, strict=True):
             units = self.units[start : start + count]
             received = self.units[start - 1].sent_bytes if start else 0.0
             held = sum(unit.state_bytes + flight * unit.kept_bytes for unit in units)
@@ -75,11 +74,6 @@ class Loads:
                 return False
             start += count
         return True
-
-
-def in_flight(stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Microbatches that a stage of 1F1B holds at once."""
-    return min(num_stages - stage, num_microbatches)
 
 
 def reduce_seconds(weight_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
@@ -90,7 +84,7 @@ def reduce_seconds(weight_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
 def loads_of(builder: Builder, point: Point, rules: tuple[Recompute, ...] = ()) -> Loads:
     """Of all units, in the order of the model, on the groups of a point's mesh."""
     plan = _unit_plan(builder, point, rules)
-    problem, mesh = builder.problem, point.mesh
+    problem, mesh = builder.problem, point.shape.mesh
     usable = usable_bytes(problem.budget, mesh, plan.compile, problem.cluster.device)
     return Loads(_UnitCosts(problem, plan).units(mesh), usable)
 
@@ -98,10 +92,8 @@ def loads_of(builder: Builder, point: Point, rules: tuple[Recompute, ...] = ()) 
 def _unit_plan(builder: Builder, point: Point, rules: tuple[Recompute, ...]) -> Plan:
     """Every unit a stage; two microbatches where there are several, so that gradients are added up as in the whole step."""
     count = len(builder.problem.units)
-    mesh = msgspec.structs.replace(point.mesh, pp=count)
-    plan = builder.plan(replace(point, mesh=mesh, schedule="1f1b", virtual=1), (1,) * count, rules)
-    few = min(plan.num_microbatches, 2)
-    return msgspec.structs.replace(plan, num_microbatches=few, global_batch=few * plan.microbatch * mesh.dp)
+    shape = replace(point.shape, pp=count, num_microbatches=min(point.shape.num_microbatches, 2))
+    return builder.plan(replace(point, shape=shape, schedule="1f1b", virtual=1), (1,) * count, rules)
 
 
 class _UnitCosts:
@@ -112,11 +104,9 @@ class _UnitCosts:
         self.microbatch = microbatch_of(self.graph, plan, problem.cluster, problem.recipe)
         self.local_blocks = self.microbatch.local_blocks
         self.passes = passes_by_stage(self.graph, plan)
-        self.modes = recompute_modes(plan, problem.recipe)
         self.costs = StageCosts(self.graph, plan, problem.cluster, problem.recipe, self.microbatch)
         self.memory = MemoryCost(plan, problem.recipe, self.local_blocks, self.passes, self._rank_state)
         self.order = make_order("1f1b", len(self.passes), plan.num_microbatches)
-        self._known: dict[int, RankState] = {}
 
     def units(self, mesh: Mesh) -> tuple[Unit, ...]:
         alike: dict[object, Unit] = {}
@@ -132,7 +122,7 @@ class _UnitCosts:
     def _work(self, number: int) -> object:
         """What tells units apart: the passes they run, how they are recomputed, and whether they are at an end."""
         work = tuple(
-            (id(self.local_blocks[segment.block]), segment.number, self.modes.get(segment.block))
+            (id(self.local_blocks[segment.block]), segment.number, self.costs.modes.get(segment.block))
             for segment in self.passes[number].forward
         )
         return (work, number == 0, number == len(self.passes) - 1)
@@ -160,10 +150,9 @@ class _UnitCosts:
         """Weights in 16 bits that autocast keeps until forward ends."""
         return self.memory.footprints.of(self.local_blocks[segment.block], segment.block, segment.number).cached
 
+    @cached
     def _rank_state(self, number: int) -> RankState:
-        if number not in self._known:
-            self._known[number] = RankState(self.graph, self.plan, self.problem.recipe, number)
-        return self._known[number]
+        return RankState(self.graph, self.plan, self.problem.recipe, number)
 
     def _sent_bytes(self, number: int) -> float:
         """As the next device holds it."""

@@ -28,11 +28,11 @@ from statistics import fmean, pstdev
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, Recompute
-from meshwright.searching.methods.builder import Builder, Point
+from meshwright.searching.methods.builder import Builder
 from meshwright.searching.methods.exhaustive import no_plan
-from meshwright.searching.methods.frames import frames
-from meshwright.searching.methods.offload_shares import with_least_shares
+from meshwright.searching.methods.frames import frames, with_least_shares
 from meshwright.searching.problem import Outcome, Problem
+from meshwright.searching.space import Point
 
 NUM_SAMPLES = 320
 BATCH = 16

@@ -24,7 +24,7 @@ more memory is saved until the cut fits, and the expected step is (1 + (p-1) dp 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -32,11 +32,11 @@ from math import inf
 import msgspec
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.plan import Mesh
-from meshwright.searching.methods.builder import Builder, Point
+from meshwright.searching.methods.builder import Builder
 from meshwright.searching.methods.frames import Frame, frames, layouts, shortlist
 from meshwright.searching.methods.loads import Loads, Unit, loads_of, reduce_seconds
 from meshwright.searching.problem import Outcome, Problem
+from meshwright.searching.space import Point, Shape
 
 
 @dataclass(frozen=True)
@@ -71,24 +71,22 @@ class Profile:
 def profile(problem: Problem) -> Outcome:
     builder = Builder(problem)
 
-    def cut(loads: Loads, point: Point, num_microbatches: int) -> tuple[float, tuple[int, ...]] | None:
+    def cut(loads: Loads, point: Point) -> tuple[float, tuple[int, ...]] | None:
         """The step that the best cut is expected to take, and this cut; None where it does not fit."""
-        dp, pp = point.mesh.dp, point.mesh.pp
-        slowest, counts = uniform_replication(
-            profile_of(loads, point.mesh, problem.cluster, num_microbatches * dp), dp, pp
-        )
-        if not loads.fit(counts, num_microbatches):
+        shape = point.shape
+        slowest, counts = uniform_replication(profile_of(loads, shape, problem.cluster), shape.dp, shape.pp)
+        if not loads.fit(counts, shape.num_microbatches):
             return None
-        return slowest * (1 + (pp - 1) / num_microbatches), counts
+        return slowest * (1 + (shape.pp - 1) / shape.num_microbatches), counts
 
     return shortlist(builder, [found for frame in frames(problem, builder) for found in layouts(builder, frame, cut)])
 
 
-def profile_of(loads: Loads, mesh: Mesh, cluster: Cluster, total_microbatches: int) -> Profile:
+def profile_of(loads: Loads, shape: Shape, cluster: Cluster) -> Profile:
     def reduce(weight_bytes: float, replicas: int) -> float:
-        return reduce_seconds(weight_bytes, msgspec.structs.replace(mesh, dp=replicas, ep=1), cluster)
+        return reduce_seconds(weight_bytes, msgspec.structs.replace(shape.mesh, dp=replicas, ep=1), cluster)
 
-    return Profile(loads.units, total_microbatches, reduce)
+    return Profile(loads.units, shape.num_microbatches * shape.dp, reduce)
 
 
 def uniform_replication(profile: Profile, replicas: int, num_stages: int) -> tuple[float, tuple[int, ...]]:
@@ -165,6 +163,4 @@ def replication_loss(problem: Problem) -> float:
 
 
 def _plain_profile(builder: Builder, frame: Frame) -> Profile:
-    problem, point = builder.problem, replace(frame.plain, microbatch=frame.microbatches[0])
-    loads = loads_of(builder, point)
-    return profile_of(loads, frame.mesh, problem.cluster, problem.global_batch // point.microbatch)
+    return profile_of(loads_of(builder, frame.plain), frame.plain.shape, builder.problem.cluster)

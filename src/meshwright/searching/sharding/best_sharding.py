@@ -1,6 +1,6 @@
 """The best sharding of every kind of block under given degrees, found by an integer program.
 
-    best_sharding(graph, cluster, tp=8, microbatch=1)  →  what a plan's `sharding` is
+    best_sharding(graph, cluster, tp=8, microbatch=1).sharding  →  what a plan's `sharding` is
 
 sharding/program.py states the program; its costs come from the cost room. The same arguments give the same sharding, so a caller
 may keep the answer by (tp, cp, sequence_parallel, microbatch).
@@ -48,36 +48,14 @@ def best_sharding(
     bytes_price: float = 0.0,
     num_microbatches: int = 1,
     kernels: KernelCosts | None = None,
-) -> tuple[BlockSharding, ...]:
-    """Which weights to split over tp; () where nothing is worth splitting, or where nothing can be.
+) -> FoundSharding | None:
+    """Which weights to split over tp, none where nothing is worth splitting; None where nothing can be split.
 
     legal: what the runtime answered about proposals before; tensors it left whole stay so, dims it cut in runs are.
     bytes_price: seconds of a microbatch that a byte of memory on every rank is worth, of state and of what is kept for backward.
     num_microbatches: over how many of them a step's update, and its sums of gradients, are spread.
     kernels: of the graph on the cluster's device, where they are known.
     """
-    found = find_sharding(
-        graph, cluster, tp=tp, cp=cp, sequence_parallel=sequence_parallel, microbatch=microbatch, recipe=recipe, legal=legal,
-        bytes_price=bytes_price, num_microbatches=num_microbatches, kernels=kernels,
-    )  # fmt: skip
-    return found.sharding if found else ()
-
-
-def find_sharding(
-    graph: Graph,
-    cluster: Cluster,
-    *,
-    tp: int,
-    cp: int = 1,
-    sequence_parallel: bool = False,
-    microbatch: int,
-    recipe: Recipe | None = None,
-    legal: tuple[LegalSharding, ...] = (),
-    bytes_price: float = 0.0,
-    num_microbatches: int = 1,
-    kernels: KernelCosts | None = None,
-) -> FoundSharding | None:
-    """The best sharding with its seconds; None where the program has no solution."""
     answer = next((one for one in legal if one.key[:3] == (tp, cp, sequence_parallel)), None)
     if tp == 1 or (answer is not None and answer.refusal):
         return None

@@ -1,6 +1,6 @@
 """An integer program that is built row by row and solved by HiGHS.
 
-    minimise  c x   subject to   low ≤ A x ≤ high,   0 ≤ x ≤ most,   some x whole numbers
+    minimise  c x   subject to   low ≤ A x ≤ high,   least ≤ x ≤ most,   some x whole numbers
 
 *Terms* are a sum of variables with factors: {variable: factor}, with a constant under CONSTANT. The limit counts nodes of the tree,
 never seconds, and nothing is random: the same program has the same answer on every machine.
@@ -14,6 +14,7 @@ from math import inf
 
 Terms = dict[int, float]
 CONSTANT = -1
+ONE: Terms = {CONSTANT: 1.0}
 NODE_LIMIT = 2000
 
 
@@ -33,14 +34,16 @@ def minus(one: Terms, other: Terms) -> Terms:
 @dataclass
 class Program:
     costs: list[float] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
     is_whole: list[bool] = field(default_factory=list)
     rows: list[tuple[Terms, float, float]] = field(default_factory=list)
     constant: float = 0.0
     """The part of the costs that no variable changes."""
 
-    def variable(self, *, whole: bool = False, most: float = 1.0) -> Terms:
+    def variable(self, *, whole: bool = False, least: float = 0.0, most: float = 1.0) -> Terms:
         self.costs.append(0.0)
+        self.least.append(least)
         self.most.append(most)
         self.is_whole.append(whole)
         return {len(self.costs) - 1: 1.0}
@@ -77,9 +80,12 @@ class Program:
         self.at_least(plus(*distinct), found)
         return found
 
-    def solve(self, unit: float = 1.0) -> tuple[list[float], float] | None:
+    def solve(
+        self, unit: float = 1.0, *, node_limit: int = NODE_LIMIT, gap: float = 0.0
+    ) -> tuple[list[float], float] | None:
         """The best values of the variables that were found within the limit of nodes, and their costs; None where nothing is
-        feasible. The solver gets costs in this unit, since its tolerances are absolute: 1e-6."""
+        feasible. The solver gets costs in this unit, since its tolerances are absolute: 1e-6. gap: the share of the costs that the
+        answer may be above the least."""
         import numpy
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
@@ -93,9 +99,9 @@ class Program:
         found = milp(
             numpy.array(self.costs) / unit,
             integrality=numpy.array(self.is_whole, dtype=int),
-            bounds=Bounds(0.0, numpy.array(self.most)),
+            bounds=Bounds(numpy.array(self.least), numpy.array(self.most)),
             constraints=[LinearConstraint(matrix, low, high)] if self.rows else [],
-            options={"node_limit": NODE_LIMIT, "mip_rel_gap": 0.0},
+            options={"node_limit": node_limit, "mip_rel_gap": gap},
         )
         if found.x is None:
             return None

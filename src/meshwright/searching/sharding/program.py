@@ -42,11 +42,9 @@ from graphlib import TopologicalSorter
 from meshwright.core.graph import Graph, Op, Source
 from meshwright.cost.communication.block_calls import is_whole_lookup
 from meshwright.rules.labels import Way, activation_of, is_outer, reads_stream
-from meshwright.searching.sharding.integer_program import CONSTANT, Program, Terms, minus, plus
+from meshwright.searching.sharding.integer_program import ONE, Program, Terms, minus, plus
 from meshwright.searching.sharding.reads import Reads
 from meshwright.searching.sharding.units import Passes, Place, Unit
-
-ONE: Terms = {CONSTANT: 1.0}
 
 
 class ShardProgram:
