@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 from meshwright.core.collective import Collective
 from meshwright.core.errors import PlanError
 from meshwright.core.names import compact_names
-from meshwright.core.pipeline.kinds import KINDS
+from meshwright.core.pipeline.kinds import KINDS, in_flight
 from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan, Stage
 from meshwright.core.recipe import Recipe
@@ -258,7 +258,7 @@ def train_on_rank(model: str, plan: Plan) -> Seen:
     here = program.pipeline.here
     return Seen(
         here, program.trace().collectives, program.pipeline.most_in_flight,
-        program.schedule.most_in_flight(here), outputs[0].gradient_norm, evaluated, outputs[0].loss,
+        in_flight(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)[here], outputs[0].gradient_norm, evaluated, outputs[0].loss,
         outputs[1].time_seconds,
     )  # fmt: skip
 
