@@ -258,7 +258,8 @@ def train_on_rank(model: str, plan: Plan) -> Seen:
     here = program.pipeline.here
     return Seen(
         here, program.trace().collectives, program.pipeline.most_in_flight,
-        in_flight(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)[here], outputs[0].gradient_norm, evaluated, outputs[0].loss,
+        in_flight(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)[here],
+        outputs[0].gradient_norm, evaluated, outputs[0].loss,
         outputs[1].time_seconds,
     )  # fmt: skip
 
