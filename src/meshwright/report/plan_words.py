@@ -50,6 +50,8 @@ def _sentences(plan: Plan, cluster: Cluster, graph: Graph | None) -> Iterator[st
         yield f"{mesh.dp}-way data parallel {_where(plan, cluster, 'dp')}; {state_words(plan, cluster)}"
     elif plan.zero and mesh.cp > 1:
         yield state_words(plan, cluster)
+    elif plan.zero:
+        yield f"parameters are kept in fp32 and gathered in {plan.precision} by ZeRO {plan.zero} on each rank alone"
     if mesh.ep > 1:
         yield f"experts {mesh.ep}-way parallel {_where(plan, cluster, 'ep')}"
     if mesh.pp > 1:

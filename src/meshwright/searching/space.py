@@ -6,7 +6,8 @@
     microbatch     a divisor of a dp rank's samples
     schedule       pp > 1: gpipe, 1f1b, zb, zbv, interleaved with v = 2 … MOST_VIRTUAL stages a coordinate, in deep models those
                    that make stages of equal size, and no gpipe: 1f1b is as fast and keeps less
-    sharding       ZeRO 0 to 3 where dp · cp > 1, in groups of any divisor of a small dp, or of 1, 2, 4 … hosts' ranks
+    sharding       ZeRO 0 to 3, in groups of any divisor of a small dp, or of 1, 2, 4 … hosts' ranks; where dp · cp = 1 in 16 bits
+                   alone, for parameters that are cast once a step or a block at a time, and not in every microbatch
     context        cp > 1: heads exchanged, or keys and values in a ring
     compile        on a GPU, where no rule of tp or cp is in its way
     offload        what the runtime can run: the optimizer's state anywhere, parameters on one device or over dp with ZeRO 3
@@ -265,13 +266,16 @@ def points(problem: Problem, shape: Shape, schedule: ScheduleKind = "1f1b", virt
     """A shape that takes turns in this way, under every ZeRO stage, size of sharding groups, and offload."""
     request = problem.request
     alone = shape.replicas == 1
-    stages: tuple[ZeroStage, ...] = (0,) if alone else (0, 1, 2, 3)
+    casts = problem.other_casting is not None
+    stages: tuple[ZeroStage, ...] = (0,) if alone and not casts else (0, 1, 2, 3)
     for zero in asked_or(request.zero, stages):
         groups = [None] if zero == 0 or alone else [None, *_groups(problem, shape)]
         for hybrid in asked_or(request.hybrid, groups):
             if hybrid is not None and (zero == 0 or shape.dp % hybrid):
                 continue
             for offload in problem.offloads:
+                if alone and zero and offload != "none" and request.zero is None:
+                    continue  # what is offloaded is cast ahead without ZeRO
                 if offload != "parameters" or _streams(shape, zero, hybrid):
                     yield Point(shape, schedule, virtual, zero, hybrid, offload)
 

@@ -59,8 +59,9 @@ BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_nor
 def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tuple[Call, ...]:
     """The collectives of a rank on this coordinate outside the blocks."""
     parameters = local_parameters(graph, plan, coordinate)
+    of_stages = (call for number in plan.stages_on(coordinate) for call in stage_calls(graph, plan, recipe, number))
     return (
-        *(call for number in plan.stages_on(coordinate) for call in stage_calls(graph, plan, recipe, number)),
+        *(call for call in of_stages if call.group.size > 1),
         *_tied_calls(graph, plan, recipe, parameters, coordinate),
         *_whole_calls(graph, plan, recipe, parameters),
         *_batch_norm_calls(graph, plan, recipe, coordinate),
@@ -74,7 +75,8 @@ def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tup
 def stage_calls(
     graph: Graph, plan: Plan, recipe: Recipe, number: int, splits: dict[tuple[str, str], int] | None = None
 ) -> Iterator[Call]:
-    """Those of one stage's parameters: what lies in no group of its own is a group of each stage.
+    """Those of one stage's parameters: what lies in no group of its own is a group of each stage. Under ZeRO on one rank these are
+    calls in a group of one, which only cast and pack.
 
     splits: `split_dims`, where many stages are asked for.
     """
@@ -84,7 +86,7 @@ def stage_calls(
     group = axis_group(plan.mesh, "dp")
     rest = Group(plan.mesh.dp // plan.mesh.ep, group.stride * plan.mesh.ep)
     yield from _state_calls(graph, plan, recipe, dense, group)
-    if experts:
+    if experts and with_cp(plan, rest).size > 1:
         yield from _state_calls(graph, plan, recipe, experts, rest)
 
 
@@ -93,7 +95,7 @@ def _state_calls(
 ) -> Iterator[Call]:
     """group: the dp ranks that hold these parameters."""
     items, everyone = items_of(plan, recipe), with_cp(plan, group)
-    if everyone.size == 1:
+    if everyone.size == 1 and (plan.zero == 0 or plan.offload.what == "parameters" or not recipe.system.packs):
         return
     if plan.offload.what == "parameters" and plan.zero == 3:
         yield from _streamed(plan, parameters, items, everyone)
@@ -148,11 +150,12 @@ def _sharded(plan: Plan, parameters: tuple[Parameter, ...], items: Items, everyo
         shard = total_elements(members, degree, trainable_only=True)
         gathers = microbatches if plan.zero == 3 else 1
         times = 1 if plan.zero == 1 else microbatches
-        if inner.size > 1:
+        shards = inner.size > 1 or outer.size == 1
+        if shards:
             yield Call("all_gather", gathered, gathers, "forward", "dp", inner, name)
-        if inner.size > 1 and plan.zero == 3 and name:
+        if shards and plan.zero == 3 and name:
             yield Call("all_gather", gathered, gathers, "backward", "dp", inner, name)
-        if inner.size > 1 and shard:
+        if shards and shard:
             yield Call("reduce_scatter", degree * shard * items.reduced, times, "backward", "dp", inner, name)
         if outer.size > 1 and shard:
             yield Call("all_reduce", shard * items.reduced, 1, "backward", "dp", outer, name)
