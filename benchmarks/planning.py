@@ -52,6 +52,18 @@ COLD = {
         8,
         512,
     ),
+    "Llama 405B, 16,384 H100": (
+        f"hf:{ROOT / 'tests/assets/llama-405b.json'},seq=8192",
+        "h100-80g-mosaic",
+        2048,
+        2048,
+    ),
+    "DeepSeek-V3, 2,048 H100": (
+        f"hf:{ROOT / 'tests/assets/deepseek-v3.json'},seq=4096",
+        "h100-80g-mosaic",
+        256,
+        2048,
+    ),
 }
 DEPTHS, HOSTS, REPEATS = (12, 24, 48, 96), (1, 4, 16, 64), 3
 

@@ -37,7 +37,7 @@ from meshwright.searching.units import Cut, even_cut, every_cut, num_cuts
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
-MOST_OPENED = 600
+MOST_OPENED = 400
 """Nodes of all levels, likewise."""
 
 Opened = Iterable[tuple[float, "Open"]]

@@ -51,7 +51,7 @@ from meshwright.searching.joint.short_searches import first_plans, simpler_plans
 from meshwright.searching.problem import Outcome, Problem
 from meshwright.searching.space import is_deep
 
-MORE_OF_FEW = 16
+MORE_OF_FEW = 25
 """Times as many nodes where there are few units: their estimates cost little, so be sure."""
 MANY_UNITS = 60
 """A deep model with fewer units gets as many times the nodes, for the same reason."""

@@ -66,7 +66,7 @@ class NearMeshes:
             for mesh in _next_to(here):
                 if mesh not in self.seconds and left > 0:
                     self.seconds[mesh] = self._look_at(mesh)
-                    left -= 1
+                    left -= self.seconds[mesh] < inf  # what the request or the model does not allow costs nothing
         self._look_through(min(self.seconds, key=self.seconds.__getitem__))
         return self.costed
 
