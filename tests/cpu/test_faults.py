@@ -61,6 +61,10 @@ def put_upon(kind: str, run: Started) -> None:
     wait_for(lambda: not any(Path(f"/proc/{process}").exists() for process in ranks.values()), run)
 
 
+def is_written(file: Path) -> bool:
+    return file.exists() and "Rank 1" in file.read_text()
+
+
 def faults_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
 
@@ -78,6 +82,7 @@ def test_every_kind_of_fault(
         past_a_checkpoint(folder, run)
         put_upon(kind, run)
         if kind == "stop":  # a rank that is not told of a later cut may write another
+            wait_for(lambda: is_written(folder / "hang.txt"), run)  # by the launcher, once the ranks are gone
             report = (folder / "hang.txt").read_text()
     ended = run.end()
     assert ended.code == 0, ended.err
