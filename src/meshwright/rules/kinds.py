@@ -1,29 +1,28 @@
-"""What follows from a kind of block alone is kept in it, since a search asks for it under every sharding; walks along its ops."""
+"""What a search asks for many times is kept where it follows from, as in a kind of block; walks along the ops of a kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar, cast
-
-from meshwright.core.graph import Graph, Kind
+from typing import Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Owner = TypeVar("Owner", Kind, Graph)
+Owner = TypeVar("Owner")
 
 
 def cached_in_value(function: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """Keep the function's results in the kind or graph itself, as long as it lives. It is no dictionary key, since its hash visits
-    all of its ops.
+    """Keep the results of a function, or of a method, in its first argument, as long as that lives. A kind or a graph is no
+    dictionary key, since its hash visits all of its ops.
 
-    Further arguments must be few, hashable and positional.
+    Further arguments must be hashable. An argument that is named is another one than the same by its place.
     """
+    name = f"_known {function.__module__}.{function.__qualname__}"
 
     @wraps(function)
     def known(owner: Owner, /, *more: P.args, **named: P.kwargs) -> T:
-        key = (function, more)
-        answers = cast("dict[object, T]", owner.__dict__)
+        answers: dict[object, T] = owner.__dict__.setdefault(name, {})
+        key = (more, *sorted(named.items())) if named else more
         if key not in answers:
             answers[key] = function(owner, *more, **named)
         return answers[key]

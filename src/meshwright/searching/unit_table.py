@@ -26,7 +26,7 @@ from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.passes import StagePasses, passes_by_stage, sent_bytes
 from meshwright.cost.stages import StageCosts
-from meshwright.searching.cached import cached
+from meshwright.rules.kinds import cached_in_value
 from meshwright.searching.problem import Problem
 from meshwright.searching.recompute_curve import recompute_curve
 from meshwright.searching.unit_elements import Trained, elements_of
@@ -58,7 +58,7 @@ class Beside:
     def least(self) -> float:
         return float(self.by_unit.min())
 
-    @cached
+    @cached_in_value
     def on_all(self, p: int) -> float:
         """Bytes on p coordinates together: each runs the last unit of a stage."""
         p = min(p, len(self.by_unit))
@@ -67,7 +67,7 @@ class Beside:
         middle = (p - 2) * float(self.by_unit[1:-1].min()) if p > 2 else 0.0
         return self._of_first_stage + float(self.by_unit[-1]) + middle
 
-    @cached
+    @cached_in_value
     def least_of(self, p: int) -> float:
         """Bytes on each of p coordinates."""
         if min(p, len(self.by_unit)) == 1:
@@ -166,7 +166,7 @@ class UnitTable:
         """Bytes each unit keeps under full recompute."""
         return np.diff(self.kept["full"])
 
-    @cached
+    @cached_in_value
     def beside(self, bytes_each: BlockBytes, *, recomputed: bool) -> Beside:
         """The fullest of three moments of each unit, under the recompute mode that needs least: forward of its last block, backward
         of this block, and the reduction of a block's gradients. In the last one the unit's own activations are gone.

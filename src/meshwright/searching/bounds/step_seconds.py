@@ -28,9 +28,9 @@ from meshwright.core.pipeline.placement import Placement
 from meshwright.core.plan import Mesh, ZeroStage
 from meshwright.cost.communication.links import Group, axis_group, collective_seconds, send_seconds
 from meshwright.cost.compute.optimizer_update import update_seconds
+from meshwright.rules.kinds import cached_in_value
 from meshwright.searching.bounds.load_balance import least_busiest, least_heaviest, shared_out, waiting
 from meshwright.searching.bounds.memory import Room
-from meshwright.searching.cached import cached
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point, Shape
 from meshwright.searching.unit_table import Row, UnitTable
@@ -168,7 +168,7 @@ class Bounds:
                 found = max(found, least_busiest(row, shape.pp, placement_of(point.schedule)))
         return max(least, SLACK * (found + self._overhead))
 
-    @cached
+    @cached_in_value
     def _boundaries(self, shape: Shape) -> Row:
         """For each unit, a lower bound on a step in which a stage ends behind it: one microbatch goes through all stages, and the
         messages of the others go over this link."""
@@ -274,9 +274,8 @@ class Bounds:
         num_messages = p * virtual - 1 - (kind.placement == "v")  # where a V turns, two stages share a coordinate
         one_way = self._one_way(shape, num_messages)
         chain = first + 2 * one_way
-        busiest = m * self.busiest_seconds(
-            p, kind.placement, virtual
-        )  # without recompute, all of which may be on others
+        # without recompute, all of which may be on other coordinates
+        busiest = m * self.busiest_seconds(p, kind.placement, virtual)
         least_hop = self._hop(shape, float(self.table.sent.min())) if len(self.table.sent) else 0.0
         links = m * virtual * least_hop
         longest = max(chain, busiest, links, self._divided(shape, num_messages, chain))
@@ -305,7 +304,7 @@ class Bounds:
         """Seconds that each unit's message takes if the unit is the last of a stage; 0 for the last unit."""
         return np.array([*(self._hop(shape, float(size)) for size in self.table.sent), 0.0])
 
-    @cached
+    @cached_in_value
     def busiest_seconds(self, p: int, placement: Placement, virtual: int) -> float:
         """Lower bound on the seconds of a microbatch on the busiest coordinate, for any cut. Launches and kernels are looked at
         apart: a stage takes the longer of both sums."""
@@ -327,7 +326,7 @@ class Bounds:
         """Seconds of a message between stages."""
         return self._send_seconds(size, shape.mesh)
 
-    @cached
+    @cached_in_value
     def _send_seconds(self, size: float, mesh: Mesh) -> float:
         return send_seconds(size, axis_group(mesh, "pp"), self.problem.cluster)
 
@@ -371,7 +370,7 @@ class Bounds:
             return self._shown(reduce, backward), self._shown(gather, forward) + last
         return self._shown(gather, forward) + self._shown(again_gather + reduce, backward), last
 
-    @cached
+    @cached_in_value
     def _gathers(self, mesh: Mesh, zero: ZeroStage, hybrid: int | None) -> tuple[float, float, float, float]:
         """Seconds of gathers for forward and for backward, and of reductions, inside sharding groups and between them, on an
         average coordinate."""

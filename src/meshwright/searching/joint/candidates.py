@@ -11,10 +11,10 @@ from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
 from meshwright.cost.parameter_offload import StreamedCost
+from meshwright.rules.kinds import cached_in_value
 from meshwright.rules.limits import not_yet
 from meshwright.searching.bounds.memory import Room, has_gradients, room_of
 from meshwright.searching.bounds.step_seconds import Bounds, Needs
-from meshwright.searching.cached import cached
 from meshwright.searching.joint.unit_tables import Tables
 from meshwright.searching.memory_saving.parameter_streaming import Streamed, streamed_plans
 from meshwright.searching.plan_builder import make_plan
@@ -66,7 +66,7 @@ class Drafts:
             self._runs[key] = not not_yet(plan)
         return self._runs[key]
 
-    @cached
+    @cached_in_value
     def streamed(self, point: Point) -> Streamed | None:
         """Bounds on a point that offloads parameters; None where the runtime can run no such plan."""
         plan, bounds = self.plan(point, (len(self.units),)), self.bounds(point)
@@ -88,14 +88,14 @@ class Drafts:
         shape, kinds = point.shape, schedules(self.problem, point.shape.pp)
         return self._room(point, all(has_gradients(shape, point.zero, kind) for kind in kinds))
 
-    @cached
+    @cached_in_value
     def _room(self, point: Point, gradients: bool) -> Room | None:
         bounds = self.bounds(point)
         if bounds is None:
             return None
         return room_of(self.problem, point, bounds.table, self.tables.items, gradients=gradients)
 
-    @cached
+    @cached_in_value
     def needs(self, point: Point) -> Needs | None:
         """What a point needs at least, whatever its schedule; None where the degrees are refused, or where it cannot fit."""
         return self._needs_in(point, self._loosest_room(point))
@@ -141,7 +141,7 @@ class Drafts:
         needs = self._needs_in(point, self.room(point))
         return inf if needs is None else bounds.expected(point, needs)
 
-    @cached
+    @cached_in_value
     def once(self, point: Point) -> float:
         """Seconds that the state of a point adds to a step at least, whatever is recomputed."""
         if point.offload == "parameters":

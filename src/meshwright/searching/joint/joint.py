@@ -22,16 +22,18 @@ The search goes in these steps:
 
     1. Short searches of parts of the space find good plans to begin with: 1f1b without cp for each tp inside a host, plans without
        stages, then everything on the best mesh so far                                          -> short_searches.py
-    2. The search ends when no open node can be faster than the best plan that fits. That plan is the fastest of all (of all cuts,
+    2. In deep models, meshes near the best ones follow, those with the best expected time first: with a good plan to begin with,
+       bounds leave out more                                                                    -> near_meshes.py
+    3. The search ends when no open node can be faster than the best plan that fits. That plan is the fastest of all (of all cuts,
        where all were tried)                                                                    -> best_first.py
-    3. Where nothing fits, the search costs the nearest misses and the changes that would make the nearest of them fit, and goes on
+    4. Where nothing fits, the search costs the nearest misses and the changes that would make the nearest of them fit, and goes on
        from those that fit                                                                      -> nearest_misses.py
-    4. After `MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too. The least open bound says how far from the best the answer may
-       be. Then it looks at meshes near the best ones, those with the best expected time first   -> near_meshes.py
-    5. It looks for simpler plans that are as fast within the error of an estimate              -> short_searches.py
-    6. Where one plan leaves out all others, it costs a few of these all the same, to say why they lost
+    5. After `MOST_COSTED` cuts or `MOST_OPENED` nodes it ends too. The least open bound says how far from the best the answer may
+       be. Where it has found a faster plan by then, it looks at the meshes near that one        -> near_meshes.py
+    6. It looks for simpler plans that are as fast within the error of an estimate              -> short_searches.py
+    7. Where one plan leaves out all others, it costs a few of these all the same, to say why they lost
                                                                                                 -> comparisons.py
-    7. It names the plans that it did not search                                                -> exclusions.py
+    8. It names the plans that it did not search                                                -> exclusions.py
 
 The search counts nodes, not seconds, and the order of opening breaks ties: the same input gives the same plan.
 """

@@ -1,4 +1,4 @@
-"""A local search over meshes, after best first was cut short.
+"""A local search over meshes: before best first in deep models, and after it where it was cut short with a faster plan.
 
 Two meshes are neighbours where a prime factor of one degree has moved to another degree, or where one has a stage more. Good
 meshes have good neighbours. So the search starts from plain meshes, takes the best mesh whose neighbours it does not know yet, and

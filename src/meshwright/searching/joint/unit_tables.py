@@ -19,8 +19,8 @@ from meshwright.cost.local_block import LocalBlock, make_local_blocks
 from meshwright.cost.memory.local_parameters import Items, items_of
 from meshwright.cost.microbatch import Microbatch, microbatch_key, microbatch_of, work_key
 from meshwright.rules.divisors import divisors
+from meshwright.rules.kinds import cached_in_value
 from meshwright.searching.bounds.step_seconds import Bounds
-from meshwright.searching.cached import cached
 from meshwright.searching.plan_builder import make_plan
 from meshwright.searching.problem import Problem
 from meshwright.searching.sharding.shardings import Shardings
@@ -52,7 +52,7 @@ class Tables:
         """`sharded` matters only where plans that reach 16 bits in the other way run another graph."""
         return self._bounds(shape.of_one_replica, sharded and self.problem.other_casting is not None)
 
-    @cached
+    @cached_in_value
     def _bounds(self, shape: Shape, sharded: bool) -> Bounds | None:
         sharding = self.sharding(shape)
         if sharding is None:
@@ -87,16 +87,16 @@ class Tables:
             self._local_blocks[key] = make_local_blocks(graph, plan)
         return self._local_blocks[key]
 
-    @cached
+    @cached_in_value
     def _kernels(self, casting: Casting) -> KernelCosts:
         """Costs of ops. An op that is sharded in the same way under several degrees is costed once."""
         return KernelCosts(self._graphs[casting], self.problem.cluster.device)
 
-    @cached
+    @cached_in_value
     def _trained(self, casting: Casting) -> list[Trained]:
         return trained_parameters(self._graphs[casting], self.problem.units.blocks)
 
-    @cached
+    @cached_in_value
     def least_device_seconds(self, tp: int, cp: int) -> float:
         """The least device-seconds of a step under tp and cp, however these run; infinite where they do not divide the model."""
         found = min(self.device_seconds(tp, cp, way) for way in self._ways(tp, cp))

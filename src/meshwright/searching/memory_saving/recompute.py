@@ -19,8 +19,8 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, Recompute
 from meshwright.cost.estimate import Estimator
 from meshwright.cost.microbatch import Microbatch
+from meshwright.rules.kinds import cached_in_value
 from meshwright.rules.plain_plan import recompute_rules
-from meshwright.searching.cached import cached
 from meshwright.searching.plan_builder import rules_of
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point
@@ -110,7 +110,7 @@ class _Coordinates:
     def estimator(self, chosen: Sequence[Again]) -> Estimator:
         return self._estimator(tuple(chosen))
 
-    @cached
+    @cached_in_value
     def _estimator(self, chosen: tuple[Again, ...]) -> Estimator:
         problem = self.problem
         plan = msgspec.structs.replace(self.plan, recompute=self._rules(chosen))

@@ -33,8 +33,8 @@ from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import microbatch_of
 from meshwright.cost.passes import handed_on_bytes, passes_by_stage, sends_shares, sent_bytes
 from meshwright.cost.stages import StageCosts
+from meshwright.rules.kinds import cached_in_value
 from meshwright.rules.schedules import make_order
-from meshwright.searching.cached import cached
 from meshwright.searching.methods.builder import Builder
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point
@@ -150,7 +150,7 @@ class _UnitCosts:
         """Weights in 16 bits that autocast keeps until forward ends."""
         return self.memory.footprints.of(self.local_blocks[segment.block], segment.block, segment.number).cached
 
-    @cached
+    @cached_in_value
     def _rank_state(self, number: int) -> RankState:
         return RankState(self.graph, self.plan, self.problem.recipe, number)
 

@@ -11,8 +11,8 @@ from meshwright.core.legal import Key
 from meshwright.core.plan import BlockSharding, Offload, Plan
 from meshwright.cost.compute.kernel_costs import KernelCosts
 from meshwright.cost.degrees import check_degrees, check_divides
+from meshwright.rules.kinds import cached_in_value
 from meshwright.rules.sharding import plain_sharding
-from meshwright.searching.cached import cached
 from meshwright.searching.plan_builder import make_plan
 from meshwright.searching.problem import Problem
 from meshwright.searching.sharding.best_sharding import best_sharding
@@ -56,7 +56,7 @@ class Shardings:
         point = Point(replace(shape.of_one_replica, microbatch=1, compile=False))
         return make_plan(self.problem, point, (len(self.problem.units),), sharding, offload=Offload())
 
-    @cached
+    @cached_in_value
     def _proposal(self, tp: int, cp: int, sequence_parallel: bool) -> tuple[BlockSharding, ...]:
         """The sharding that the integer program picks for one sample. More samples, or another way to run cp, seldom change it.
 
