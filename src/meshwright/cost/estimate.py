@@ -125,10 +125,7 @@ class Estimator:
 
     @property
     def transfers(self) -> Transfers:
-        """How messages pass between stages: on a CPU they are gloo's."""
-        if self.recipe.system.blocking_transfers:
-            return "blocking"
-        return "requested" if self.cluster.device.kind == "cpu" else "asynchronous"
+        return transfers_of(self.recipe, self.cluster)
 
     def time_parts(self, played: Play) -> TimeParts:
         """Where the time of the coordinate with the most work goes."""
@@ -273,6 +270,13 @@ class Estimator:
                     *block_calls(local_block, self.plan, "backward", numbers, recomputed=again),
                 ]
                 yield from (replace(call, count=call.count * self.plan.num_microbatches) for call in calls)
+
+
+def transfers_of(recipe: Recipe, cluster: Cluster) -> Transfers:
+    """How messages pass between stages: on a CPU they are gloo's."""
+    if recipe.system.blocking_transfers:
+        return "blocking"
+    return "requested" if cluster.device.kind == "cpu" else "asynchronous"
 
 
 def full_order(plan: Plan) -> Order:

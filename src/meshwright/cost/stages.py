@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.graph import Graph, Phase, Segment
+from meshwright.core.graph import Graph, Kind, Pass, Phase, Segment
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.cost.communication.block_calls import block_calls
@@ -25,6 +25,7 @@ from meshwright.cost.microbatch import Microbatch
 from meshwright.cost.overlap import Lane, exposed_seconds, play_backward, play_forward
 from meshwright.cost.passes import StagePasses, sends_shares, sent_bytes
 from meshwright.cost.timing import StageSeconds
+from meshwright.rules.kinds import cached_in_value
 
 
 class StageCosts:
@@ -63,7 +64,11 @@ class StageCosts:
         """The key of a stage's cost: all that it is made from. The last stage sends nothing."""
         kinds = self.graph.kind_by_block
         work = tuple(
-            (id(self.local_blocks[segment.block]), segment.number, self.modes.get(segment.block))
+            (
+                id(self.local_blocks[segment.block]),
+                _first_alike(kinds[segment.block])[segment.number],
+                self.modes.get(segment.block),
+            )
             for segment in (*passes.forward, *passes.backward)
         )
         blocks = tuple(kinds[name].name for name in self.plan.blocks_by_stage[number])
@@ -232,6 +237,16 @@ class StageCosts:
         gathers = {**gathers, "": 0.0, first: gathers.get("", 0.0) + (gathers.get(first, 0.0) if first else 0.0)}
         reduces = {**reduces, "": 0.0, last: loose + (reduces.get(last, 0.0) if last else 0.0)}
         return [Lane(blocks[name], gathers.get(name, 0.0), reduces.get(name, 0.0)) for name in blocks]
+
+
+@cached_in_value
+def _first_alike(kind: Kind) -> tuple[int, ...]:
+    """For each pass, the first one that is equal to it. Code outside the blocks frees the input of each block in a pass without
+    ops."""
+    first: dict[Pass, int] = {}
+    return tuple(
+        first.setdefault(one, number) if one.num_ops == 0 else number for number, one in enumerate(kind.passes)
+    )
 
 
 def _blocks(segments: Iterable[Segment]) -> dict[str, None]:

@@ -11,18 +11,18 @@
     exposed        seconds between when an action could start, were transfers free from now on, and when it starts
 
 The order is fixed, so time is a recurrence and no queue of events is needed: a coordinate runs until it needs what is not
-made yet, and whoever makes it sets it going again                                             -> _Machine.run, _Machine.advance
+made yet, and whoever makes it sets it going again                                             -> Machine.run, Machine.advance
 Links are one way, keep the order of the sends, and carry one message at a time.
 
 A message lies in a slot: a band of m slots for each stage's activations, another for each stage's gradients, one that is
-always full for work that needs nothing, one that nobody looks at for work that sends nothing.   -> _Rules
+always full for work that needs nothing, one that nobody looks at for work that sends nothing.   -> MessageRules
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from meshwright.core.codec import Value
 from meshwright.core.errors import ScheduleError
@@ -78,7 +78,7 @@ class Timing(NamedTuple):
     ends: list[float]
 
 
-class _Rule(NamedTuple):
+class Rule(NamedTuple):
     """What all actions of one kind and stage have in common. Slots are those of microbatch 0."""
 
     need: int
@@ -94,25 +94,27 @@ class _Rule(NamedTuple):
 
 def time_order(order: Order, stages: Sequence[StageSeconds], transfers: Transfers) -> Timing:
     """Play an order of work; `stages` has one entry a stage."""
-    rules = _Rules(order, stages, transfers)
+    rules = MessageRules(order, stages, transfers)
     rows = [rules.row(coordinate) for coordinate in range(len(order))]
-    machine = _Machine(rows, rules.num_microbatches, len(stages))
+    machine = Machine(rows, rules.num_microbatches, len(stages))
     machine.run()
     busy = [sum(rule.seconds + rule.extra_after for rule, _ in row) for row in rows]
     return Timing(machine.spans, busy, machine.exposed, machine.clock)
 
 
-class _Rules:
-    """Looks up where each action's message comes from and goes to."""
+class MessageRules:
+    """Looks up where each action's message comes from and goes to.
 
-    def __init__(self, order: Order, stages: Sequence[StageSeconds], transfers: Transfers) -> None:
+    stages: values like StageSeconds; the seconds of many cuts may stand in place of numbers (searching/cuts/played_together.py)."""
+
+    def __init__(self, order: Order, stages: Sequence[Any], transfers: Transfers) -> None:
         self.order = order
         self.stages = stages
         self.transfers = transfers
         self.num_microbatches = 1 + max(action.microbatch for row in order for action in row)
         self.homes = {action.stage: coordinate for coordinate, row in enumerate(order) for action in row}
 
-    def row(self, coordinate: int) -> list[tuple[_Rule, int]]:
+    def row(self, coordinate: int) -> list[tuple[Rule, int]]:
         """The rule and microbatch of every action of one coordinate."""
         actions = self.order[coordinate]
         rules = {key: self._rule(*key) for key in {(action.kind, action.stage) for action in actions}}
@@ -128,7 +130,7 @@ class _Rules:
             row[last] = rule._replace(extra_after=rule.extra_after + self.stages[stage].reduce_once), microbatch
         return row
 
-    def _rule(self, kind: ActionKind, stage: int) -> _Rule:
+    def _rule(self, kind: ActionKind, stage: int) -> Rule:
         num_stages, here = len(self.stages), self.homes[stage]
         way = 1 if kind == "forward" else -1
         is_alone = kind == "backward_weights"
@@ -137,7 +139,7 @@ class _Rules:
         gradients = 0 if kind == "forward" else num_stages
         taken, sent = self._transfer(stage, maker), self._transfer(stage, taker)
         waits = self.transfers != "asynchronous"
-        return _Rule(
+        return Rule(
             need=self.num_microbatches * (2 * num_stages if maker is None else gradients + maker),
             asks_ahead=False,
             held_by_receive=taken if waits else 0.0,
@@ -149,13 +151,13 @@ class _Rules:
             held_by_send=sent if self.transfers == "blocking" else 0.0,
         )
 
-    def _transfer(self, stage: int, other: int | None) -> float:
+    def _transfer(self, stage: int, other: int | None) -> Any:
         if other is None or self.homes[other] == self.homes[stage]:
             return 0.0
         return self.stages[min(stage, other)].transfer
 
 
-def _asking(entry: tuple[_Rule, int], before: Action | None, action: Action) -> tuple[_Rule, int]:
+def _asking(entry: tuple[Rule, int], before: Action | None, action: Action) -> tuple[Rule, int]:
     """Whether the taker can ask while it does the action before: it must know what will come."""
     rule, microbatch = entry
     is_first = action.kind == "forward" and microbatch == 0
@@ -163,10 +165,10 @@ def _asking(entry: tuple[_Rule, int], before: Action | None, action: Action) -> 
     return rule._replace(asks_ahead=not (before is None or is_first or is_of_before)), microbatch
 
 
-class _Machine:
+class Machine:
     """Coordinates, links and slots while an order is played."""
 
-    def __init__(self, rows: list[list[tuple[_Rule, int]]], num_microbatches: int, num_stages: int) -> None:
+    def __init__(self, rows: list[list[tuple[Rule, int]]], num_microbatches: int, num_stages: int) -> None:
         self.rows = rows
         num_slots = 2 * num_stages * num_microbatches
         self.made = [inf] * num_slots + [0.0] * (2 * num_microbatches)

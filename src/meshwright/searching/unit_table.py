@@ -189,6 +189,19 @@ class UnitTable:
         behind = np.cumsum((self.unit_kept if recomputed else most_kept)[::-1])[::-1]
         return Beside(by_unit, float((by_unit - np.append(behind[1:], 0.0)).max()))
 
+    @cached_in_value
+    def inside(self, bytes_each: BlockBytes) -> Row:
+        """Bytes that a stage of two units or more needs in addition to what is kept, by its last unit: when backward of the unit
+        before begins, the last one's activations are gone, and its gradients are being reduced."""
+        found = np.full(self.num_units, np.inf)
+        for mode in MODES:
+            kept, last = np.diff(self.kept[mode]), self.last_elements
+            before = self.peaks[mode] + (bytes_each.gathered + bytes_each.gradient * self.made_shares[mode]) * last
+            behind = bytes_each.reduced * np.minimum(self.reduced_elements, last) - kept
+            found[1:] = np.minimum(found[1:], before[:-1] + behind[1:])
+        found[0] = -np.inf
+        return found
+
     @cached_property
     def unit_elements(self) -> tuple[Row, Row]:
         """Elements of each unit, and of its experts."""
@@ -198,6 +211,21 @@ class UnitTable:
     def all_kept(self) -> dict[str, float]:
         """Bytes all units keep, by recompute mode."""
         return {mode: float(row[-1]) for mode, row in self.kept.items()}
+
+    @cached_property
+    def main_units(self) -> list[int]:
+        """The units of the kind with most work, without the ends."""
+        columns = np.stack([self.unit_seconds, *(np.diff(self.kept[mode]) for mode in MODES), *self.unit_elements])
+        kinds: dict[tuple[str, ...], list[int]] = {}  # equal but for the rounding of prefix sums
+        for unit in range(1, self.num_units - 1):
+            kinds.setdefault(tuple(f"{value:.6g}" for value in columns[:, unit]), []).append(unit)
+        return max(kinds.values(), key=lambda units: len(units) * float(self.unit_seconds[units[0]]), default=[])
+
+    @cached_in_value
+    def likeness(self, mode: str) -> float:
+        """The least that a unit keeps over the most, without the ends."""
+        kept = np.diff(self.kept[mode])[1:-1]
+        return float(kept.min() / kept.max()) if len(kept) and kept.max() > 0 else 1.0
 
     @property
     def num_units(self) -> int:

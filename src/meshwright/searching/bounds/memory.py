@@ -20,21 +20,32 @@ Where a coordinate has several stages, each has a unit at least, and the fullest
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, lru_cache
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.core.pipeline.kinds import ScheduleKind, kind_of
 from meshwright.core.plan import ZeroStage
 from meshwright.core.recipe import Recipe
 from meshwright.cost.memory.allocator_slack import usable_bytes
 from meshwright.cost.memory.local_parameters import Items
+from meshwright.searching.bounds.coordinate_loads import HeldMicrobatches
+from meshwright.searching.bounds.held_microbatches import (
+    held_by_like_stages,
+    held_microbatches,
+    most_held,
+)
 from meshwright.searching.problem import Problem
-from meshwright.searching.space import Point, Shape
+from meshwright.searching.space import Point, Shape, is_deep
 from meshwright.searching.unit_table import Beside, BlockBytes, Places, Row, UnitTable
 from meshwright.searching.units import Cut
+
+LEAST_HELD = 1e-6
+"""Where nothing is known of the microbatches that a coordinate holds, it has room for nearly any number."""
+MOSTLY = 0.9
+"""The share of the blocks that are of one kind in a model whose stages are of like size."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +59,29 @@ class Room:
     expert_element_bytes: float
     of_block: BlockBytes
     """Bytes of an element of the block that runs, in addition to its share of the state."""
+    like_stages: bool = False
+    """Whether all stages but the first and the last have the same number of units, or one more."""
 
     @property
     def working(self) -> Beside:
         """Bytes that units need while they run, in addition to what they keep."""
         return self.table.beside(self.of_block, recomputed=False)
+
+    @property
+    def inside(self) -> Row:
+        """The same of stages with two units or more, by their last unit."""
+        return np.asarray(np.maximum(self.working.by_unit, self.table.inside(self.of_block)))
+
+    @property
+    def between_ends(self) -> Row:
+        """Bytes that stages need in addition to what they keep, by their last unit, where the first and the last stage are not
+        looked at: the others begin behind the first unit."""
+        if not (self.like_stages and self.table.num_units >= 2 * self.point.num_stages):
+            return self.working.by_unit
+        found = self.inside.copy()
+        found[1] = np.inf  # a stage of two units ends no earlier than with the third
+        found[[0, -1]] = self.working.by_unit[[0, -1]]
+        return found
 
     @property
     def running(self) -> Beside:
@@ -69,6 +98,10 @@ class Room:
         dense, expert = (row[end] - row[begin] for row in (self.table.elements, self.table.expert_elements))
         return np.asarray(dense * self.element_bytes + expert * self.expert_element_bytes)
 
+    def held_by_coordinate(self, mode: str = "none") -> HeldMicrobatches:
+        """mode: how blocks are recomputed that keep these."""
+        return held_of(self.table, self.point, mode, like_stages=self.like_stages)
+
     @cached_property
     def recompute_seconds(self) -> float:
         """Seconds a microbatch spends at least on recompute, over all stages; infinite where nothing makes it fit."""
@@ -77,17 +110,13 @@ class Room:
 
     def _left_bytes(self) -> float | None:
         """What all coordinates together can keep of a microbatch; None where nothing makes it fit."""
-        virtual = self.point.virtual
-        held: tuple[float, ...] = self.point.in_flight
-        if virtual > 1:
-            held = (max(1.0, min(held) / virtual),) * len(held)
-        kept = self._kept_bytes(self.working, held)
-        recomputed = self._kept_bytes(self.running, held)
+        kept = self._kept_bytes(self.working, self.held_by_coordinate().any_stages)
+        recomputed = self._kept_bytes(self.running, self.held_by_coordinate("full").ways[-1][0])
         if kept is None or recomputed is None or recomputed < self.table.all_kept["full"]:
             return None
-        return kept if virtual == 1 or self._several_fit() else None
+        return kept if self.point.virtual == 1 or self._several_fit() else None
 
-    def _kept_bytes(self, beside: Beside, held: tuple[float, ...]) -> float | None:
+    def _kept_bytes(self, beside: Beside, held: Row) -> float | None:
         """Bytes of one microbatch that all coordinates together have room for; None where there is none for their state. held:
         microbatches in flight on each."""
         p = len(held)
@@ -96,7 +125,7 @@ class Room:
         if free <= 0 or state > p * free:
             return None
         filled = np.clip(state - free * np.arange(p), 0.0, free)
-        return float(((free - filled) / np.sort(held)[::-1]).sum())
+        return float(((free - filled) / np.maximum(np.sort(held)[::-1], LEAST_HELD)).sum())
 
     def _several_fit(self) -> bool:
         """Whether the fullest coordinate may fit, where each of its stages has a unit of its own."""
@@ -113,18 +142,33 @@ class Room:
         return state + kept + self.running.least
 
     def cut_fits(self, cut: Cut) -> bool:
-        """Whether every coordinate may fit with everything recomputed: its state, what its microbatches keep, and the unit that
-        runs, the last one beside all that is kept, any other beside what the other microbatches keep."""
-        pp, running = self.point.shape.pp, self.running.by_unit
+        return bool(self.cuts_fit(np.array([cut], dtype=np.int64))[0])
+
+    def cuts_fit(self, cuts: Places) -> NDArray[np.bool_]:
+        """For each cut, a row of ends of stages, whether every coordinate may fit with everything recomputed: its state, what its
+        microbatches keep, and the unit that runs, the last one beside all that is kept, any other beside what the other
+        microbatches keep."""
+        shape = len(cuts), self.point.shape.pp
+        running = self.running.by_unit
         alone_bytes = running + self.table.unit_kept
-        state, least, largest = np.zeros(pp), np.full(pp, np.inf), np.zeros(pp)
-        for home, (begin, end) in zip(self.point.homes, pairwise((0, *cut)), strict=True):
-            state[home] += self.bytes_of(begin, end)
-            whole = float(self.table.kept_by(begin, end, "full"))
-            least[home] = min(least[home], whole)
-            alone = float(alone_bytes[begin:end].max())
-            largest[home] = max(largest[home], alone, whole + running[end - 1])
-        return bool(np.all(state + (np.array(self.point.in_flight) - 1) * least + largest <= self.budget_bytes))
+        state, least, largest = np.zeros(shape), np.full(shape, np.inf), np.zeros(shape)
+        begins = np.zeros(len(cuts), dtype=np.int64)
+        for stage, home in enumerate(self.point.homes):
+            ends = cuts[:, stage]
+            state[:, home] += self.bytes_of(begins, ends)
+            whole = self.table.kept_by(begins, ends, "full")
+            least[:, home] = np.minimum(least[:, home], whole)
+            alone = np.maximum(_largest_between(alone_bytes, begins, ends), whole + running[ends - 1])
+            largest[:, home] = np.maximum(largest[:, home], alone)
+            begins = ends
+        needed = state + (np.array(self.point.in_flight) - 1) * least + largest
+        return np.asarray(np.all(needed <= self.budget_bytes, axis=1))
+
+
+def _largest_between(values: Row, begins: Places, ends: Places) -> Row:
+    """The largest value of each row of units; every row has one at least."""
+    places = np.ravel(np.column_stack([begins, ends]))
+    return np.asarray(np.maximum.reduceat(np.append(values, -np.inf), places)[::2])
 
 
 def room_of(problem: Problem, point: Point, table: UnitTable, items: Items, *, gradients: bool) -> Room:
@@ -134,7 +178,31 @@ def room_of(problem: Problem, point: Point, table: UnitTable, items: Items, *, g
     degree = point.sharding_ranks
     few = max(1, min(degree, shape.replicas // shape.ep))
     dense, expert = (_element_bytes(point, items, recipe, ranks, gradients) for ranks in (degree, few))
-    return Room(point, table, budget, dense, expert, _of_block(point, items, recipe, gradients))
+    of_block = _of_block(point, items, recipe, gradients)
+    return Room(point, table, budget, dense, expert, of_block, has_like_stages(problem, table))
+
+
+def held_of(table: UnitTable, point: Point, mode: str, *, like_stages: bool) -> HeldMicrobatches:
+    """What the coordinates of a point hold. like_stages: as in Room. mode: how blocks are recomputed that keep these."""
+    about = point.schedule, point.shape.pp, point.shape.num_microbatches, point.virtual
+    if not like_stages or point.virtual == 1:
+        return _held(*about)
+    size, more = divmod(table.num_units, point.num_stages)
+    return _held(*about, round(size / (size + (more > 0)) * table.likeness(mode), 2))
+
+
+@lru_cache(maxsize=65536)
+def _held(name: ScheduleKind, p: int, m: int, v: int, ratio: float | None = None) -> HeldMicrobatches:
+    any_stages = np.array(held_microbatches(name, p, m, v))
+    if ratio is None:
+        return HeldMicrobatches(any_stages)
+    like = held_by_like_stages(name, p, m, v, ratio)
+    return HeldMicrobatches(any_stages, np.array(like), np.array(most_held(name, p, m, v)))
+
+
+def has_like_stages(problem: Problem, table: UnitTable) -> bool:
+    """Whether pipelines with several stages a coordinate are searched with stages of like size alone (cuts/best_cut.py)."""
+    return is_deep(problem) and len(table.main_units) >= MOSTLY * (table.num_units - 2)
 
 
 def _of_block(point: Point, items: Items, recipe: Recipe, gradients: bool) -> BlockBytes:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -29,11 +30,12 @@ from meshwright.core.plan import Mesh, ZeroStage
 from meshwright.cost.communication.links import Group, axis_group, collective_seconds, send_seconds
 from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.rules.kinds import cached_in_value
+from meshwright.searching.bounds.coordinate_loads import CoordinateLoads, HeldMicrobatches
 from meshwright.searching.bounds.load_balance import least_busiest, least_heaviest, shared_out, waiting
 from meshwright.searching.bounds.memory import Room
 from meshwright.searching.problem import Problem
 from meshwright.searching.space import Point, Shape
-from meshwright.searching.unit_table import Row, UnitTable
+from meshwright.searching.unit_table import MODES, Places, Row, UnitTable
 from meshwright.searching.units import Cut
 
 SLACK = 1 - 1e-9
@@ -79,6 +81,11 @@ class Bounds:
 
     problem: Problem
     table: UnitTable
+
+    @cached_property
+    def stateless_cuts(self) -> dict[tuple[object, ...], Any]:
+        """All cuts by their lower bounds, by shape and schedule (cuts/ranked_cuts.py)."""
+        return {}
 
     @cached_property
     def forward_seconds(self) -> float:
@@ -134,7 +141,7 @@ class Bounds:
     def with_turns(self, shape: Shape, needs: Needs, schedule: ScheduleKind, virtual: int) -> float:
         """Lower bound under this schedule. It does not depend on the memory that the schedule needs."""
         played = self._played(shape, schedule, virtual, needs.each)
-        return max(self.of_shape(shape), SLACK * max(played.average + needs.once, played.longest + self._overhead))
+        return max(self.of_shape(shape), SLACK * max(played.average + needs.once, played.longest + self.overhead))
 
     def of_turns(self, shape: Shape, schedule: ScheduleKind, virtual: int) -> float:
         """Lower bound under this schedule, for any state."""
@@ -157,16 +164,16 @@ class Bounds:
         shape = point.shape
         if shape.pp == 1 or point.offload == "parameters":
             return least
-        found = least / SLACK - self._overhead
+        found = least / SLACK - self.overhead
         boundaries = self._boundaries(shape) if point.virtual == 1 else None
-        for row, _ in self._rows_with_state(point):
+        for row, _ in self.rows_with_state(point):
             if row.min() < 0:
                 continue
             if point.virtual == 1:
                 found = least_heaviest(row, shape.pp, found, boundaries)
             else:
                 found = max(found, least_busiest(row, shape.pp, placement_of(point.schedule)))
-        return max(least, SLACK * (found + self._overhead))
+        return max(least, SLACK * (found + self.overhead))
 
     @cached_in_value
     def _boundaries(self, shape: Shape) -> Row:
@@ -182,10 +189,10 @@ class Bounds:
         """The work by which `best_cut` weighs stages, in addition to their weight in the schedule."""
         if point.shape.pp == 1 or point.virtual > 1 or point.offload == "parameters":
             return Busy([], 0.0)
-        rows = [(np.concatenate(([0.0], np.cumsum(row))), times) for row, times in self._rows_with_state(point)]
+        rows = [(np.concatenate(([0.0], np.cumsum(row))), times) for row, times in self.rows_with_state(point)]
         return Busy(rows, self._through(point))
 
-    def _rows_with_state(self, point: Point) -> Iterator[tuple[Row, int]]:
+    def rows_with_state(self, point: Point) -> Iterator[tuple[Row, int]]:
         """Seconds of each unit in a step, in each case: gathers take longer than forward, or not, and reductions take longer than
         backward, or not. With each, the number of microbatches whose recompute adds to these seconds: recompute hides reductions
         too."""
@@ -219,9 +226,24 @@ class Bounds:
                 found += np.outer(self._of_state(point.zero, point.hybrid, total, everyone, 1), elements / total)
         return found[0], found[1], found[2]
 
-    def of_cut(self, room: Room, cut: Cut, largest: float) -> float:
-        """Lower bound for a point with these stages. largest: the weight of the heaviest stage with the recompute that it needs,
-        where cuts were compared; else 0."""
+    def exposed_of_rows(self, point: Point, begins: Places, ends: Places) -> tuple[Row, Row, Row]:
+        """Seconds that compute does not hide at least, of many rows of units: of gathers before forward, of reductions behind each
+        backward, and of those behind the last one in addition. Backward hides most where everything is recomputed."""
+        table = self.table
+        if point.shape.replicas == 1:
+            return np.zeros(ends.shape), np.zeros(ends.shape), np.zeros(ends.shape)
+        rows = [np.concatenate(([0.0], np.cumsum(row))) for row in self._state_by_unit(point)]
+        gather, reduce, across = (row[ends] - row[begins] for row in rows)
+        longest = np.max([table.backward(begins, ends, mode) for mode in MODES], axis=0)
+        each = np.maximum(0.0, reduce - longest) if point.zero >= 2 else np.zeros(ends.shape)
+        return (
+            np.maximum(0.0, gather - table.forward(begins, ends)),
+            each,
+            np.maximum(0.0, reduce + across - longest) - each,
+        )
+
+    def of_cut(self, room: Room, cut: Cut, least: float) -> float:
+        """Lower bound for a point with these stages. least: seconds that no cut is faster than, where cuts were compared, or 0."""
         point, table = room.point, self.table
         p, m = point.shape.pp, point.shape.num_microbatches
         stages = [(float(table.forward(b, e)), float(table.backward(b, e))) for b, e in pairwise((0, *cut))]
@@ -232,14 +254,55 @@ class Bounds:
             waits = [wait + sum(b for _, b in stages[:i]) for i, wait in enumerate(waits)]
         seconds = max(wait + m * work for wait, work in zip(waits, busy, strict=True))
         seconds = max(seconds, kind.cut_seconds(stages, m))
-        return max(self.of_every_cut(room, largest), SLACK * (seconds + self._overhead))
+        return max(self.of_every_cut(room, least), SLACK * (seconds + self.overhead))
 
-    def of_every_cut(self, room: Room, largest: float) -> float:
-        """Lower bound for a point with any cut. largest: every cut has a stage at least this heavy; 0 where that is not known."""
-        point, least = room.point, self.of_point(room)
-        if not largest or point.shape.num_microbatches == 1:
-            return least
-        return max(least, SLACK * (self._through(point) + largest + self._overhead))
+    def of_every_cut(self, room: Room, least: float) -> float:
+        """Lower bound for a point with any cut. least: as for `of_cut`."""
+        return max(least, self.of_point(room))
+
+    def with_heaviest(self, point: Point, weight: float) -> float:
+        """Lower bound where every cut has a stage that weighs at least so much; 0 where nothing follows from that."""
+        if not weight or point.shape.num_microbatches == 1:
+            return 0.0
+        return SLACK * (self._through(point) + weight + self.overhead)
+
+    def of_coordinates(self, room: Room) -> float:
+        """Lower bound for a point with any cut, by what each coordinate has memory for; infinite where no cut fits."""
+        point, table = room.point, self.table
+        loads = CoordinateLoads(
+            table=table,
+            held=room.held_by_coordinate(),
+            homes=(point.homes[0], point.homes[-1]),
+            state_bytes=room.bytes_of(*table.alone),
+            working_bytes=room.between_ends,
+            budget_bytes=room.budget_bytes,
+            waits=self._waits(point.shape.pp, splits_backward=kind_of(point.schedule).splits_backward),
+        )
+        return SLACK * (loads.least_busiest(self.rows_with_state(point)) + self.overhead)
+
+    def under_any_turns(self, room: Room, held: HeldMicrobatches) -> float:
+        """The same whatever the schedule. held: as few microbatches as any of them holds."""
+        shape, table = room.point.shape, self.table
+        loads = CoordinateLoads(
+            table=table,
+            held=held,
+            homes=None,
+            state_bytes=room.bytes_of(*table.alone),
+            working_bytes=room.working.by_unit,
+            budget_bytes=room.budget_bytes,
+            waits=self._waits(shape.pp, splits_backward=True),
+        )
+        row = shape.num_microbatches * table.unit_seconds
+        return SLACK * (loads.least_busiest([(row, shape.num_microbatches)]) + self.overhead)
+
+    def _waits(self, p: int, *, splits_backward: bool) -> Row:
+        """Seconds until the first microbatch reaches a coordinate, through a unit at least on each before it, and back behind its
+        last work there, where backward is not split."""
+        table = self.table
+        each = table.forward(*table.alone) if splits_backward else table.unit_seconds
+        least = float(each[1:-1].min()) if table.num_units > 2 else 0.0
+        before = np.arange(p)
+        return np.where(before > 0, float(each[0]) + (before - 1) * least, 0.0)
 
     # ------------------------------------------------------------ the schedule
 
@@ -447,10 +510,10 @@ class Bounds:
 
     def after(self, point: Point) -> float:
         """Seconds of the optimizer's update, and of a step's fixed overhead."""
-        return self._update(point) + self._overhead
+        return self._update(point) + self.overhead
 
     @cached_property
-    def _overhead(self) -> float:
+    def overhead(self) -> float:
         constants = self.problem.cluster.device.constants
         return constants.step_overhead_seconds if constants else 0.0
 

@@ -4,12 +4,12 @@ One stage a coordinate: dynamic programming over (stage, units before its end), 
                         weight of a stage                                                             -> _least_largest
     weight of stage i   what it adds to the played schedule beyond one microbatch through the model (bounds/step_seconds.py):
                         gpipe (m-1) (f+b);  1f1b (m-1) b + max(0, m-p+i) f;  zb m (f+b) - (p-i) f
-                        b: with as much recompute as the stage needs to fit at least; no cut where none suffices -> _Loads
+                        b: with as much recompute as the stage needs to fit at least; no cut where none suffices -> StageLoads
                         no less than the messages of m-1 microbatches to the next stage, one after the other; nor than its own work,
                         gathers and reductions, from when the first microbatch reaches it                    -> Bounds.busy
 Several stages a coordinate: some that are even in one way or another, and their neighbours, played; even coordinates where
                              some must recompute                                                      -> played_cuts.py
-Few cuts in all: every one                                                                            -> units.every_cut
+Few units: all cuts                                                                                  -> ranked_cuts.py
 """
 
 from __future__ import annotations
@@ -23,26 +23,32 @@ from meshwright.core.pipeline.kinds import kind_of
 from meshwright.searching.bounds.memory import Room
 from meshwright.searching.bounds.step_seconds import Bounds
 from meshwright.searching.cuts.played_cuts import levelled_cut, played_cut
-from meshwright.searching.unit_table import Places, Row
+from meshwright.searching.recompute_curve import cheapest_recompute
+from meshwright.searching.unit_table import Places, Row, UnitTable
 from meshwright.searching.units import Cut
 
 AGAIN = ("selective", "full")
-FEW_CUTS = 24
-"""So many cuts are all looked at."""
 
 
 def best_cut(bounds: Bounds, room: Room) -> tuple[Cut, float] | None:
-    """One good cut, with the weight that the heaviest stage of every cut has at least, 0 where that is not known; None where no cut
-    fits."""
+    """One good cut, and seconds that no cut is faster than; None where no cut fits."""
     point, table = room.point, bounds.table
     if point.num_stages == 1:
         return (table.num_units,), 0.0
     if point.virtual == 1:
-        return _least_largest(_Loads(bounds, room), table.num_units, point.num_stages)
+        found = _least_largest(StageLoads(bounds, room), table.num_units, point.num_stages)
+        return None if found is None else (found[0], bounds.with_heaviest(point, found[1]))
+    least = bounds.of_coordinates(room)
+    return None if least == inf else (cut_of_several(table, room), least)
+
+
+def cut_of_several(table: UnitTable, room: Room) -> Cut:
+    """Several stages a coordinate: one good cut."""
+    levelled = levelled_cut(table, room.point)
     if room.recompute_seconds > 0:  # by which stages differ as no play knows before it is decided
-        return levelled_cut(table, point), 0.0
-    played = played_cut(table, point)
-    return played if room.cut_fits(played) else levelled_cut(table, point), 0.0
+        return levelled
+    played = played_cut(table, room.point)
+    return played if room.cut_fits(played) else levelled
 
 
 # ---------------------------------------------------------------- one stage a coordinate
@@ -69,7 +75,7 @@ class _Rows:
     for how many microbatches a recompute adds to them."""
 
 
-class _Loads:
+class StageLoads:
     """The weight of every row of units as stage i."""
 
     def __init__(self, bounds: Bounds, room: Room) -> None:
@@ -86,7 +92,7 @@ class _Loads:
         return _Rows(
             forward=table.forward(begins, ends),
             backward=plain,
-            at_end=state + working[ends - 1],
+            at_end=state + np.where(ends - begins > 1, room.inside[ends - 1], working[ends - 1]),
             at_begin=state + working[begins] + table.unit_kept[begins],
             kept=kept,
             saved={mode: kept - table.kept_by(begins, ends, mode) for mode in AGAIN},
@@ -101,7 +107,7 @@ class _Loads:
 
     def of(self, stage: int, rows: _Rows) -> Row:
         link = (self.point.shape.num_microbatches - 1) * rows.hop
-        again = self._again(stage, rows)
+        again = self.again(stage, rows)
         weight = np.maximum(link, self._weight(stage, rows.forward, rows.backward + again))
         for seconds, times in rows.busy:
             weight = np.maximum(weight, seconds + (times * again if times else 0.0))
@@ -122,33 +128,16 @@ class _Loads:
         work = self.table.forward(begins, begins + length), self.table.backward(begins, begins + length)
         return min(float(self._weight(stage, *work).min()) for stage in range(num_stages))
 
-    def _again(self, stage: int, rows: _Rows) -> Row:
+    def again(self, stage: int, rows: _Rows) -> Row:
         """Seconds of the cheapest recompute that fits, taken as divisible; infinite where none does."""
         held = self.held[stage]
         needed = np.maximum(rows.at_end + held * rows.kept, rows.at_begin + (held - 1) * rows.kept)
         over = needed - self.room.budget_bytes
         saved = {mode: held * rows.saved[mode] for mode in AGAIN}
-        return np.where(over <= 0, 0.0, _cheapest(over, saved, rows.longer))
+        return np.where(over <= 0, 0.0, cheapest_recompute(over, saved, rows.longer))
 
 
-def _cheapest(over: Row, saved: dict[str, Row], longer: dict[str, Row]) -> Row:
-    """Seconds to save so many bytes with any mixture of both modes: the lower hull of nothing, selective and full."""
-    full, full_seconds = saved["full"], longer["full"]
-    selective, selective_seconds = saved["selective"], longer["selective"]
-    rate = np.divide(full_seconds, full, out=np.full_like(full, np.inf), where=full > 0)
-    own = np.divide(selective_seconds, selective, out=np.full_like(full, np.inf), where=selective > 0)
-    steep = np.divide(
-        full_seconds - selective_seconds, full - selective, out=np.full_like(full, np.inf), where=full > selective
-    )
-    by_full = np.where(over <= full, over * np.where(np.isfinite(rate), rate, 0.0), np.inf)
-    first = np.where(np.isfinite(own), own, 0.0) * np.minimum(over, selective)
-    rest = np.maximum(0.0, over - selective)
-    mixed = first + rest * np.where(np.isfinite(steep), steep, 0.0)
-    possible = (selective > 0) & (over <= np.maximum(full, selective))
-    return np.minimum(by_full, np.where(possible & (own < rate), mixed, np.inf))
-
-
-def _least_largest(loads: _Loads, num_units: int, num_stages: int) -> tuple[Cut, float] | None:
+def _least_largest(loads: StageLoads, num_units: int, num_stages: int) -> tuple[Cut, float] | None:
     """Short stages first: longer ones are looked at only where one of them may be lighter than the heaviest that was found."""
     most = num_units - num_stages + 1
     few = min(most, -(-num_units * 4 // (3 * num_stages)) + 3)
@@ -158,7 +147,7 @@ def _least_largest(loads: _Loads, num_units: int, num_stages: int) -> tuple[Cut,
     return _of_lengths(loads, num_units, num_stages, most)
 
 
-def _of_lengths(loads: _Loads, num_units: int, num_stages: int, longest: int) -> tuple[Cut, float] | None:
+def _of_lengths(loads: StageLoads, num_units: int, num_stages: int, longest: int) -> tuple[Cut, float] | None:
     """Dynamic programming: best[e] of stage i = min over the begin b of max(best of stage i-1 at b, weight of b … e)."""
     ends: Places = np.arange(num_units + 1, dtype=np.int64)
     lengths: Places = np.arange(1, longest + 1, dtype=np.int64)

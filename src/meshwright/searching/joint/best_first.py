@@ -13,8 +13,9 @@ from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan, ScheduleKind
 from meshwright.core.result import SearchProgress
-from meshwright.searching.bounds.step_seconds import SLACK, Needs
-from meshwright.searching.cuts.best_cut import FEW_CUTS, best_cut
+from meshwright.searching.bounds.step_seconds import SLACK, Bounds
+from meshwright.searching.cuts.best_cut import best_cut, cut_of_several
+from meshwright.searching.cuts.ranked_cuts import RankedCuts, can_rank
 from meshwright.searching.joint.candidates import Drafts
 from meshwright.searching.memory_saving.optimizer_offload import with_best_share
 from meshwright.searching.memory_saving.parameter_streaming import fitted_streamed
@@ -33,11 +34,11 @@ from meshwright.searching.space import (
     ways,
     worlds,
 )
-from meshwright.searching.units import Cut, even_cut, every_cut, num_cuts
+from meshwright.searching.units import Cut, even_cut
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
-MOST_OPENED = 400
+MOST_OPENED = 4000
 """Nodes of all levels, likewise."""
 
 Opened = Iterable[tuple[float, "Open"]]
@@ -163,13 +164,26 @@ class BestFirst:
         return self.drafts.tables.larger_is_quicker
 
     def _families(self, world: int, tp: int, cp: int, way: Way) -> Opened:
+        """What bounds the way bounds them. A bound of their own takes long: it is found for those whose turn comes."""
         for mesh in meshes(self.problem, world, tp, cp):
             if found := family(self.problem, mesh, way):
-                yield self._family_bound(found), lambda found=found: self._shapes(found)  # type: ignore[misc]
+                yield 0.0, lambda found=found: self._family(found)  # type: ignore[misc]
+
+    def _family(self, family: list[Shape]) -> Opened:
+        yield self._family_bound(family), lambda: self._shapes(family)
 
     def _shapes(self, family: list[Shape]) -> Opened:
+        """Likewise."""
         for shape in family:
-            yield self._shape_bound(shape), lambda shape=shape: self._turns(shape)  # type: ignore[misc]
+            yield self.work_bound(shape), lambda shape=shape: self._shape(shape)  # type: ignore[misc]
+
+    def _shape(self, shape: Shape) -> Opened:
+        yield self._shape_bound(shape), lambda: self._turns(shape)
+
+    def work_bound(self, shape: Shape) -> float:
+        """By its work alone."""
+        known = (self.drafts.tables.bounds(shape, sharded=sharded) for sharded in (False, True))
+        return min((one.of_shape(shape) for one in known if one is not None), default=inf)
 
     def _family_bound(self, family: list[Shape]) -> float:
         """Found once by all parts of the search that leave the state open, or fix it, alike."""
@@ -223,22 +237,29 @@ class BestFirst:
     def _of_shape(self, shape: Shape) -> float:
         """The quickest turns, under the state that adds least to them of those that fit, with the recompute that they need."""
         ways = list(turns(self.problem, shape))
+        held = self.drafts.fewest_held(shape, ways)
         best = inf
-        for needs, point in sorted(self._fitting_states(shape), key=lambda one: one[0].seconds):
-            bounds = self.drafts.bounds(point)
-            if needs.seconds >= best or bounds is None:
+        for seconds, point, bounds in sorted(self._states(shape), key=lambda one: one[0]):
+            if seconds >= best:
                 break  # no turns are quicker than none
+            needs = self.drafts.needs(point)
+            if needs is None or needs.seconds >= best:
+                continue
+            least = self.drafts.under_any_turns(point, held)
+            if least >= best:
+                continue
             for schedule, virtual in ways:
                 if bounds.with_turns(shape, needs, schedule, virtual) < best:
-                    best = min(best, self.drafts.with_turns(replace(point, schedule=schedule, virtual=virtual)))
+                    own = self.drafts.with_turns(replace(point, schedule=schedule, virtual=virtual))
+                    best = min(best, max(least, own))
         return best
 
-    def _fitting_states(self, shape: Shape) -> Iterator[tuple[Needs, Point]]:
-        """What those that may fit need."""
+    def _states(self, shape: Shape) -> Iterator[tuple[float, Point, Bounds]]:
+        """Each with seconds that no step of it beats, whatever its memory."""
         for point in points(self.problem, shape):
-            needs = self.drafts.needs(point)
-            if needs is not None:
-                yield needs, point
+            bounds = self.drafts.bounds(point)
+            if bounds is not None:
+                yield 0.0 if point.offload == "parameters" else bounds.needs(point, 0.0).seconds, point, bounds
 
     def _turns(self, shape: Shape) -> Opened:
         known = [
@@ -252,6 +273,8 @@ class BestFirst:
         for point in points(self.problem, shape, schedule, virtual):
             if (bound := self.drafts.bound(point)) is not None:
                 self.drafts.points.add(point)
+                if bound < self.best_seconds:
+                    bound = max(bound, self.drafts.of_coordinates(point))
                 yield bound, lambda point=point: self._cuts(point)  # type: ignore[misc]
 
     def _cuts(self, point: Point) -> Opened:
@@ -262,28 +285,47 @@ class BestFirst:
         if point.offload == "parameters":  # in one stage; its room was looked at
             yield 0.0, lambda: self.cost(point, (units,))
             return
-        found: Iterable[tuple[Cut, float]]
         ends = self.problem.request.ends
         if ends is not None:
-            found = [(even_cut(self.drafts.units, point.num_stages, ends), 0.0)]
-        elif num_cuts(units, point.num_stages) <= FEW_CUTS:
-            found = ((cut, 0.0) for cut in every_cut(units, point.num_stages))
-        else:
+            yield from self._one_cut(point, even_cut(self.drafts.units, point.num_stages, ends), 0.0)
+        elif can_rank(units, point.num_stages):
+            yield from self._ranked(point, RankedCuts(bounds, room))
+        elif point.virtual == 1:
             best = best_cut(bounds, room)
-            found = [best] if best is not None else []
-            if best is not None and point.num_stages > 1:
+            if best is not None:
                 self._leave(bounds.of_every_cut(room, best[1]))
-        for cut, largest in found:
-            bound = bounds.of_cut(room, cut, largest)
-            if self._must_fit and not room.cut_fits(cut):
-                continue
-            yield bound, lambda cut=cut: self.cost(point, cut)  # type: ignore[misc]
+                yield from self._one_cut(point, *best)
+        else:
+            least = bounds.of_every_cut(room, self.drafts.of_coordinates(point))
+            self._leave(least)
+            # a good cut takes long to find: only where its turn comes
+            yield least, lambda: self._one_cut(point, cut_of_several(bounds.table, room), least)
+
+    def _one_cut(self, point: Point, cut: Cut, least: float) -> Opened:
+        """least: as for `Bounds.of_cut`."""
+        bounds, room = self.drafts.bounds(point), self.drafts.room(point)
+        assert bounds is not None
+        assert room is not None
+        if not self._must_fit or room.cut_fits(cut):
+            yield bounds.of_cut(room, cut, least), lambda: self.cost(point, cut)
+
+    def _ranked(self, point: Point, cuts: RankedCuts) -> Opened:
+        """The next of all cuts that may be better than the best plan; behind it, those after it."""
+        found = cuts.take(self.best_seconds, must_fit=self._must_fit)
+        if found is None:
+            return
+        cut, least = found
+        yield cuts.bounds.of_cut(cuts.room, cut, least), lambda: self.cost(point, cut)
+        yield cuts.least_seconds, lambda: self._ranked(point, cuts)
 
     def cost_point(self, point: Point) -> None:
-        """Its cuts, without opening anything else."""
-        for bound, opened in self._cuts(point):
+        """Its best cut, without opening anything else."""
+        nodes = list(self._cuts(point))
+        before = self.num_costed
+        while nodes and self.num_costed == before:
+            bound, opened = nodes.pop(0)
             if bound < self.best_seconds:
-                opened()
+                nodes = [*opened(), *nodes]
 
     def _leave(self, bound: float) -> None:
         """Plans that are not looked at: what is proven goes no further than their bound."""

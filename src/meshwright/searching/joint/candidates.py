@@ -5,21 +5,25 @@ The search asks for these many times, so each is computed once and kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
+
+import numpy as np
 
 from meshwright.core.errors import PlanError
 from meshwright.core.estimate import Estimate
-from meshwright.core.plan import Plan
+from meshwright.core.plan import Plan, ScheduleKind
 from meshwright.cost.parameter_offload import StreamedCost
 from meshwright.rules.kinds import cached_in_value
 from meshwright.rules.limits import not_yet
-from meshwright.searching.bounds.memory import Room, has_gradients, room_of
+from meshwright.searching.bounds.coordinate_loads import HeldMicrobatches
+from meshwright.searching.bounds.memory import Room, has_gradients, has_like_stages, held_of, room_of
 from meshwright.searching.bounds.step_seconds import Bounds, Needs
 from meshwright.searching.joint.unit_tables import Tables
 from meshwright.searching.memory_saving.parameter_streaming import Streamed, streamed_plans
 from meshwright.searching.plan_builder import make_plan
 from meshwright.searching.problem import Problem
-from meshwright.searching.space import Point, schedules
+from meshwright.searching.space import Point, Shape, schedules
 from meshwright.searching.units import Cut, even_cut, sizes_of
 
 ROUNDING = 1e-6
@@ -39,6 +43,7 @@ class Drafts:
         """Plans that were costed, by their identity; None where nothing made one fit."""
         self.family_bounds: dict[tuple[object, ...], float] = {}
         self.shape_bounds: dict[tuple[object, ...], float] = {}
+        self._fewest: dict[tuple[object, ...], HeldMicrobatches] = {}
         self._runs: dict[tuple[object, ...], bool] = {}
 
     def bounds(self, point: Point) -> Bounds | None:
@@ -140,6 +145,35 @@ class Drafts:
             return inf
         needs = self._needs_in(point, self.room(point))
         return inf if needs is None else bounds.expected(point, needs)
+
+    def fewest_held(self, shape: Shape, ways: Sequence[tuple[ScheduleKind, int]]) -> HeldMicrobatches | None:
+        """Microbatches that each coordinate holds at least, whatever the schedule; None where nothing is known of them together."""
+        bounds = self.tables.bounds(shape, sharded=True) if shape.pp > 1 and ways else None
+        if bounds is None:
+            return None
+        like_stages = has_like_stages(self.problem, bounds.table)
+        if not like_stages and any(virtual > 1 for _, virtual in ways):
+            return None
+        key = (shape.pp, shape.num_microbatches, tuple(ways), bounds.table.likeness("none"))
+        if key not in self._fewest:
+            every = [held_of(bounds.table, Point(shape, *way), "none", like_stages=like_stages) for way in ways]
+            self._fewest[key] = HeldMicrobatches(np.min([one.ways[-1][0] for one in every], axis=0))
+        return self._fewest[key]
+
+    @cached_in_value
+    def of_coordinates(self, point: Point) -> float:
+        """Lower bound on a point by what each coordinate has memory for; infinite where no cut fits."""
+        bounds, room = self.bounds(point), self.room(point)
+        if point.shape.pp == 1 or bounds is None or room is None or point.offload == "parameters":
+            return 0.0
+        return bounds.of_coordinates(room)
+
+    def under_any_turns(self, point: Point, held: HeldMicrobatches | None) -> float:
+        """Lower bound on a point by what each coordinate has memory for, whatever its schedule."""
+        bounds, room = self.bounds(point), self._loosest_room(point)
+        if held is None or bounds is None or room is None or point.offload == "parameters":
+            return 0.0
+        return bounds.under_any_turns(room, held)
 
     @cached_in_value
     def once(self, point: Point) -> float:

@@ -11,6 +11,7 @@ Here the points of a mesh are ordered by the seconds they are expected to take (
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations, zip_longest
 from math import inf
 
@@ -89,8 +90,9 @@ class NearMeshes:
         if narrow is None:
             return inf
         found = BestFirst(narrow, self.drafts, known=self.costed)
-        expected = _by_turns(sorted(self._expected(narrow, mesh), key=lambda one: one[0]))
-        if not expected or expected[0][0] > NEAR * found.best_seconds:
+        limit = NEAR * found.best_seconds
+        expected = _by_turns(sorted(self._expected(narrow, mesh, found, limit), key=lambda one: one[0]))
+        if not expected or expected[0][0] > limit:
             return expected[0][0] if expected else inf
         for seconds, point in expected[:MOST_TRIED]:
             if seconds <= NEAR * found.best_seconds and len(found.costed) < len(self.costed) + MOST_ON_MESH:
@@ -99,19 +101,25 @@ class NearMeshes:
         self.costed = found.costed
         return min(own, default=inf)
 
-    def _expected(self, problem: Problem, mesh: Mesh) -> Iterator[Expected]:
+    def _expected(self, problem: Problem, mesh: Mesh, found: BestFirst, limit_seconds: float) -> Iterator[Expected]:
         for family in families(problem, mesh):
             for shape in family:
-                yield from self._of_shape(problem, shape)
+                if found.work_bound(shape) <= limit_seconds:
+                    yield from self._of_shape(problem, shape, limit_seconds)
 
-    def _of_shape(self, problem: Problem, shape: Shape) -> Iterator[Expected]:
+    def _of_shape(self, problem: Problem, shape: Shape, limit_seconds: float) -> Iterator[Expected]:
         """For each schedule the point that is expected to be fastest with ZeRO 0 to 2, and the one with ZeRO 3."""
-        for schedule, virtual in turns(problem, shape):
-            expected = [(self.drafts.expected(point), point) for point in points(problem, shape, schedule, virtual)]
-            for some in _by_gathers(expected):
+        states = [state for state in points(problem, shape) if self._is_near(state, limit_seconds)]
+        for schedule, virtual in turns(problem, shape) if states else ():
+            here = [replace(state, schedule=schedule, virtual=virtual) for state in states]
+            for some in _by_gathers([(self.drafts.expected(point), point) for point in here]):
                 fastest = min(some, key=lambda one: one[0], default=None)
                 if fastest is not None and fastest[0] < inf:
                     yield fastest
+
+    def _is_near(self, state: Point, limit_seconds: float) -> bool:
+        needs = self.drafts.needs(state)
+        return needs is not None and needs.seconds <= limit_seconds
 
 
 def _plain_meshes(problem: Problem) -> Iterator[Mesh]:

@@ -23,8 +23,8 @@ FEW_AGAIN = 2
 """Cuts that are costed for a degree of tp where none fitted for a smaller one."""
 MOST_DIVED = 6
 """Cuts that are costed to begin with, without stages and for each degree of tp."""
-MOST_SIMPLER = 5
-"""Cuts that are costed to find a simpler plan that is as fast, for every mechanism that is left out."""
+MOST_SIMPLER, SIMPLER_OPENED = 5, 150
+"""Cuts that are costed, and nodes that are opened, to find a simpler plan that is as fast, for every mechanism that is left out."""
 
 
 def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]:
@@ -86,7 +86,7 @@ def simpler_plans(problem: Problem, found: BestFirst) -> list[tuple[Plan, Estima
                 found.drafts,
                 limit_seconds=limit,
                 most_costed=MOST_SIMPLER,
-                most_opened=FEW_OPENED,
+                most_opened=SIMPLER_OPENED,
                 stage="simpler plans",
             )
             part.run()
