@@ -28,7 +28,7 @@ def plan(
         str | None, typer.Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local', the default.")
     ] = None,
     hosts: options.HostsOption = None,
-    devices: Annotated[int | None, typer.Option("--devices", min=1, help="Use exactly so many devices.")] = None,
+    devices: Annotated[int | None, typer.Option("--devices", help="Use exactly so many devices.")] = None,
     nproc: options.NprocOption = None,
     memory: options.MemoryOption = None,
     search: options.SearchOption = "joint",

@@ -34,9 +34,7 @@ def sweep(
             "--global-batch", metavar="LIST", help="Samples per step: 64,128, or 64..512 for 64, 128, 256, 512."
         ),
     ] = None,
-    price: Annotated[
-        float | None, typer.Option("--price", min=0, help="Money per device-hour, in any currency.")
-    ] = None,
+    price: Annotated[float | None, typer.Option("--price", help="Money per device-hour, in any currency.")] = None,
     memory: options.MemoryOption = None,
     search: options.SearchOption = "joint",
     prefer_fastest: options.PreferFastestFlag = False,

@@ -15,7 +15,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import check_memory_of_all
 from meshwright.cost.estimate import estimate as estimate_plan
-from meshwright.planner.clusters import LOCAL, Say, asked_cluster, budget_of, silent
+from meshwright.planner.clusters import LOCAL, Say, asked_cluster, checked_budget, silent
 from meshwright.planner.flags import PlanFlags, request_of
 from meshwright.planner.plan import NO_LIMITS, Limits, plain_precision
 from meshwright.planner.subject import Subject, subject_of
@@ -74,12 +74,13 @@ class EstimateQuestion:
         limits: Limits = NO_LIMITS,
     ) -> EstimateQuestion:
         """plan: a whole one; without it, the request with plain defaults for the rest."""
+        budget = checked_budget(limits.memory, cluster)
         if plan is None:
             whole, graph = _plain(subject, request, cluster, limits.devices)
         else:
             whole, graph = _given(subject, request, plan)
         check_uses_all(whole, cluster, limits.devices)
-        return cls(whole, graph, cluster, budget_of(limits.memory), limits.recipe)
+        return cls(whole, graph, cluster, budget, limits.recipe)
 
     def answer(self) -> Estimate:
         check_memory_of_all(self.graph, self.plan, self.cluster)
