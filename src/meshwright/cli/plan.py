@@ -95,7 +95,8 @@ def plan(
         theirs = ForeignQuestion.ask(foreign, subject, found, flags.request, limits)
         improve_on(console, theirs, output, as_json)
         return
-    if console.is_terminal:  # a spinner is a thread, and beside one no second process could capture the other casting
+    # not a spinner: it is a thread, and beside one no second process could capture the other casting
+    if console.is_terminal and not as_json:
         console.print("following the model …", end="\r")
     found = asked_cluster(name, hosts, nproc, console.print)
     asked = PlanQuestion.ask(subject, found, flags.request, limits)

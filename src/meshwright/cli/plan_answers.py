@@ -41,6 +41,8 @@ def check_plan_file(file: str) -> None:
 def answer(asked: PlanQuestion, console: Console, as_json: bool) -> SearchResult:
     """Where nothing fits: the nearest miss and the ways out; the error itself is said by whoever catches it."""
     try:
+        if as_json:  # nothing but the answer, on a terminal too
+            return asked.answer()
         with console.status("searching …") as status:
             return asked.answer(lambda progress: status.update(progress.words))
     except InfeasibleError as error:

@@ -124,12 +124,12 @@ class SearchProgress(Value, kw_only=True):
 
     @property
     def words(self) -> str:
-        """In a line."""
+        """In a line of a narrow terminal."""
         words = f"searching {self.stage}: {self.num_costed} costed"
         if self.best_seconds is None:
             return f"{words}, none fits so far"
-        gap = "" if self.gap is None else f", at most {self.gap:.0%} from the fastest there is"
-        return f"{words}, the best {format_seconds(self.best_seconds)} a step{gap}"
+        gap = "" if self.gap is None else f", gap at most {self.gap:.0%}"
+        return f"{words}, best {format_seconds(self.best_seconds)} a step{gap}"
 
 
 def describe(plan: Plan) -> str:
