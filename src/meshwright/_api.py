@@ -44,7 +44,8 @@ def capture(
     precision: Precision = "fp32",
 ) -> Graph:
     """Follow forward, loss and backward of a module on fake tensors: needs no memory, takes seconds."""
-    return remember(capture_module(model, batch, objective_of(loss, count), precision=precision), model, batch)
+    objective = objective_of(loss, count)
+    return remember(capture_module(model, batch, objective, precision=precision), model, batch, objective)
 
 
 def search(

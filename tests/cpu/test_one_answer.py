@@ -143,6 +143,21 @@ def test_a_module_is_at_parity_or_not() -> None:
     assert mw.parity(module, batch=batch, nproc=2, zero=2, steps=2).ok
 
 
+def test_a_graph_is_planned_like_its_module() -> None:
+    """In 16 bits a sharded plan runs another casting than the graph's: its module is captured once more."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+    batch = (torch.randn(4, 8), torch.randint(4, (4,)))
+    graph = mw.capture(module, batch, precision="bf16")
+    for asked in ({}, {"zero": 3}):
+        flags: dict[str, Any] = {"global_batch": 32, **asked}
+        found, expected = (
+            mw.plan(graph, SELENE, **flags),
+            mw.plan(module, SELENE, batch=batch, precision="bf16", **flags),
+        )
+        assert (found.plan, found.estimate, found.claim) == (expected.plan, expected.estimate, expected.claim)
+        assert mw.estimate(graph, SELENE, plan=found.plan, devices=found.plan.world) == found.estimate
+
+
 def test_a_graph_is_planned_in_its_own_precision() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
     graph = mw.capture(module, (torch.randn(4, 8), torch.randint(4, (4,))))

@@ -104,6 +104,7 @@ def with_plan_of_before(settings: Settings, world: int) -> Settings:
 def _with_restarts(faults: FaultSettings, restarts: int | None, fewer_ranks: bool | None) -> FaultSettings:
     changes: dict[str, Any] = {} if restarts is None else {"restarts": restarts}
     found = msgspec.structs.replace(faults, **changes, **({"ranks": "fewer"} if fewer_ranks else {}))
+    check_fields(found, InputError)
     if fewer_ranks and not found.restarts:
         raise InputError("--fewer-ranks says how a run goes on after a fault, but it has no restarts: add --restarts N")
     return found

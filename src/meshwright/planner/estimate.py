@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Unpack
 
+from meshwright.core.axes import RANK_AXES
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InputError, PlanError
 from meshwright.core.estimate import Estimate
@@ -107,8 +109,7 @@ def name_of(plan: Plan | str | PathLike[str]) -> str:
 
 def check_uses_all(plan: Plan, cluster: Cluster, devices: int | None) -> None:
     """Devices are left idle only where somebody says so."""
-    mesh = plan.mesh
-    used = f"pp {mesh.pp} · dp {mesh.dp} · cp {mesh.cp} · tp {mesh.tp} = {plan.world}"
+    used = " · ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in RANK_AXES) + f" = {plan.world}"
     if devices is not None and plan.world != devices:
         raise PlanError(f"--devices is {devices}, but the plan uses {used}: make them equal")
     if devices is None and plan.world < cluster.num_devices:
@@ -140,4 +141,4 @@ def _world(request: PlanRequest, devices: int) -> int:
     """Degrees that were given in full say how many ranks; else all devices are used."""
     if request.dp is None:
         return devices
-    return request.dp * (request.tp or 1) * (request.pp or 1) * (request.cp or 1)
+    return prod(request.degrees[axis] or 1 for axis in RANK_AXES)
