@@ -11,16 +11,17 @@ from torch.optim import Optimizer
 
 from meshwright.capturing.capture import capture as capture_module
 from meshwright.core.cluster import Cluster
+from meshwright.core.errors import check_number
 from meshwright.core.graph import Graph, Precision
 from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import SearchResult
-from meshwright.core.units import parse_bytes
 from meshwright.measure.checking.first_batch import FirstBatch
 from meshwright.measure.record import StepRecorder
 from meshwright.models.objective import Batch, objective_of
+from meshwright.planner.clusters import checked_budget
 from meshwright.planner.shardings import remember, settled
 from meshwright.rules.plain_plan import plain_plan as plan_plainly
 from meshwright.runtime.apply import apply as apply_plan
@@ -43,7 +44,8 @@ def capture(
     precision: Precision = "fp32",
 ) -> Graph:
     """Follow forward, loss and backward of a module on fake tensors: needs no memory, takes seconds."""
-    return remember(capture_module(model, batch, objective_of(loss, count), precision=precision), model, batch)
+    objective = objective_of(loss, count)
+    return remember(capture_module(model, batch, objective, precision=precision), model, batch, objective)
 
 
 def search(
@@ -58,7 +60,8 @@ def search(
 ) -> SearchResult:
     """The best plan for a graph on a cluster. Parts of the plan can be fixed by name: `zero=2`, `precision="bf16"`. Shardings are
     tried on the model where it was captured in this process."""
-    budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    budget = checked_budget(memory, cluster)
+    check_number("world", world)
     request = PlanRequest(global_batch=global_batch, **fixed)
 
     def find(legal: tuple[LegalSharding, ...]) -> SearchResult:

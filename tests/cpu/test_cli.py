@@ -90,7 +90,7 @@ def test_a_data_path_that_is_missing(cli: Cli, settings: Callable[..., Path]) ->
         ),
         (["probe", "--device", "gpu"], "--device gpu: "),
         (["probe", "--nproc", "1000"], "--nproc 1000: this machine has"),
-        (["probe", "--nproc", "0"], "--nproc 0: at least one rank is needed"),
+        (["probe", "--nproc", "0"], "--nproc is 0: "),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

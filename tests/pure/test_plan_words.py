@@ -102,6 +102,8 @@ def test_words_agree_with_the_ranks_of_every_group(group_size: int, stride: int)
         ((1, 1), "2 pipeline stages of 1 block"),
         ((11, 13, 13, 11), "4 pipeline stages of 11, 13, 13 and 11 blocks"),
         ((3, *([4] * 10), 2), "12 pipeline stages of 4 blocks (stage 0 of 3 and stage 11 of 2)"),
+        ((0, 4, 4, 0), "4 pipeline stages: the embedding, 2 of 4 blocks, the head"),
+        ((5, 3, 0), "3 pipeline stages: 2 of 5 and 3 blocks, the head"),
         ((1, 2, 3, 4, 5, 6, 7, 8, 9, 3), "10 pipeline stages of 1 to 9 blocks"),
     ],
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from strategies import quick, schedule_sizes
 
 from meshwright.core.errors import ScheduleError
+from meshwright.core.pipeline.kinds import KINDS
 from meshwright.core.pipeline.schedule import Action, Order
 from meshwright.core.plan import ScheduleKind
 from meshwright.cost.play import play, play_schedule, timeline
@@ -90,6 +91,41 @@ def test_in_a_v_only_the_way_to_the_last_coordinate_is_lost(kind: ScheduleKind, 
     found = play(make_order(kind, p, m, 2), equal_stages(2 * p, unit, unit, unit))
     assert found.idle_seconds == ((p - 1) * unit,) * p
     assert found.bubble == (p - 1) / (6 * m)
+
+
+@st.composite
+def played_cuts(draw: st.DrawFn) -> tuple[Sizes, list[tuple[int, int]], list[int], float]:
+    """A schedule on uneven stages: its sizes, seconds of forward, backward and weights of each stage, and the step, where messages
+    are free."""
+    sizes = draw(schedule_sizes(most=5))
+    kind, p, m, v = sizes
+    cut = draw(st.lists(st.tuples(seconds, seconds), min_size=p * v, max_size=p * v))
+    weights = [draw(st.integers(0, backward)) if KINDS[kind].splits_backward else 0 for _, backward in cut]
+    stages = [StageSeconds(forward=f, backward=b, weights=w) for (f, b), w in zip(cut, weights, strict=True)]
+    return sizes, cut, weights, play(make_order(kind, p, m, v), stages).step_seconds
+
+
+@quick
+@given(played_cuts())
+def test_no_cut_is_faster_than_its_kind_says(case: tuple[Sizes, list[tuple[int, int]], list[int], float]) -> None:
+    (name, p, m, _), cut, _, step = case
+    kind = KINDS[name]
+    assert step >= kind.cut_seconds(cut, m) - 1e-9
+    if not kind.has_turns and m > 1:
+        first = sum(f if kind.splits_backward else f + b for f, b in cut)
+        assert step >= first + max(kind.stage_weight(stage, p, m, f, b) for stage, (f, b) in enumerate(cut)) - 1e-9
+
+
+@quick
+@given(schedule_sizes(), seconds)
+def test_the_bubble_of_even_stages_is_about_what_its_kind_says(sizes: Sizes, unit: int) -> None:
+    """What a search expects, before it cuts: by it plans are tried in order, so that it may be off, but not far."""
+    name, p, m, v = sizes
+    m += 2 * p
+    found = play(make_order(name, p, m, v), equal_stages(p * v, unit / v, unit / v, unit / v))
+    expected = 3 * unit * m + (p - 1) * KINDS[name].idle(unit, unit, unit, v)
+    assert expected <= found.step_seconds * (1 + 1e-9)
+    assert found.step_seconds <= 1.5 * expected
 
 
 @quick
@@ -356,16 +392,16 @@ def test_the_largest_published_runs_have_their_known_bubble(sizes: Sizes) -> Non
 
 @quick
 @given(
-    st.sampled_from(["1f1b", "zb", "zbv", "interleaved", "gpipe"]),
+    st.sampled_from(tuple(KINDS)),
     st.integers(2, 4),
     st.integers(1, 12),
     st.data(),
 )
 def test_a_long_schedule_takes_as_long_as_all_of_it_played(
-    kind: str, pp: int, rounds: int, data: st.DataObject
+    kind: ScheduleKind, pp: int, rounds: int, data: st.DataObject
 ) -> None:
     """Played shortly and extended, or as a whole: the same step, and the same parts on the busiest coordinate."""
-    virtual = 2 if kind in ("zbv", "interleaved") else 1
+    virtual = KINDS[kind].turns[0]
     seconds = st.floats(0.01, 1.0)
     stages = []
     for _ in range(pp * virtual):
@@ -379,7 +415,7 @@ def test_a_long_schedule_takes_as_long_as_all_of_it_played(
             )
         )
     count = 8 * pp * virtual + rounds * pp
-    short = play_schedule(kind, pp, count, virtual, stages)  # type: ignore[arg-type]
+    short = play_schedule(kind, pp, count, virtual, stages)
     whole = play(make_order(kind, pp, count, virtual), stages)  # type: ignore[arg-type]
     assert short.step_seconds == pytest.approx(whole.step_seconds, rel=1e-7)
     assert short.busy_seconds == pytest.approx(whole.busy_seconds, rel=1e-7)

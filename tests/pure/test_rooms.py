@@ -41,10 +41,36 @@ def test_every_value_says_what_it_is() -> None:
     assert [name for source in SOURCES for name in undocumented(source)] == []
 
 
-def test_help_of_a_plan_names_its_fields() -> None:
-    assert [
-        name for name in mw.Plan.__struct_fields__ if name != "format" and name not in (mw.Plan.__doc__ or "")
-    ] == []
+@pytest.mark.parametrize(
+    "name",
+    ["Plan", "PlanRequest", "Recipe", "Estimate", "SearchResult", "Sweep", "FaultSettings", "Trace", "ParityResult"],
+)
+def test_help_of_a_value_names_its_fields(name: str) -> None:
+    kind = getattr(mw, name)
+    words = kind.__doc__ or ""
+    seldom = {
+        "format", "model", "cluster",  # said by their names
+        "host_bytes", "reserved_bytes", "context_bytes", "rank", "num_ranks", "plan", "sampled_at", "environment",
+        "num_tensors", "silenced",
+    }  # fmt: skip
+    assert [field for field in kind.__struct_fields__ if field not in words and field not in seldom] == []
+
+
+def public_members(kind: type) -> Iterator[tuple[str, object]]:
+    """Methods and properties that a class adds by itself."""
+    for name, member in vars(kind).items():
+        asked = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+        if not name.startswith("_") and callable(asked):
+            yield name, asked
+
+
+@pytest.mark.parametrize("name", [name for name in mw.__all__ if name != "__version__"])
+def test_help_teaches(name: str) -> None:
+    found = getattr(mw, name)
+    assert found.__doc__
+    if isinstance(found, type):
+        assert vars(found).get("__doc__")
+        assert [member for member, asked in public_members(found) if not asked.__doc__] == []
 
 
 def test_a_folder_has_at_most_two_dozen_files() -> None:

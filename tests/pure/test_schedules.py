@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
@@ -95,7 +96,23 @@ def test_what_planning_counts_in_flight_is_what_the_schedule_keeps(sizes: Sizes)
     """A full pipeline of three times its depth keeps as much as a longer one."""
     kind, p, m, v = sizes
     schedule = make_schedule(*sizes)
-    assert in_flight(kind, p, m, v) == tuple(most_in_flight(schedule, c) for c in range(p))
+    counted = in_flight(kind, p, m, v)
+    assert counted == tuple(most_in_flight(schedule, c) for c in range(p))
+    assert not KINDS[kind].keeps_all or counted == (m * v,) * p
+
+
+@quick
+@given(schedule_sizes(most=6))
+def test_with_more_than_fill_the_pipeline_gradients_are_there_when_it_is_fullest(sizes: Sizes) -> None:
+    """The search counts gradients beside the most activations by `filling`: too small a number rules out plans that fit."""
+    kind, p, m, _ = sizes
+    if KINDS[kind].keeps_all or m <= KINDS[kind].filling(p):
+        return
+    for row in make_order(*sizes):
+        makes_gradients = [action.kind in ("backward", "backward_weights") for action in row]
+        steps = [(action.kind == "forward") - makes for action, makes in zip(row, makes_gradients, strict=True)]
+        held = list(accumulate(steps))
+        assert max(held[makes_gradients.index(True) :]) == max(held)
 
 
 def test_a_kind_that_lacks_a_field_is_none() -> None:

@@ -9,6 +9,14 @@ from typing import NoReturn
 
 def main() -> None:
     """Entry point. Our own errors are one line; a bug shows its traceback."""
+    try:
+        _run()
+    except KeyboardInterrupt:  # also while modules are loaded
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _run() -> None:
     from meshwright.cli.app import app
     from meshwright.core.errors import MeshwrightError, RefusedError, RunError
 
@@ -17,9 +25,6 @@ def main() -> None:
     except MeshwrightError as error:
         failed = isinstance(error, RunError) and not isinstance(error, RefusedError)
         _end(error, 1 if failed else 2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
 
 
 def _end(error: Exception, code: int) -> NoReturn:

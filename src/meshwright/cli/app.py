@@ -6,14 +6,36 @@ from importlib import import_module
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
+from meshwright.core.errors import InputError
 from meshwright.core.version import VERSION
+from meshwright.interop.flag_names import our_name
 
 VERBS = (
-    "probe", "models", "capture", "estimate", "plan", "sweep", "train", "export", "parity", "compare", "report", "watch",
-    "score", "launch", "doctor",
+    "probe", "clusters", "models", "capture", "estimate", "plan", "sweep", "train", "export", "parity", "compare", "report",
+    "watch", "score", "launch", "doctor",
 )  # fmt: skip
+
+
+class Verb(TyperCommand):
+    """A verb that knows what other libraries call its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        check_options(args, {option for parameter in self.params for option in parameter.opts})
+        return super().parse_args(ctx, args)
+
+
+def check_options(words: list[str], options: set[str]) -> None:
+    """Refuse an option by another library's name, or with one dash, with ours; all other wrong ones are told as misspelt."""
+    for word in words:
+        name = word.partition("=")[0]
+        if name in options or not name.startswith("-"):
+            continue
+        ours = our_name(name) if name.startswith("--") else name[1:]
+        option, _, value = f"--{ours}".replace("_", "-").partition("=")
+        if len(name) > 2 and option in options:
+            raise InputError(f"no option is called {name}: it is {option}{' ' if value else ''}{value} here")
 
 
 class Verbs(TyperGroup):
@@ -26,7 +48,7 @@ class Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in VERBS and self.commands[cmd_name] is None:
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-            alone.command()(getattr(import_module(f"meshwright.cli.{cmd_name}"), cmd_name))
+            alone.command(cls=Verb)(getattr(import_module(f"meshwright.cli.{cmd_name}"), cmd_name))
             self.commands[cmd_name] = typer.main.get_command(alone)
         return self.commands.get(cmd_name)
 

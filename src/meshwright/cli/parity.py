@@ -25,7 +25,7 @@ def parity(
     target: Annotated[str, typer.Argument(metavar="FILE.toml|MODEL")],
     flags: options.PlanFlags,
     nproc: options.NprocOption = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to compare.")] = 5,
     timeout: options.TimeoutOption = None,
     device: options.DeviceOption = "auto",
     backend: options.BackendOption = "auto",

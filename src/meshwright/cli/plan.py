@@ -28,7 +28,7 @@ def plan(
         str | None, typer.Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local', the default.")
     ] = None,
     hosts: options.HostsOption = None,
-    devices: Annotated[int | None, typer.Option("--devices", min=1, help="Use exactly so many devices.")] = None,
+    devices: Annotated[int | None, typer.Option("--devices", help="Use exactly so many devices.")] = None,
     nproc: options.NprocOption = None,
     memory: options.MemoryOption = None,
     search: options.SearchOption = "joint",
@@ -95,7 +95,8 @@ def plan(
         theirs = ForeignQuestion.ask(foreign, subject, found, flags.request, limits)
         improve_on(console, theirs, output, as_json)
         return
-    if console.is_terminal:  # a spinner is a thread, and beside one no second process could capture the other casting
+    # not a spinner: it is a thread, and beside one no second process could capture the other casting
+    if console.is_terminal and not as_json:
         console.print("following the model …", end="\r")
     found = asked_cluster(name, hosts, nproc, console.print)
     asked = PlanQuestion.ask(subject, found, flags.request, limits)

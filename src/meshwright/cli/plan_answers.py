@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from meshwright.core.cluster import Cluster
@@ -15,7 +16,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.result import SearchResult
 from meshwright.cost.estimate import estimate
 from meshwright.jobs.output import print_json, writing
-from meshwright.planner.clusters import asked_cluster, budget_of
+from meshwright.planner.clusters import asked_cluster, checked_budget
 from meshwright.planner.estimate import check_made_for
 from meshwright.planner.foreign import ForeignQuestion
 from meshwright.planner.graphs import graph_of
@@ -40,6 +41,8 @@ def check_plan_file(file: str) -> None:
 def answer(asked: PlanQuestion, console: Console, as_json: bool) -> SearchResult:
     """Where nothing fits: the nearest miss and the ways out; the error itself is said by whoever catches it."""
     try:
+        if as_json:  # nothing but the answer, on a terminal too
+            return asked.answer()
         with console.status("searching …") as status:
             return asked.answer(lambda progress: status.update(progress.words))
     except InfeasibleError as error:
@@ -68,26 +71,10 @@ def save(console: Console, plan: Plan, output: str | None) -> None:
 
 def as_object(result: SearchResult, asked: PlanQuestion) -> dict[str, Any]:
     """A search as one JSON object."""
-    said = (
-        "estimate",
-        "search_seconds",
-        "num_candidates",
-        "num_costed",
-        "gap",
-        "complete",
-        "claim",
-        "remark",
-        "method",
-    )
-    return {
-        "plan": result.plan,
-        "words": plan_in_words(result.plan, asked.cluster, asked.graph),
-        **{name: getattr(result, name) for name in said},
-        "runners_up": [
-            {"plan": other.plan, "step_seconds": other.step_seconds, "reason": other.reason}
-            for other in result.runners_up
-        ],
-    }
+    found = msgspec.structs.asdict(result)
+    del found["format"]  # of files of results
+    words = plan_in_words(result.plan, asked.cluster, asked.graph)
+    return {**found, "words": words, "gap": result.gap, "complete": result.complete}
 
 
 def compare_files(
@@ -121,7 +108,7 @@ def _estimate(plan: Plan, model: str, cluster: Cluster, file: str, memory: str |
         raise InputError(f"{file} does not say which model it is for: name the MODEL on the command line")
     graph = graph_of(model, plan.precision, plan.casting)
     check_made_for(plan, graph, file)
-    return estimate(graph, plan, cluster, budget_bytes=budget_of(memory))
+    return estimate(graph, plan, cluster, budget_bytes=checked_budget(memory, cluster))
 
 
 def _compare_estimates(console: Console, first: Estimate, second: Estimate, names: tuple[str, str]) -> dict[str, Any]:

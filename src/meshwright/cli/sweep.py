@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from meshwright.cli import options
 from meshwright.core.codec import write_whole
@@ -34,9 +35,7 @@ def sweep(
             "--global-batch", metavar="LIST", help="Samples per step: 64,128, or 64..512 for 64, 128, 256, 512."
         ),
     ] = None,
-    price: Annotated[
-        float | None, typer.Option("--price", min=0, help="Money per device-hour, in any currency.")
-    ] = None,
+    price: Annotated[float | None, typer.Option("--price", help="Money per device-hour, in any currency.")] = None,
     memory: options.MemoryOption = None,
     search: options.SearchOption = "joint",
     prefer_fastest: options.PreferFastestFlag = False,
@@ -64,17 +63,22 @@ def sweep(
     check_offload(flags.request)
     limits = Limits(None, memory, search, prefer_fastest)
     asked = SweepQuestion.ask(NamedModel(model), axes.clusters(cluster, console.print), flags.request, axes, limits)
-    with console.status("searching …") as status:
-        found = asked.answer(
-            price,
-            lambda number, count, on: status.update(f"searching {number} of {count}: {on.num_devices} devices"),
-        )
+    found = asked.answer(price) if as_json else _shown(asked, price, console)
     console.print(sweep_view(found))
     if output is not None:
         save(found, output)
         console.print(f"saved as {output}")
     if as_json:
         print_json(as_object(found))
+
+
+def _shown(asked: SweepQuestion, price: float | None, console: Console) -> Sweep:
+    """With what is searched now on the terminal."""
+    with console.status("searching …") as status:
+        return asked.answer(
+            price,
+            lambda number, count, on: status.update(f"searching {number} of {count}: {on.num_devices} devices"),
+        )
 
 
 def parse_list(text: str, flag: str) -> list[int]:

@@ -17,7 +17,7 @@ from meshwright.core.bounds import MOST_RANKS, Count, CountOrZero, Degree, NotNe
 from meshwright.core.codec import Value, check_fields, decode, decode_json, load
 from meshwright.core.collective import CollectiveKind
 from meshwright.core.constants import Constants, Origin, family_of
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError, check_number, nearest
 from meshwright.core.graph import OpKind
 from meshwright.core.units import GIB
 
@@ -148,6 +148,7 @@ class Cluster(Value, kw_only=True):
 
     @property
     def num_devices(self) -> int:
+        """Of all hosts."""
         return self.num_hosts * self.devices_per_host
 
     @classmethod
@@ -165,8 +166,7 @@ class Cluster(Value, kw_only=True):
 
 
 def check_hosts(hosts: int) -> int:
-    if hosts < 1:
-        raise InputError(f"--hosts is {hosts}: a cluster has at least one host")
+    check_number("--hosts", hosts)
     if hosts > MOST_RANKS:
         raise InputError(f"--hosts is {hosts}: a cluster has at most {MOST_RANKS} hosts")
     return hosts

@@ -108,6 +108,14 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"valid here: {', '.join(words)}" if words else "nothing is valid here"
 
 
+def check_number(name: str, value: object, least: int = 1) -> None:
+    """A number that a caller gave, or left out (None): whole and not too small, whichever face it came through."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name} is {value!r}: give a whole number, {least} or more")
+
+
 def check_choice(flag: str, value: str, valid: Iterable[str]) -> None:
     """A flag or keyword with a fixed set of words."""
     if value not in (words := tuple(valid)):

@@ -69,7 +69,14 @@ RatesOrigin = Literal["probe", "family", "assumed"]
 class Estimate(Value, kw_only=True):
     """What a plan is predicted to cost: seconds of a step by part, bytes of the worst device by category, and the collectives.
 
-    `fits` says whether the worst device holds it; `error_share` how far estimates by these rates have been off.
+        found = mw.estimate(model, cluster, tp=2, global_batch=64)
+        print(found.step_seconds, found.time_seconds.bubble, found.fits, found.needed_bytes)
+
+    step_seconds, time_seconds            a step, and its parts
+    peak_bytes, memory_bytes              of the worst device (`worst_rank`, `worst_moment`), and by category
+    needed_bytes, budget_bytes, fits      the peak with what allocator and driver hold; what it must fit in; whether it does
+    tokens_per_second, model_flops_utilisation, bubble, collectives
+    error_share, rates                    how far estimates by these rates have been off, and where the rates came from
     """
 
     format: Literal[1] = 1

@@ -239,6 +239,7 @@ class Graph(Value, kw_only=True, dict=True):
 
     @property
     def num_parameters(self) -> int:
+        """Numbers in all parameters; tied ones count once."""
         return sum(parameter.num_elements for parameter in self.own_parameters)
 
     @property

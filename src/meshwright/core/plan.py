@@ -216,6 +216,7 @@ class Plan(Value, kw_only=True, dict=True):
 
     @property
     def world(self) -> int:
+        """How many ranks it runs on."""
         return self.mesh.world
 
     @property

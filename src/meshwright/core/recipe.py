@@ -15,7 +15,11 @@ ItemBytes = Literal[1, 2, 4, 6, 8]
 
 
 class TrainingSystem(Value, kw_only=True):
-    """How a training system runs a plan. The defaults are Meshwright's own; report/published.py describes other systems."""
+    """How a training system stores, sends and fuses what a plan says. The defaults are Meshwright's own.
+
+    To cost what another system would take: Megatron-LM with 16-bit parameters beside fp32 masters is
+    `TrainingSystem(parameter_item_bytes=2, gradient_item_bytes=2, master_item_bytes=4)`. Item bytes are of one number.
+    """
 
     parameter_item_bytes: ItemBytes | None = None
     """What parameters are stored in; without it, fp32 (fp64 in fp64)."""
@@ -61,7 +65,16 @@ class TrainingSystem(Value, kw_only=True):
 
 
 class Recipe(Value, kw_only=True):
-    """The defaults are AdamW with its two moments, without clipping, as Meshwright runs it."""
+    """What training adds to the model, as far as time and memory follow from it. The defaults are AdamW without clipping.
+
+        mw.plan(model, cluster, recipe=mw.Recipe(optimizer_slots=1, clips=True))      # SGD with momentum, gradients clipped
+
+    optimizer_slots           tensors the size of a parameter that the optimizer keeps: 2 for Adam, 1 for momentum, 0 for plain SGD
+    optimizer_scalar_bytes    what it keeps beside them for each tensor
+    clips                     whether the norm of all gradients is known before they are used
+    fused_update              whether the update on a GPU runs in one pass, as torch's `fused=True`
+    system                    the training system that runs the plan: Meshwright, unless another one's published runs are costed
+    """
 
     optimizer_slots: Annotated[int, Meta(ge=0)] = 2
     """Tensors the size of a parameter that the optimizer keeps for it: 2 for Adam, 1 for momentum, 0 for plain SGD."""

@@ -24,7 +24,21 @@ _EVERY = re.compile(r"every:([1-9]\d*)")
 
 
 class PlanRequest(Value, kw_only=True):
-    """Field names are the plan flags' names."""
+    """The parts of a plan that somebody fixed, by the names of the plan flags; None leaves a part open.
+
+        mw.plain_plan(mw.PlanRequest(tp=2, global_batch=64), graph, world=8, cluster=cluster.hash)
+
+    dp, tp, pp, cp, ep            degrees of the axes; ep divides dp
+    virtual, schedule, ends       stages on each pp coordinate; their order; where embedding and head go: even, fewer, own
+    zero, hybrid                  ZeRO stage 0 to 3; ranks in one sharding group
+    sequence_parallel, context    under tp; under cp: heads or ring
+    microbatch, global_batch      samples per microbatch and dp rank; samples per step
+    recompute                     none, selective, full or every:K
+    precision, compile            fp64, fp32, bf16 or fp16; whether blocks are compiled
+    offload, offload_share, offload_moments, offload_delayed
+                                  what lies on the host, how much of it, in which dtype, and whether its update may be late
+    sync_batch_norm               batch norm over the samples of all dp ranks
+    """
 
     dp: Degree | None = None
     tp: Degree | None = None
@@ -61,6 +75,7 @@ class PlanRequest(Value, kw_only=True):
 
     @property
     def degrees(self) -> dict[str, int | None]:
+        """Of every axis, as far as they are fixed."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def offloading(self, what: str | None = None) -> Offload:

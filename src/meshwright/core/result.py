@@ -53,8 +53,15 @@ class RunnerUp(Value, kw_only=True):
 class SearchResult(Value, kw_only=True):
     """The answer of a search: the plan, its estimate, why every other candidate lost, and what was proven about it.
 
-    `print(result)` shows the choice in words. `claim` says whether no plan is faster, how large the gap may be, and which plans
-    were left out.
+        result = mw.plan(model, cluster)
+        print(result)                               # the choice in words, and the runners-up
+        result.plan.save("plan.json")
+
+    plan, estimate              the choice, and what it is predicted to cost
+    runners_up                  plans that lost, best first, each with the reason
+    claim                       whether no plan is faster, how large the gap may be, and which plans were left out; gap, complete
+    num_candidates, num_costed, search_seconds, method, remark
+                                how it was found, and why it is not the fastest that was found, where it is not
     """
 
     largest_file_bytes = LARGEST_RECORD_BYTES
@@ -76,10 +83,12 @@ class SearchResult(Value, kw_only=True):
 
     @property
     def gap(self) -> float | None:
+        """No plan that was searched is faster by more than this share; None: nothing is proven."""
         return self.claim.gap
 
     @property
     def complete(self) -> bool:
+        """Whether all plans that were asked for were searched."""
         return self.claim.complete
 
     def __str__(self) -> str:
@@ -115,12 +124,12 @@ class SearchProgress(Value, kw_only=True):
 
     @property
     def words(self) -> str:
-        """In a line."""
+        """In a line of a narrow terminal."""
         words = f"searching {self.stage}: {self.num_costed} costed"
         if self.best_seconds is None:
             return f"{words}, none fits so far"
-        gap = "" if self.gap is None else f", at most {self.gap:.0%} from the fastest there is"
-        return f"{words}, the best {format_seconds(self.best_seconds)} a step{gap}"
+        gap = "" if self.gap is None else f", gap at most {self.gap:.0%}"
+        return f"{words}, best {format_seconds(self.best_seconds)} a step{gap}"
 
 
 def describe(plan: Plan) -> str:

@@ -41,6 +41,8 @@ class Unreadable(Measured, kw_only=True):
 
 
 class Run(Measured, kw_only=True):
+    """One published run of a language model: its sizes, its plan, and what was measured."""
+
     model: str = ""
     layers: Count
     hidden: Count

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from meshwright.core.codec import check_fields
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.core.request import PlanRequest
@@ -48,15 +49,17 @@ def read_settings(
     changes |= {name: given[name] for name in ("device", "backend") if given[name] != "auto"}
     if given["restarts"] is not None or given["fewer_ranks"]:
         changes["faults"] = _with_restarts(settings.faults, given["restarts"], given["fewer_ranks"])
-    if given["memory"] is not None:
-        changes["memory_bytes"] = parse_bytes(given["memory"])
+    if (memory := given["memory"]) is not None:
+        changes["memory_bytes"] = memory if isinstance(memory, int) else parse_bytes(memory)
     if plan_file is not None:
         changes["plan_file"] = plan_file
     elif settings.plan_file is not None and request != PlanRequest():
         raise InputError(
             f"{file} names a whole plan, {settings.plan_file}: leave the plan flags out, or edit that plan"
         )
-    return msgspec.structs.replace(settings, plan=settings.plan.updated(request), **changes)
+    changed = msgspec.structs.replace(settings, plan=settings.plan.updated(request), **changes)
+    check_fields(changed, InputError)
+    return changed
 
 
 def put_right(file: str, out: str | None, console: Console) -> None:
@@ -101,6 +104,7 @@ def with_plan_of_before(settings: Settings, world: int) -> Settings:
 def _with_restarts(faults: FaultSettings, restarts: int | None, fewer_ranks: bool | None) -> FaultSettings:
     changes: dict[str, Any] = {} if restarts is None else {"restarts": restarts}
     found = msgspec.structs.replace(faults, **changes, **({"ranks": "fewer"} if fewer_ranks else {}))
+    check_fields(found, InputError)
     if fewer_ranks and not found.restarts:
         raise InputError("--fewer-ranks says how a run goes on after a fault, but it has no restarts: add --restarts N")
     return found

@@ -26,7 +26,7 @@ def train(
     verify: bool = False,
     out: str | PathLike[str] | None = None,
     seed: int | None = None,
-    memory: str | None = None,
+    memory: str | int | None = None,
     timeout: float | None = None,
     restarts: int | None = None,
     fewer_ranks: bool = False,

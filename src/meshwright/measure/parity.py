@@ -64,7 +64,13 @@ Tamper = Callable[[Program], None]
 
 
 class ParityResult(Value, kw_only=True):
-    """Whether a plan does what one process does: the largest differences, their bound, and the first that is above it."""
+    """Whether a plan does what one process does: the largest differences, their bound, and the first that is above it.
+
+    ok                    parity holds; else first_difference names the first tensor that differs
+    max_loss_difference, max_gradient_difference, max_parameter_difference
+                          relative to the largest entry of the reference tensor; all within `bound` where parity holds
+    losses                of the plan and of one process, step by step
+    """
 
     ok: bool
     max_loss_difference: float

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from meshwright.core.cluster import Cluster, check_hosts, load_cluster
-from meshwright.core.errors import InputError, check_choice
+from meshwright.core.errors import InputError, check_choice, check_number
 from meshwright.core.units import format_bytes, parse_bytes
 
 Say = Callable[[str], None]
@@ -83,14 +83,10 @@ def probed(nproc: int | None, device: str, backend: str, fresh: bool = False, sa
     return cluster
 
 
-def budget_of(memory: str | int | None) -> int | None:
-    """Bytes a device may use, as people write them."""
-    return parse_bytes(memory) if isinstance(memory, str) else memory
-
-
 def checked_budget(memory: str | int | None, cluster: Cluster) -> int | None:
-    """A budget that no device has would let a plan fit that cannot run."""
-    budget, has = budget_of(memory), cluster.device.memory_bytes
+    """Bytes a device may use. A budget that no device has would let a plan fit that cannot run."""
+    budget, has = parse_bytes(memory) if isinstance(memory, str) else memory, cluster.device.memory_bytes
+    check_number("--memory", budget)
     if budget is not None and budget > has:
         raise InputError(
             f"--memory {memory} is more than the {format_bytes(has)} that a device of '{cluster.name}' has: leave it out, or "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Unpack
 
+from meshwright.core.axes import RANK_AXES
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InputError, PlanError
 from meshwright.core.estimate import Estimate
@@ -15,7 +17,7 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.cost.estimate import check_memory_of_all
 from meshwright.cost.estimate import estimate as estimate_plan
-from meshwright.planner.clusters import LOCAL, Say, asked_cluster, budget_of, silent
+from meshwright.planner.clusters import LOCAL, Say, asked_cluster, checked_budget, silent
 from meshwright.planner.flags import PlanFlags, request_of
 from meshwright.planner.plan import NO_LIMITS, Limits, plain_precision
 from meshwright.planner.subject import Subject, subject_of
@@ -74,12 +76,13 @@ class EstimateQuestion:
         limits: Limits = NO_LIMITS,
     ) -> EstimateQuestion:
         """plan: a whole one; without it, the request with plain defaults for the rest."""
+        budget = checked_budget(limits.memory, cluster)
         if plan is None:
             whole, graph = _plain(subject, request, cluster, limits.devices)
         else:
             whole, graph = _given(subject, request, plan)
         check_uses_all(whole, cluster, limits.devices)
-        return cls(whole, graph, cluster, budget_of(limits.memory), limits.recipe)
+        return cls(whole, graph, cluster, budget, limits.recipe)
 
     def answer(self) -> Estimate:
         check_memory_of_all(self.graph, self.plan, self.cluster)
@@ -106,8 +109,7 @@ def name_of(plan: Plan | str | PathLike[str]) -> str:
 
 def check_uses_all(plan: Plan, cluster: Cluster, devices: int | None) -> None:
     """Devices are left idle only where somebody says so."""
-    mesh = plan.mesh
-    used = f"pp {mesh.pp} · dp {mesh.dp} · cp {mesh.cp} · tp {mesh.tp} = {plan.world}"
+    used = " · ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in RANK_AXES) + f" = {plan.world}"
     if devices is not None and plan.world != devices:
         raise PlanError(f"--devices is {devices}, but the plan uses {used}: make them equal")
     if devices is None and plan.world < cluster.num_devices:
@@ -139,4 +141,4 @@ def _world(request: PlanRequest, devices: int) -> int:
     """Degrees that were given in full say how many ranks; else all devices are used."""
     if request.dp is None:
         return devices
-    return request.dp * (request.tp or 1) * (request.pp or 1) * (request.cp or 1)
+    return prod(request.degrees[axis] or 1 for axis in RANK_AXES)

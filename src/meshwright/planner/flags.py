@@ -13,6 +13,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.graph import Precision
 from meshwright.core.plan import ContextWay, ScheduleKind, ZeroStage
 from meshwright.core.request import Ends, PlanRequest
+from meshwright.interop.flag_names import our_name
 
 
 class SweptFlags(TypedDict, total=False):
@@ -54,5 +55,14 @@ def request_of(flags: PlanFlags | SweptFlags, verb: Callable[..., Any]) -> PlanR
     for name in flags:
         if name not in known:
             own = [p.name for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD]
-            raise InputError(f"mw.{verb.__name__} takes no keyword '{name}': {nearest(name, [*known, *own])}")
+            raise InputError(f"mw.{verb.__name__} takes no keyword '{name}': {_hint(name, [*known, *own])}")
     return decode(msgspec.to_builtins(fixed), PlanRequest, "plan flags")
+
+
+def _hint(name: str, taken: list[str]) -> str:
+    """What another library calls so; else the nearest."""
+    ours = our_name(name)
+    if ours is not None and ours.partition("=")[0] in taken:
+        keyword, _, value = ours.partition("=")
+        return f"it is called {keyword} here" + (f", {keyword}={value!r}" if value else "")
+    return nearest(name, taken)

@@ -13,7 +13,7 @@ import msgspec
 from torch import nn
 
 from meshwright.capturing.capture import capture_source
-from meshwright.core.errors import InputError, PlanError
+from meshwright.core.errors import InputError, PlanError, check_number
 from meshwright.core.graph import Graph
 from meshwright.core.names import expand_names
 from meshwright.core.plan import Plan
@@ -77,9 +77,17 @@ def parity(
         )
     if (device, backend) not in (("auto", "auto"), ("cpu", "auto"), ("cpu", "gloo")):
         raise InputError("a module in memory is compared on CPU ranks: leave device and backend out")
+    check_comparison(steps, timeout)
     objective = objective_of(loss, count)
     live = LiveModel(skeleton(model), small_batch(batch), objective.loss, objective.count)
     return _compare_live(live, small_plan(live.source(), request, nproc or default_num_ranks()), steps, timeout)
+
+
+def check_comparison(steps: int, timeout: float | None) -> None:
+    """What ranks are told beside the plan."""
+    check_number("--steps", steps)
+    if timeout is not None and not timeout >= 0:
+        raise InputError(f"--timeout is {timeout}: give seconds, or 0 for no limit")
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,7 @@ class ParityQuestion:
 
     def payload(self, steps: int, device: str, backend: str, timeout: float | None) -> dict[str, Any]:
         """What each rank is told."""
+        check_comparison(steps, timeout)
         told = {"model": self.model, "plan": msgspec.to_builtins(self.plan), "steps": steps}
         return {**told, "device": device, "backend": backend, **({} if timeout is None else {"timeout": timeout})}
 

@@ -14,7 +14,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, check_number
 from meshwright.core.graph import Graph, Precision
 from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Plan
@@ -42,6 +42,9 @@ class Limits:
     """Whether the fastest plan is taken even where a simpler one is as fast within the estimate's error."""
     recipe: Recipe | None = None
     """What training adds to the model."""
+
+    def __post_init__(self) -> None:
+        check_number("--devices", self.devices)
 
 
 NO_LIMITS = Limits()

@@ -22,11 +22,11 @@ from meshwright.planner.graphs import graph_file
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.models.objective import Batch
+    from meshwright.models.objective import Batch, Objective
 
 SHARDING_VERSION = 3
 """Raised when other shardings become legal: those kept from before are then tried again."""
-_CAPTURED: dict[str, tuple[weakref.ref[nn.Module], Batch]] = {}
+_CAPTURED: dict[str, tuple[weakref.ref[nn.Module], Batch, Objective]] = {}
 """Models that were captured in this process, by the identity of their graph."""
 
 
@@ -58,19 +58,31 @@ def _file(plan: Plan, model: str) -> Path | None:
     return graph.parent.parent / "shardings" / f"{stable_hash(facts)}.json"
 
 
-def remember(graph: Graph, model: nn.Module, batch: Batch) -> Graph:
+def remember(graph: Graph, model: nn.Module, batch: Batch, objective: Objective) -> Graph:
     """The module that a graph was captured from."""
-    _CAPTURED[graph.identity] = weakref.ref(model), batch
+    _CAPTURED[graph.identity] = weakref.ref(model), batch, objective
     return graph
+
+
+def remembered(identity_of_graph: str) -> tuple[nn.Module, Batch, Objective] | None:
+    """What a graph was captured from, where that was in this process, and the module still is as it was."""
+    from meshwright.models.parameters import list_parameters
+
+    if identity_of_graph not in _CAPTURED:
+        return None
+    reference, batch, objective = _CAPTURED[identity_of_graph]
+    model = reference()
+    if model is None or identity(list_parameters(model)) != identity_of_graph:
+        return None
+    return model, batch, objective
 
 
 def settled(plan: Plan) -> Plan:
     """The plan with shardings that run, where its model was captured here."""
-    reference, batch = _CAPTURED.get(plan.graph, (None, None))
-    model = reference() if reference is not None else None
-    if model is None or batch is None:
+    found = remembered(plan.graph)
+    if found is None:
         return plan
-    from meshwright.models.parameters import list_parameters
     from meshwright.runtime.split.legal import legal_plan
 
-    return plan if identity(list_parameters(model)) != plan.graph else legal_plan(plan, model, batch)
+    model, batch, _ = found
+    return legal_plan(plan, model, batch)

@@ -15,7 +15,7 @@ from meshwright.core.errors import GuessWarning, InputError
 from meshwright.core.graph import Casting, Graph, Precision
 from meshwright.core.plan import Plan
 from meshwright.planner.graphs import SIXTEEN_BITS, both_castings, graph_of
-from meshwright.planner.shardings import settled, with_legal_sharding
+from meshwright.planner.shardings import remembered, settled, with_legal_sharding
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,15 +86,27 @@ class ModuleInMemory(Subject):
 
 @dataclass(frozen=True)
 class GivenGraph(Subject):
-    """A graph: planned in the precision it was captured in. Shardings are tried where its module is still in this process."""
+    """A graph: planned in the precision it was captured in. Where its module is still in this process, shardings are tried on it,
+    and it is captured in the other casting; else all plans are costed with the graph."""
 
     given: Graph
 
     def graph(self, precision: Precision, casting: Casting = "autocast") -> Graph:
-        return self.given
+        if casting == self.given.casting or precision not in SIXTEEN_BITS:
+            return self.given
+        return self._in_other_casting(casting) or self.given
 
     def both_castings(self, precision: Precision) -> tuple[Graph, Graph | None]:
-        return self.given, None
+        if precision not in SIXTEEN_BITS:
+            return self.given, None
+        return self.given, self._in_other_casting("parameters" if self.given.casting == "autocast" else "autocast")
+
+    def _in_other_casting(self, casting: Casting) -> Graph | None:
+        if (found := remembered(self.given.identity)) is None:
+            return None
+        model, batch, objective = found
+        with warnings.catch_warnings(action="ignore", category=GuessWarning):  # what there is to say was said
+            return ModuleInMemory(model, batch, objective).graph(self.given.precision, casting)
 
     def with_legal_sharding(self, plan: Plan) -> Plan:
         return settled(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -102,6 +103,8 @@ class SweepQuestion:
 
     def answer(self, price: float | None = None, watch: Watch | None = None) -> Sweep:
         """price: money per device-hour. watch: told before each point."""
+        if price is not None and not 0 <= price < inf:
+            raise InputError(f"--price is {price}: give money per device-hour, 0 or more")
         found = []
         for number, point in enumerate(self.points, start=1):
             if watch is not None:

@@ -79,18 +79,27 @@ def place_words(group: Group, cluster: Cluster, world: int) -> str:
 
 
 def stage_words(plan: Plan, graph: Graph | None = None) -> str:
-    """How many stages, and how many repeated blocks each holds."""
+    """How many stages, and how many repeated blocks each holds; an embedding or head with a stage of its own is named."""
     counts = stage_counts(plan, graph)
     noun = f"{len(counts)} pipeline stages"
+    first, last = (1 if any(counts) and counts[end] == 0 else 0 for end in (0, -1))
+    inner = counts[first : len(counts) - last]
+    if not first and not last:
+        return f"{noun} {_shares(counts, 0)}"
+    return f"{noun}: {', '.join(['the embedding'] * first + [f'{len(inner)} {_shares(inner, first)}'] + ['the head'] * last)}"
+
+
+def _shares(counts: list[int], first: int) -> str:
+    """Blocks of stages that stand in a row; first: the number of the first of them."""
     usual, times = Counter(counts).most_common(1)[0]
     if times == len(counts):
-        return f"{noun} of {_blocks(usual)}"
+        return f"of {_blocks(usual)}"
     if len(counts) <= MOST_STAGES_LISTED:
-        return f"{noun} of {_listed([str(count) for count in counts])} blocks"
-    others = [f"stage {number} of {count}" for number, count in enumerate(counts) if count != usual]
+        return f"of {_listed([str(count) for count in counts])} blocks"
+    others = [f"stage {number} of {count}" for number, count in enumerate(counts, first) if count != usual]
     if len(others) <= 4:
-        return f"{noun} of {_blocks(usual)} ({_listed(others)})"
-    return f"{noun} of {min(counts)} to {max(counts)} blocks"
+        return f"of {_blocks(usual)} ({_listed(others)})"
+    return f"of {min(counts)} to {max(counts)} blocks"
 
 
 def stage_counts(plan: Plan, graph: Graph | None = None) -> list[int]:

@@ -51,7 +51,14 @@ class SweepPoint(Value, kw_only=True):
 
 
 class Sweep(Value, kw_only=True):
-    """The best plans at several cluster sizes or batch sizes, with what they cost."""
+    """The best plans at several cluster sizes or batch sizes, with what they cost.
+
+        found = mw.sweep(model, "a100-80g-selene", hosts=[1, 2, 4], price=2.0)
+        print(found.fastest.num_hosts, found.cheapest.money(found.price))
+
+    points    one a size: its plan and estimate, or the reason why nothing fits
+    price     money per device-hour, where it was given
+    """
 
     model: str
     cluster: str
@@ -61,6 +68,7 @@ class Sweep(Value, kw_only=True):
 
     @property
     def feasible(self) -> tuple[SweepPoint, ...]:
+        """The points that have a plan."""
         return tuple(point for point in self.points if point.estimate is not None)
 
     @property

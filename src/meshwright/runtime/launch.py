@@ -20,7 +20,15 @@ from typing import Any
 import msgspec
 
 from meshwright.core.codec import decode
-from meshwright.core.errors import FailsUnderPlanError, HangError, InputError, OutOfMemoryError, RefusedError, RunError
+from meshwright.core.errors import (
+    FailsUnderPlanError,
+    HangError,
+    InputError,
+    OutOfMemoryError,
+    RefusedError,
+    RunError,
+    check_number,
+)
 from meshwright.core.run.fault import Fault
 from meshwright.core.units import format_bytes
 from meshwright.runtime.affinity import local_cores
@@ -37,8 +45,7 @@ RANKS_PER_CORE = 16
 def check_num_ranks(num_ranks: int) -> None:
     """More ranks than this machine can hold are refused before anything starts."""
     most = RANKS_PER_CORE * len(local_cores())
-    if num_ranks < 1:
-        raise InputError(f"--nproc {num_ranks}: at least one rank is needed")
+    check_number("--nproc", num_ranks)
     if num_ranks > most:
         raise InputError(
             f"--nproc {num_ranks}: this machine has {len(local_cores())} cores; run at most {most} ranks on it"

@@ -148,10 +148,12 @@ class Program:
 
     @property
     def loss_scale(self) -> LossScale | None:
+        """What losses are multiplied by in fp16; None in other precisions."""
         return self._update.loss_scale
 
     @property
     def num_steps(self) -> int:
+        """Steps made since the program was."""
         return self._history.num_steps
 
     def step(self, batch: Batch, signal: float = 0.0) -> StepOutput:

@@ -77,10 +77,12 @@ class StepOutput:
 
     @property
     def seconds(self) -> float:
+        """Of the whole step, on this rank."""
         return self._marks[0][1].seconds_until(self._marks[-1][1])
 
     @property
     def time_seconds(self) -> TimeParts:
+        """The step by part, on this rank."""
         parts: dict[str, float] = {}
         for (_, start), (name, end) in pairwise(self._marks):
             part = PARTS.get(name, name)

@@ -38,6 +38,15 @@ class Trouble:
 
 
 class Guard:
+    """Judges every loss of a loop of one's own, as `meshwright train` does: is it a number, is it far above those before it?
+
+    guard = mw.Guard(mw.FaultSettings(on_nan="stop", on_spike="skip", spike=3.0))
+    if found := guard.trouble(loss):
+        ...                          # found.answer: "stop", "skip" or "rollback"; found.words says why
+    else:
+        guard.accept(loss)
+    """
+
     def __init__(self, settings: FaultSettings) -> None:
         self.settings = settings
         self._good: deque[float] = deque(maxlen=WINDOW)
@@ -55,6 +64,7 @@ class Guard:
         return self.settings.on_spike != "ignore" or self.settings.on_nan == "rollback"
 
     def trouble(self, loss: float) -> Trouble | None:
+        """What is wrong with a loss, and what the settings answer; None for a good one."""
         if not math.isfinite(loss):
             return Trouble(self.settings.on_nan, f"the loss is {loss}")
         if self.settings.on_spike == "ignore" or loss <= (bound := self._bound()):
@@ -70,6 +80,7 @@ class Guard:
         return found is None or found.answer != "skip"
 
     def accept(self, loss: float) -> None:
+        """Take a good loss into the median that the next ones are compared with."""
         self._good.append(loss)
         self._num_skips = 0
 

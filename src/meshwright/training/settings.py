@@ -73,7 +73,14 @@ class CheckpointSettings(Value, kw_only=True):
 
 
 class FaultSettings(Value, kw_only=True):
-    """What a run does when something goes wrong."""
+    """What a run does when something goes wrong: `[faults]` of its settings, and what a `mw.Guard` goes by.
+
+    restarts                how often a run goes on from its last checkpoint after a rank was lost
+    ranks                   same, or fewer: without the rank that was lost, under a new plan where the old one needs it
+    on_nan                  a loss that is no number: stop, skip (the update), or rollback (to the last checkpoint, and on behind)
+    on_spike, spike         the same, or ignore, for a loss more than `spike` times the median of the last 50
+    check_replicas_every    steps between two comparisons of parameters that dp ranks hold alike; 0 for none
+    """
 
     restarts: CountOrZero = 0
     """How often in all a run goes on from its last checkpoint after a rank was killed, hung, failed or lost its link."""

@@ -44,7 +44,11 @@ Order: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
 class Schedule(Value, kw_only=True):
-    """The order of all stage work in a step: one list of actions for each pp coordinate."""
+    """The order of all stage work in a step: one list of actions for each pp coordinate.
+
+    Stages are numbered along the model. An action is a forward or backward of one stage for one microbatch, a transfer of what
+    passes between two stages, or the update. The runtime loops over the lists, the cost model plays them, the report draws them.
+    """
 
     format: Literal[1] = 1
     kind: ScheduleKind
@@ -58,6 +62,7 @@ class Schedule(Value, kw_only=True):
 
     @property
     def num_coordinates(self) -> int:
+        """The degree of pp."""
         return len(self.actions)
 
     @property
@@ -66,6 +71,7 @@ class Schedule(Value, kw_only=True):
         return tuple(tuple(action for action in row if action.kind in COMPUTE_KINDS) for row in self.actions)
 
     def coordinate_of(self, stage: int) -> int:
+        """The pp coordinate that a stage lies on."""
         return coordinate_of(stage, self.num_coordinates, self.placement)
 
     @property

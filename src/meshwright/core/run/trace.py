@@ -82,7 +82,18 @@ class MemoryPoint(Value, kw_only=True):
 
 
 class Trace(Value, kw_only=True):
-    """What a run did, as one rank saw it: an Estimate's fields, observed."""
+    """What a run did, as one rank saw it: an Estimate's fields, observed.
+
+        trace = program.trace()                    # or mw.Trace.load("runs/mine/trace.json")
+        print(mw.predicted_vs_measured(estimate, trace))
+
+    step_seconds, time_seconds    median of the steps that count, and its parts
+    peak_bytes, memory_bytes      at the allocator, of the worst rank, and by category; None when no step was sampled
+    tokens_per_second, host_bytes, num_steps, steps
+                                  throughput, peak memory of the process, and every step's loss and seconds
+    timeline, part_seconds, memory_over_time, collectives
+                                  the last sampled step, moment by moment
+    """
 
     largest_file_bytes = LARGEST_RECORD_BYTES
 
