@@ -80,7 +80,7 @@ def test_ends_count_as_blocks_or_have_stages_of_their_own(
     ("pp", "ends", "said"),
     [
         (5, "even", "'hand' has 4 repeated blocks: set pp · virtual to 4 or less, set ends to own, or give the stages"),
-        (7, "even", "set pp · virtual to 4 or less, or give the stages"),
+        (7, "even", "set pp · virtual to 4 or less, or to 6 with ends own"),
         (7, "own", "4 repeated blocks beside its embedding and head: set pp · virtual to 6 or less"),
         (7, "fewer", "set pp · virtual to 6 or less"),
         (

@@ -174,8 +174,12 @@ def _check_number(graph: Graph, units: Units, pp: int, virtual: int, ends: Ends)
         return
     few = "" if num_repeated else " (modules of a list; one layer that is called again and again, as ALBERT's, is none)"
     beside = "" if ends == "even" else " beside its embedding and head"
-    possible = ends == "even" and num_repeated and num_stages <= len(units)
-    other = f", set ends to {'own' if units.embedding and units.head else 'fewer'}" if possible else ""
+    other = ""
+    if ends == "even" and num_repeated and len(units) > most:
+        asked = (
+            f"ends {'to ' if num_stages <= len(units) else ''}{'own' if units.embedding and units.head else 'fewer'}"
+        )
+        other = f", set {asked}" if num_stages <= len(units) else f", or to {len(units)} with {asked}"
     raise PlanError(
         f"pp={pp} with virtual={virtual} needs {num_stages} stages, but '{graph.model}' has {num_repeated} repeated "
         f"blocks{few}{beside}: set pp · virtual to {most} or less{other}, or give the stages in a plan file"

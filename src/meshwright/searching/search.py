@@ -15,7 +15,7 @@ import msgspec
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InfeasibleError, InputError, nearest
 from meshwright.core.estimate import Estimate
-from meshwright.core.graph import Graph
+from meshwright.core.graph import PRECISION_BYTES, Graph
 from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
@@ -176,6 +176,6 @@ def _infeasible(missing: list[tuple[Plan, Estimate]], problem: Problem) -> Infea
         f"none of {len(missing)} candidates fits {format_bytes(found.budget_bytes)} per device on {cluster.num_devices} × "
         f"{cluster.device.name}. The nearest miss ({describe(plan)}) needs {format_bytes(needed)}, "
         f"{format_bytes(needed - found.budget_bytes)} too much, most of it {', '.join(largest_parts(found))}. "
-        "Use more devices, a smaller global batch, bf16, or a larger --memory",
+        f"Use more devices, a smaller global batch, {'bf16, ' if PRECISION_BYTES[plan.precision] > 2 else ''}or a larger --memory",
         infeasible(problem, plan, found, len(missing)),
     )

@@ -44,23 +44,24 @@ def steps_of_many(order: Order, stages: Sequence[StageOfMany], transfers: Transf
     """Seconds of the step of every cut."""
     rules = MessageRules(order, stages, transfers)
     rows = [rules.row(coordinate) for coordinate in range(len(order))]
-    lighter = {id(rule): _lighter(rule) for row in rows for rule in {id(rule): rule for rule, _ in row}.values()}
-    machine = _MachineOfMany(
-        [[(lighter[id(rule)], microbatch) for rule, microbatch in row] for row in rows],
-        rules.num_microbatches,
-        len(stages),
-    )
+    machine = _MachineOfMany(_lighter(rows), rules.num_microbatches, len(stages))
     machine.holds = transfers != "asynchronous"
     machine.run()
     return np.asarray(np.max(machine.clock, axis=0))
 
 
-def _lighter(rule: Rule) -> Rule:
-    """With what takes no time in any cut marked as such."""
-    return rule._replace(
-        wire=rule.wire if np.any(rule.wire) else NO_TIME,
-        extra_after=rule.extra_after if np.any(rule.extra_after) else NO_TIME,
-    )
+def _lighter(rows: list[list[tuple[Rule, int]]]) -> list[list[tuple[Rule, int]]]:
+    """With what takes no time in any cut marked as such: links that carry nothing, and nothing behind an action."""
+    every = {id(rule): rule for row in rows for rule, _ in row}
+    used = {rule.link for rule in every.values() if np.any(rule.wire)}
+    lighter = {
+        key: rule._replace(
+            wire=rule.wire if rule.link in used else NO_TIME,
+            extra_after=rule.extra_after if np.any(rule.extra_after) else NO_TIME,
+        )
+        for key, rule in every.items()
+    }
+    return [[(lighter[id(rule)], microbatch) for rule, microbatch in row] for row in rows]
 
 
 class _MachineOfMany(Machine):

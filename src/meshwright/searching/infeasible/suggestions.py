@@ -60,8 +60,12 @@ def binding_constraint(estimate: Estimate) -> str:
 
 
 def largest_parts(estimate: Estimate) -> list[str]:
-    """The two categories of memory that have most bytes, in words."""
-    parts = msgspec.structs.asdict(estimate.memory_bytes)
+    """The two categories of memory that have most bytes, in words. What no tensor uses counts too."""
+    parts = {
+        **msgspec.structs.asdict(estimate.memory_bytes),
+        "driver and communicators": estimate.context_bytes,
+        "the allocator's slack": estimate.reserved_bytes - estimate.peak_bytes,
+    }
     largest = sorted(parts, key=lambda name: -parts[name])[:2]
     return [f"{name.replace('_', ' ')} {format_bytes(parts[name])}" for name in largest]
 

@@ -100,9 +100,14 @@ class BestFirst:
         """bound: of the node that was opened last."""
         if self.problem.watch is None:
             return
-        best = self.best_seconds if self.fastest is not None else None
+        if self.fastest is not None:
+            self.drafts.best_seconds = min(self.drafts.best_seconds, self.fastest[1].step_seconds)
+        best = self.drafts.best_seconds
         progress = SearchProgress(
-            stage=self.stage, num_costed=len(self.costed), best_seconds=best, bound_seconds=bound or None
+            stage=self.stage,
+            num_costed=len(self.drafts.fitted),
+            best_seconds=best if best < inf else None,
+            bound_seconds=bound or None,
         )
         self.problem.watch(progress)
 

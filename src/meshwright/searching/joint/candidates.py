@@ -41,6 +41,8 @@ class Drafts:
         """Candidates that any part of the search has looked at."""
         self.fitted: dict[tuple[object, ...], tuple[Plan, Estimate] | None] = {}
         """Plans that were costed, by their identity; None where nothing made one fit."""
+        self.best_seconds = inf
+        """Of the fastest plan that any part of the search has found, for people who watch it."""
         self.family_bounds: dict[tuple[object, ...], float] = {}
         self.shape_bounds: dict[tuple[object, ...], float] = {}
         self._fewest: dict[tuple[object, ...], HeldMicrobatches] = {}

@@ -54,7 +54,8 @@ def first_plans(problem: Problem, drafts: Drafts) -> list[tuple[Plan, Estimate]]
         return costed
     mesh = best.fastest[0].mesh
     same = narrowed(problem, mesh.degrees)
-    assert same is not None
+    if same is None:
+        return costed
     then = BestFirst(
         same, drafts, known=costed, most_costed=2 * MOST_DIVED, most_opened=FEW_OPENED, stage="the best mesh so far"
     )
