@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from meshwright.cli import options
 from meshwright.core.codec import write_whole
 from meshwright.core.errors import InputError
 from meshwright.jobs.output import make_console, print_json, writing
-from meshwright.planner.plan import Limits, check_offload
-from meshwright.planner.subject import NamedModel
-from meshwright.planner.sweep import Axes, SweepQuestion
+from meshwright.planner import sweep as planner
 from meshwright.report.sweep import Sweep, as_csv, as_rows, sweep_view
 from meshwright.report.sweep_page import sweep_page
 
@@ -22,25 +20,20 @@ FORMATS = (".html", ".csv", ".json")
 
 @options.plan_flags
 def sweep(
-    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    model: Annotated[str, Argument(metavar="MODEL")],
     flags: options.PlanFlags,
     cluster: options.ClusterOption = "local",
     hosts: Annotated[
-        str | None, typer.Option("--hosts", metavar="LIST", help="Numbers of hosts: 1,2,4, or 1..8 for 1, 2, 4, 8.")
+        str | None, Option(metavar="LIST", help="Numbers of hosts: 1,2,4, or 1..8 for 1, 2, 4, 8.")
     ] = None,
     global_batch: Annotated[
-        str | None,
-        typer.Option(
-            "--global-batch", metavar="LIST", help="Samples per step: 64,128, or 64..512 for 64, 128, 256, 512."
-        ),
+        str | None, Option(metavar="LIST", help="Samples per step: 64,128, or 64..512 for 64, 128, 256, 512.")
     ] = None,
-    price: Annotated[
-        float | None, typer.Option("--price", min=0, help="Money per device-hour, in any currency.")
-    ] = None,
+    price: Annotated[float | None, Option(min=0, help="Money per device-hour, in any currency.")] = None,
     memory: options.MemoryOption = None,
     search: options.SearchOption = "joint",
     prefer_fastest: options.PreferFastestFlag = False,
-    output: Annotated[str | None, typer.Option("-o", "--output", help="Save as .html, .csv or .json.")] = None,
+    output: Annotated[str | None, Option("-o", "--output", help="Save as .html, .csv or .json.")] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Search the best plan at each of several cluster sizes or batch sizes, to choose what to rent.
@@ -57,18 +50,15 @@ def sweep(
         raise InputError("--plan gives a whole plan, and this verb searches one at each point: leave it out")
     if output is not None and Path(output).suffix not in FORMATS:
         raise InputError(f"{output}: a sweep is saved as {', '.join(FORMATS)}")
-    sizes = parse_list(hosts, "--hosts") if hosts is not None else []
-    batches = parse_list(global_batch, "--global-batch") if global_batch is not None else []
+    sizes = parse_list(hosts, "--hosts") if hosts is not None else None
+    batches = parse_list(global_batch, "--global-batch") if global_batch is not None else None
     console = make_console(as_json)
-    axes = Axes(tuple(sizes), tuple(batches))
-    check_offload(flags.request)
-    limits = Limits(None, memory, search, prefer_fastest)
-    asked = SweepQuestion.ask(NamedModel(model), axes.clusters(cluster, console.print), flags.request, axes, limits)
     with console.status("searching …") as status:
-        found = asked.answer(
-            price,
-            lambda number, count, on: status.update(f"searching {number} of {count}: {on.num_devices} devices"),
-        )
+        found = planner.sweep(
+            model, cluster, hosts=sizes, global_batch=batches, price=price, memory=memory, search=search,
+            prefer_fastest=prefer_fastest, say=console.print, **flags.request.fixed,
+            watch=lambda number, count, on: status.update(f"searching {number} of {count}: {on.num_devices} devices"),
+        )  # fmt: skip
     console.print(sweep_view(found))
     if output is not None:
         save(found, output)
