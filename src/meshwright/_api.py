@@ -11,9 +11,7 @@ from torch.optim import Optimizer
 
 from meshwright.capturing.capture import capture as capture_module
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import check_number
 from meshwright.core.graph import Graph, Precision
-from meshwright.core.legal import LegalSharding
 from meshwright.core.plan import Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
@@ -21,15 +19,14 @@ from meshwright.core.result import SearchResult
 from meshwright.measure.checking.first_batch import FirstBatch
 from meshwright.measure.record import StepRecorder
 from meshwright.models.objective import Batch, objective_of
-from meshwright.planner.clusters import checked_budget
+from meshwright.planner.flags import request_of
+from meshwright.planner.plan import plan as search_plan
 from meshwright.planner.shardings import remember, settled
 from meshwright.rules.plain_plan import plain_plan as plan_plainly
 from meshwright.runtime.apply import apply as apply_plan
 from meshwright.runtime.apply import wrap as wrap_plan
 from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.runtime.program import Program
-from meshwright.searching.legality import search_legal
-from meshwright.searching.search import search as search_plans
 
 Loss = Callable[[Any, Batch], Tensor]
 Count = Callable[[Batch], int]
@@ -58,16 +55,10 @@ def search(
     recipe: Recipe | None = None,
     **fixed: Any,
 ) -> SearchResult:
-    """The best plan for a graph on a cluster. Parts of the plan can be fixed by name: `zero=2`, `precision="bf16"`. Shardings are
-    tried on the model where it was captured in this process."""
-    budget = checked_budget(memory, cluster)
-    check_number("world", world)
-    request = PlanRequest(global_batch=global_batch, **fixed)
-
-    def find(legal: tuple[LegalSharding, ...]) -> SearchResult:
-        return search_plans(graph, cluster, request, recipe=recipe, budget_bytes=budget, world=world, legal=legal)
-
-    return search_legal(find, settled)
+    """The best plan for a graph on a cluster, as `mw.plan` searches it. Parts of the plan can be fixed by name: `zero=2`,
+    `precision="bf16"`. Shardings are tried on the model where it was captured in this process."""
+    asked = request_of({"global_batch": global_batch, **fixed}, search).fixed  # type: ignore[arg-type]
+    return search_plan(graph, cluster, memory=memory, devices=world, recipe=recipe, **asked)
 
 
 def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> Plan:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshwright.capturing.blocks import find_blocks
 from meshwright.core.errors import ModelError
 from meshwright.measure.exact import exact
-from meshwright.models.bert import BERT, BERTOptions
+from meshwright.models.bert import BERT, BERTOptions, split_heads
 from meshwright.models.coatnet import Attention, grid_offsets
 from meshwright.models.examples import TextShape, masked, random_text
 from meshwright.models.faked.build import build_on_meta
@@ -199,9 +199,7 @@ def test_the_bias_of_a_grid_depends_on_the_offset_alone() -> None:
 def test_attention_on_a_grid_is_fused_attention_with_a_bias() -> None:
     attention = Attention(inputs=16, outputs=32, grid=3, head_width=8).double()
     x = torch.randn(2, 9, 16, dtype=torch.float64)
-    query, key, value = (
-        attention.split_heads(project(x)) for project in (attention.query, attention.key, attention.value)
-    )
+    query, key, value = (split_heads(project(x), 8) for project in (attention.query, attention.key, attention.value))
     bias = attention.bias.weight[grid_offsets(3, x.device)].permute(2, 0, 1)
     mixed = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias[None].expand(2, -1, -1, -1))
     torch.testing.assert_close(attention(x), attention.output(mixed.transpose(1, 2).flatten(2)))

@@ -56,8 +56,8 @@ def test_backward_keeps_what_is_in_memory_anyway_and_computes_the_rest_again() -
     block = transformer_graph(attention="eager", dropout=True).kind_by_block["blocks.0"]
     fused = fused_groups(block)
     assert {number for number in fused.kept_ops if number in fused.group_of} <= fused.written
-    assert not any(fused.is_gone(number) for number in fused.kept_ops)
-    assert any(fused.is_gone(number) and op.saved_bytes.per_sample for number, op in enumerate(block.ops))
+    assert not any(fused.is_never_written(number) for number in fused.kept_ops)
+    assert any(fused.is_never_written(number) and op.saved_bytes.per_sample for number, op in enumerate(block.ops))
 
 
 def test_tables_are_not_fused() -> None:

@@ -65,7 +65,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "row": (
         {"stages": (Stage(coordinate=1, blocks=("a",)), Stage(coordinate=0, blocks=("b",)))},
-        "stage 0 is on pp coordinate 1, but schedule '1f1b' lays stages in a loop",
+        "stage 0 is on pp coordinate 1, but schedule '1f1b' places stages in a loop",
     ),
     "hybrid without ZeRO": ({"hybrid": 2}, "hybrid=2 without ZeRO"),
     "hybrid": ({"hybrid": 3, "zero": 2}, "hybrid=3 does not divide dp=2"),
@@ -348,7 +348,7 @@ def test_every_k_recomputes_blocks_0_k_2k(num_blocks: int, stride: int) -> None:
 
 def test_recompute_where_nothing_repeats_is_refused() -> None:
     assert recompute_rules("none", ()) == ()
-    with pytest.raises(PlanError, match="redoes repeated blocks, and the model has none: leave it out"):
+    with pytest.raises(PlanError, match="is for repeated blocks, and the model has none: leave it out"):
         recompute_rules("full", ())
 
 

@@ -268,7 +268,7 @@ def test_parameters_that_need_several_devices_do_not_stop_the_search() -> None:
         ({"tp": 2}, None, "tp=2 but splits no tensor"),
         ({"zero": 0, "hybrid": 2, "dp": 2}, None, "hybrid=2 without ZeRO: set zero to 1, 2 or 3"),
         ({"zero": 3, "hybrid": 3, "dp": 4}, None, "hybrid=3 does not divide dp=4"),
-        ({"sequence_parallel": True}, None, "sequence parallel lays tokens over tp, but tp=1"),
+        ({"sequence_parallel": True}, None, "sequence parallel shards tokens over tp, but tp=1"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused(request_fields: dict[str, Any], world: int | None, said: str) -> None:

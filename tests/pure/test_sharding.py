@@ -238,7 +238,7 @@ def test_a_sharding_for_a_kind_the_model_does_not_have_is_refused() -> None:
             {"sharding": ()},
             "the plan has tp=2 but splits no tensor of",
         ),
-        ({}, {}, {"sequence_parallel": True}, "sequence parallel lays tokens over tp, but tp=1: leave it out"),
+        ({}, {}, {"sequence_parallel": True}, "sequence parallel shards tokens over tp, but tp=1: leave it out"),
         ({}, {"tp": 3}, {}, "4 attention heads in blocks of kind 'Block' do not divide over tp=3: use a divisor of 4"),
         ({}, {"tp": 5}, {}, "4 attention heads .* do not divide over tp=5: use a divisor of 4"),
         (

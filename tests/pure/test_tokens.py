@@ -13,7 +13,7 @@ from meshwright.core.graph import Block, Graph, Kind, Op, Segment, Shape
 from meshwright.core.plan import Mesh, Plan, Stage
 from meshwright.cost.degrees import Degrees, check_degrees
 from meshwright.cost.local_block import make_local_blocks
-from meshwright.rules.tokens import handed_on, looked_up_tokens, token_names, tokens_in_blocks
+from meshwright.rules.tokens import looked_up_tokens, output_tensors, token_names, tokens_in_blocks
 
 TOKENS, WIDTH, HEADS, DEPTH = 16, 32, 4, 4
 SAMPLES = Affine(0.0, 1.0)
@@ -134,7 +134,7 @@ def test_only_blocks_of_runs_have_parts() -> None:
     local_blocks = make_local_blocks(found, plan())
     assert [local_blocks[name].degrees.cp for name in ("patches", "layers.0", "layers.3", "")] == [1, 2, 2, 1]
     assert [local_blocks[name].output_share for name in ("patches", "layers.0", "layers.3")] == [1, 0.5, 1]
-    assert local_blocks["layers.3"].gathered == handed_on(found.kinds[0]) != ()
+    assert local_blocks["layers.3"].gathered == output_tensors(found.kinds[0]) != ()
 
 
 def test_tokens_that_do_not_divide_are_counted_as_the_first_ranks_have_them() -> None:

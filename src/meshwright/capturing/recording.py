@@ -34,18 +34,22 @@ class TracedOp:
 
 
 @dataclass(frozen=True, slots=True)
-class OpEntry:
+class Entry:
+    """Something that happened in a phase of a block."""
+
     phase: Phase
     block: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpEntry(Entry):
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryEntry:
+class MemoryEntry(Entry):
     """A storage is born (bytes > 0) or dies (bytes < 0)."""
 
-    phase: Phase
-    block: str
     storage: int
     num_bytes: int
     shared: bool = False
@@ -53,23 +57,15 @@ class MemoryEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class ExitEntry:
+class ExitEntry(Entry):
     """A block returned. `output_bytes`: what it made itself and hands on."""
 
-    phase: Phase
-    block: str
     output_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class SkipEntry:
+class SkipEntry(Entry):
     """A block that was not followed: here it would have done what its representative does."""
-
-    phase: Phase
-    block: str
-
-
-Entry = OpEntry | MemoryEntry | ExitEntry | SkipEntry
 
 
 @dataclass

@@ -9,7 +9,7 @@ import warnings
 from importlib import import_module
 from typing import Annotated, Any, get_args
 
-import typer
+from typer import Argument, Option
 
 from meshwright.cli.options import JsonFlag
 from meshwright.core.errors import GuessWarning, check_choice
@@ -21,10 +21,10 @@ from meshwright.report.tables import graph_table, guesses_table
 
 
 def capture(
-    model: Annotated[str, typer.Argument(metavar="MODEL")],
-    samples: Annotated[int, typer.Option("--samples", help="Samples that flops and bytes in --json are for.")] = 1,
-    precision: Annotated[str, typer.Option("--precision", help="fp64, fp32, bf16 or fp16.")] = "fp32",
-    output: Annotated[str | None, typer.Option("-o", "--output", help="Save the graph, .json or .toml.")] = None,
+    model: Annotated[str, Argument(metavar="MODEL")],
+    samples: Annotated[int, Option(help="Samples that flops and bytes in --json are for.")] = 1,
+    precision: Annotated[str, Option(help="fp64, fp32, bf16 or fp16.")] = "fp32",
+    output: Annotated[str | None, Option("-o", "--output", help="Save the graph, .json or .toml.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Follow a model's forward and backward on fake tensors: parameters, flops and activations by block."""

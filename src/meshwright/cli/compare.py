@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
+from typer import Argument, Option
 
 from meshwright.cli.options import JsonFlag, SeedOption
 from meshwright.cli.report import show_together
@@ -22,21 +22,20 @@ from meshwright.training.settings import CompareSettings, Settings
 
 
 def compare(
-    file: Annotated[str, typer.Argument(metavar="FILE.toml")],
+    file: Annotated[str, Argument(metavar="FILE.toml")],
     plans: Annotated[
-        str | None, typer.Option("--plans", help="Short names, such as one,ddp,zero1,zero3,tp2,pp2,pp2+zero1,search.")
+        str | None, Option(help="Short names, such as one,ddp,zero1,zero3,tp2,pp2,pp2+zero1,search.")
     ] = None,
-    nproc: Annotated[str | None, typer.Option("--nproc", help="Numbers of ranks, such as 1,2,4.")] = None,
-    repeat: Annotated[int | None, typer.Option("--repeat", min=1, help="Run each so often, against noise.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps of each run.")] = None,
+    nproc: Annotated[str | None, Option(help="Numbers of ranks, such as 1,2,4.")] = None,
+    repeat: Annotated[int | None, Option(min=1, help="Runs of each plan, against noise.")] = None,
+    steps: Annotated[int | None, Option(min=1, help="Optimizer steps of each run.")] = None,
     seed: SeedOption = None,
-    out: Annotated[str | None, typer.Option("--out", help="Folder of the runs. Default: runs/NAME-compare.")] = None,
+    out: Annotated[str | None, Option(help="Folder of the runs. Default: runs/NAME-compare.")] = None,
     peers: Annotated[
-        str | None,
-        typer.Option("--with", help="Other libraries on the same data: torch, deepspeed, accelerate, fabric."),
+        str | None, Option("--with", help="Other libraries on the same data: torch, deepspeed, accelerate, fabric.")
     ] = None,
     output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="FILE.html", help="The page. Default: report.html in --out.")
+        str | None, Option("-o", "--output", metavar="FILE.html", help="The page. Default: report.html in --out.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -96,7 +95,7 @@ def _whole(word: str, text: str) -> int:
 
 
 def _as_object(runs: list[Run], epoch_steps: int | None) -> dict[str, Any]:
-    """What the runs say, as one JSON object."""
+    """The comparison as one JSON object."""
     judgement = judge(runs)
     return {
         "winner": judgement.first.name if judgement else runs[0].name,

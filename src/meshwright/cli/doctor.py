@@ -10,22 +10,20 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
+from typer import Option
 
 from meshwright.cli.options import BackendOption, DeviceOption, JsonFlag
-from meshwright.core.codec import decode
-from meshwright.core.errors import RunError
 from meshwright.jobs.output import make_console, print_json
 from meshwright.jobs.ready import LOADED, ready_ranks
-from meshwright.measure.checkup.finding import Finding, problem
+from meshwright.measure.checkup.finding import Finding
 from meshwright.planner.clusters import check_device
 from meshwright.runtime.rank import leave, started_by_launcher
 
 MARKS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
-NUM_RANKS = 2
 
 
 def doctor(
-    out: Annotated[str, typer.Option("--out", help="Where runs are to be written; its disk is checked.")] = "runs",
+    out: Annotated[str, Option(help="Where runs are to be written; its disk is checked.")] = "runs",
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
     as_json: JsonFlag = False,
@@ -42,38 +40,15 @@ def doctor(
         _as_a_rank(out, device, backend, console, as_json)
         return
     with ready_ranks((*LOADED, "meshwright.measure.checkup.between")):
-        findings = _alone(out, device, backend)
+        from meshwright.measure.checkup.checkup import check_alone
+
+        findings = check_alone(Path(out), device, backend)
     if _show(findings, console, as_json):
         raise typer.Exit(1)
 
 
-def _alone(out: str, device: str, backend: str) -> list[Finding]:
-    """This machine, and ranks started here for what needs several."""
-    from meshwright.measure.checkup.checkup import check_machine
-    from meshwright.runtime.launch import launch
-
-    findings = check_machine(Path(out))
-    num_ranks, backend = _ranks_here(device, backend)
-    try:
-        told = launch(
-            "meshwright.measure.checkup.between:check_rank", {"device": device, "backend": backend}, num_ranks
-        )
-        return [*findings, *decode(told, list[Finding], "the ranks")]
-    except RunError as error:
-        words = f"{num_ranks} ranks could not talk to each other: {error}"
-        return [*findings, problem("links", words, "see the message")]
-
-
-def _ranks_here(device: str, backend: str) -> tuple[int, str]:
-    """All GPUs; one GPU is shared by two ranks, which only gloo can."""
-    import torch
-
-    count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    return (count, backend) if count > 1 else (NUM_RANKS, "gloo" if count else backend)
-
-
 def _as_a_rank(out: str, device: str, backend: str, console: Console, as_json: bool) -> None:
-    """This process is a rank already: the first rank of each host looks at it, and all look at what lies between."""
+    """This process is a rank already: the first rank of each host checks the host, and all ranks check the links between hosts."""
     from meshwright.measure.checkup.between import check_between
     from meshwright.measure.checkup.checkup import check_machine
     from meshwright.runtime.gather import wait_for_all

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-import typer
+from typer import Argument, Option
 
 from meshwright.cli import options
 from meshwright.jobs.output import make_console, print_json
@@ -19,17 +19,15 @@ from meshwright.report.tables import estimate_table
 
 @options.plan_flags
 def estimate(
-    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    model: Annotated[str, Argument(metavar="MODEL")],
     flags: options.PlanFlags,
     cluster: options.ClusterOption = "local",
     hosts: options.HostsOption = None,
     nproc: options.NprocOption = None,
     memory: options.MemoryOption = None,
-    devices: Annotated[
-        int | None, typer.Option("--devices", help="Devices the plan uses, where not all of the cluster's.")
-    ] = None,
+    devices: Annotated[int | None, Option(help="Devices the plan uses, where not all of the cluster's.")] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also show every figure the estimate rests on, with its origin.")
+        bool, Option("--explain", help="Also show every figure the estimate rests on, with its origin.")
     ] = False,
     as_json: options.JsonFlag = False,
 ) -> None:

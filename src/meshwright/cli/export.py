@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from meshwright.cli.options import JsonFlag
 from meshwright.core.errors import InputError, check_choice
@@ -18,15 +18,12 @@ DTYPES = ("trained", "float32", "bfloat16", "float16")
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN_FOLDER")],
-    output: Annotated[str, typer.Option("-o", "--output", metavar="FOLDER", help="Where to; must not exist yet.")],
+    run: Annotated[str, Argument(metavar="RUN_FOLDER")],
+    output: Annotated[str, Option("-o", "--output", metavar="FOLDER", help="Where to; must not exist yet.")],
     dtype: Annotated[
-        str,
-        typer.Option("--dtype", help=f"What weights are rounded to, of {', '.join(DTYPES)} (trained: as they are)."),
+        str, Option(help=f"What weights are rounded to, of {', '.join(DTYPES)} (trained: as they are).")
     ] = "trained",
-    shard: Annotated[
-        str, typer.Option("--shard", metavar="SIZE", help="Files of at most this much, such as 5GB or 500MiB.")
-    ] = "5GB",
+    shard: Annotated[str, Option(metavar="SIZE", help="Files of at most this much, such as 5GB or 500MiB.")] = "5GB",
     as_json: JsonFlag = False,
 ) -> None:
     """Write the newest checkpoint of a run as safetensors and config.json, for transformers and all that reads its folders.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from meshwright.core.errors import InputError
 from meshwright.jobs.launching import read_launch, run_on_ray, sbatch_options, submit_to_slurm
@@ -14,37 +14,32 @@ from meshwright.runtime.rank import leave
 
 
 def launch(
-    file: Annotated[str, typer.Argument(metavar="FILE.toml")],
+    file: Annotated[str, Argument(metavar="FILE.toml")],
     flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- FLAGS...]", help="Handed to the verb on every rank.")
+        list[str] | None, Argument(metavar="[-- FLAGS...]", help="Handed to the verb on every rank.")
     ] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Write a file for sbatch, and submit it.")] = False,
-    ray: Annotated[bool, typer.Option("--ray", help="Run on a Ray cluster, and wait for the end.")] = False,
-    verb: Annotated[str, typer.Option("--verb", help="What the ranks run: train, probe or doctor.")] = "train",
-    hosts: Annotated[int | None, typer.Option("--hosts", min=1, help="Default: as the file says.")] = None,
+    slurm: Annotated[bool, Option("--slurm", help="Write a file for sbatch, and submit it.")] = False,
+    ray: Annotated[bool, Option("--ray", help="Run on a Ray cluster, and wait for the end.")] = False,
+    verb: Annotated[str, Option(help="What the ranks run: train, probe or doctor.")] = "train",
+    hosts: Annotated[int | None, Option(min=1, help="Default: as the file says.")] = None,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Ranks of a host. Default: as the file says, or one a GPU.")
+        int | None, Option(min=1, help="Ranks of a host. Default: as the file says, or one a GPU.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=0, help='GPUs of a host. Default: one a rank where device = "cuda".')
+        int | None, Option(min=0, help='GPUs of a host. Default: one a rank where device = "cuda".')
     ] = None,
     interface: Annotated[
-        str | None, typer.Option("--interface", help="Network interface of gloo and NCCL, like ib0. Default: theirs.")
+        str | None, Option(help="Network interface of gloo and NCCL, like ib0. Default: theirs.")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="SLURM: print the file; write and submit nothing.")
-    ] = False,
-    partition: Annotated[str | None, typer.Option("--partition", help="SLURM.")] = None,
-    time: Annotated[str | None, typer.Option("--time", help="SLURM: limit of the job, like 12:00:00.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="SLURM: print the file; write and submit nothing.")] = False,
+    partition: Annotated[str | None, Option(help="SLURM.")] = None,
+    time: Annotated[str | None, Option(help="SLURM: limit of the job, like 12:00:00.")] = None,
     sbatch: Annotated[
-        list[str] | None,
-        typer.Option("--sbatch", metavar="NAME=VALUE", help="SLURM: any other option of sbatch, like qos=high."),
+        list[str] | None, Option(metavar="NAME=VALUE", help="SLURM: any other option of sbatch, like qos=high.")
     ] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", help="SLURM: address of the first host. Default: its name.")
-    ] = None,
+    rendezvous: Annotated[str | None, Option(help="SLURM: address of the first host. Default: its name.")] = None,
     address: Annotated[
-        str | None, typer.Option("--address", help="Ray: of the cluster. Default: one that runs here, or a new one.")
+        str | None, Option(help="Ray: of the cluster. Default: one that runs here, or a new one.")
     ] = None,
 ) -> None:
     """Run FILE.toml on several hosts: every rank reads the same settings, and writes into the same run folder.
@@ -78,7 +73,7 @@ def _refuse(flags: dict[str, object], home: str) -> None:
 
 
 def run_verb(payload: dict[str, Any]) -> None:
-    """What each rank on Ray runs: a verb of the command line, as under torchrun."""
+    """Runs a verb of the command line on each rank of Ray, as under torchrun."""
     from meshwright.cli.app import app
 
     os.chdir(payload["folder"])

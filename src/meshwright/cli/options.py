@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import typer
+from typer import Option
 
 from meshwright.core.axes import AXES, AxisKind
 from meshwright.core.codec import decode
@@ -17,30 +17,26 @@ from meshwright.core.pipeline.kinds import KINDS
 from meshwright.core.request import PlanRequest
 
 JsonFlag = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
+    bool, Option("--json", help="Print one JSON object on standard output, all else on standard error.")
 ]
-ClusterOption = Annotated[str, typer.Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local'.")]
-HostsOption = Annotated[
-    int | None, typer.Option("--hosts", help="Number of hosts. Default: one, or what the file says.")
-]
-MemoryOption = Annotated[
-    str | None, typer.Option("--memory", help="Budget per device, like 72GiB. Default: all of it.")
-]
-NprocOption = Annotated[int | None, typer.Option("--nproc", help="Local ranks. Default: one per GPU, or per core.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-BackendOption = Annotated[str, typer.Option("--backend", help="auto, gloo or nccl. gloo lets ranks share a GPU.")]
-SearchOption = Annotated[str, typer.Option("--search", help="Which method searches.")]
+ClusterOption = Annotated[str, Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local'.")]
+HostsOption = Annotated[int | None, Option("--hosts", help="Number of hosts. Default: one, or what the file says.")]
+MemoryOption = Annotated[str | None, Option("--memory", help="Budget per device, like 72GiB. Default: all of it.")]
+NprocOption = Annotated[int | None, Option("--nproc", help="Local ranks. Default: one per GPU, or per core.")]
+DeviceOption = Annotated[str, Option("--device", help="auto, cpu or cuda.")]
+BackendOption = Annotated[str, Option("--backend", help="auto, gloo or nccl. gloo lets ranks share a GPU.")]
+SearchOption = Annotated[str, Option("--search", help="Which method searches.")]
 PreferFastestFlag = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--prefer-fastest",
         help="Take the fastest plan even where a simpler one is as fast within the estimate's error.",
     ),
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed")]
+SeedOption = Annotated[int | None, Option("--seed")]
 TimeoutOption = Annotated[
     float | None,
-    typer.Option(
+    Option(
         "--timeout",
         min=0,
         help="Seconds a rank may wait for another before the run ends and says which hangs. Default: 600; 0: no limit.",
@@ -53,36 +49,35 @@ def _axis_words(kind: AxisKind) -> str:
     return f"{kind.title.capitalize()}-parallel ranks{divides}."
 
 
-_FLAGS: dict[str, tuple[type, str]] = {
-    **{str(axis): (int, _axis_words(kind)) for axis, kind in AXES.items()},
-    "virtual": (int, "Stages on each pipeline rank."),
-    "zero": (int, "ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters."),
-    "hybrid": (int, "Ranks in one sharding group of ZeRO."),
-    "microbatch": (int, "Samples per microbatch per data-parallel rank."),
-    "global_batch": (int, "Samples per optimizer step."),
-    "context": (str, "heads or ring: how attention is done over context-parallel ranks."),
-    "schedule": (str, f"{', '.join(KINDS)}: the order of forwards and backwards over pp."),
+_WORDS = {
+    **{str(axis): _axis_words(kind) for axis, kind in AXES.items()},
+    "virtual": "Stages on each pipeline rank.",
+    "zero": "ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.",
+    "hybrid": "Ranks in one sharding group of ZeRO.",
+    "microbatch": "Samples per microbatch per data-parallel rank.",
+    "global_batch": "Samples per optimizer step.",
+    "context": "heads or ring: how attention is done over context-parallel ranks.",
+    "schedule": f"{', '.join(KINDS)}: the order of forwards and backwards over pp.",
     "ends": (
-        str,
         "even, fewer or own: where pipeline stages put the embedding and the head. even: with an even share of the blocks. "
-        "fewer: each counts as a block, so the first and the last stage hold a block less. own: in stages of their own.",
+        "fewer: each counts as a block, so the first and the last stage hold a block less. own: in stages of their own."
     ),
-    "recompute": (str, "none, selective, full or every:K."),
-    "precision": (str, "fp64, fp32, bf16 or fp16."),
-    "offload": (str, "none, optimizer or parameters."),
-    "offload_moments": (str, "fp32 or bf16: what Adam's moments are kept in on the host."),
-    "offload_share": (float, "Share of the optimizer state that is offloaded, 0 to 1."),
-    "no_offload": (bool, "Keep everything on the devices: --offload none."),
-    "sequence_parallel": (bool, "Shard activations along the sequence between tensor-parallel regions."),
-    "offload_delayed": (bool, "Let updates on the host be a step late."),
-    "compile": (bool, "Compile the blocks."),
-    "sync_batch_norm": (bool, "Batch norm over the samples of all data-parallel ranks."),
+    "recompute": "none, selective, full or every:K.",
+    "precision": "fp64, fp32, bf16 or fp16.",
+    "offload": "none, optimizer or parameters.",
+    "offload_moments": "fp32 or bf16: what Adam's moments are kept in on the host.",
+    "offload_share": "Share of the optimizer state that is offloaded, 0 to 1.",
+    "no_offload": "Keep everything on the devices: --offload none.",
+    "sequence_parallel": "Shard activations along the sequence between tensor-parallel regions.",
+    "offload_delayed": "Let updates on the host be a step late.",
+    "compile": "Compile the blocks.",
+    "sync_batch_norm": "Batch norm over the samples of all data-parallel ranks.",
 }
 
 
 @dataclass(frozen=True)
 class PlanFlags:
-    """What a person fixed on the command line: single parts, or a whole plan file."""
+    """The plan flags of a command line: single parts, or a whole plan file."""
 
     request: PlanRequest
     file: str | None
@@ -115,7 +110,13 @@ def plan_flags(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 def _parameters() -> list[inspect.Parameter]:
     plan_file = _parameter("plan_file", str, "--plan", "A whole plan, as .json or .toml; then no other plan flag.")
-    return [plan_file, *(_parameter(name, kind, _flag(name, kind), words) for name, (kind, words) in _FLAGS.items())]
+    return [plan_file, *(_parameter(name, kind := _kind(name), _flag(name, kind), _WORDS[name]) for name in _WORDS)]
+
+
+def _kind(name: str) -> type:
+    """The type of a request's field; `no_offload` is the only flag that is no field."""
+    kinds = get_args(get_type_hints(PlanRequest).get(name, bool | None))
+    return type(get_args(kinds[0])[0]) if get_origin(kinds[0]) is Literal else kinds[0]
 
 
 def _flag(name: str, kind: type) -> str:
@@ -124,6 +125,6 @@ def _flag(name: str, kind: type) -> str:
 
 
 def _parameter(name: str, kind: type, flag: str, words: str) -> inspect.Parameter:
-    option = typer.Option(flag, help=words, rich_help_panel="Plan flags", show_default=False)
+    option = Option(flag, help=words, rich_help_panel="Plan flags", show_default=False)
     annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

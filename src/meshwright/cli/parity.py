@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from meshwright.cli import options
 from meshwright.core.result import describe
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 @options.plan_flags
 def parity(
-    target: Annotated[str, typer.Argument(metavar="FILE.toml|MODEL")],
+    target: Annotated[str, Argument(metavar="FILE.toml|MODEL")],
     flags: options.PlanFlags,
     nproc: options.NprocOption = None,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to compare.")] = 5,
+    steps: Annotated[int, Option(help="Optimizer steps to compare.")] = 5,
     timeout: options.TimeoutOption = None,
     device: options.DeviceOption = "auto",
     backend: options.BackendOption = "auto",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from meshwright.cli import options
 from meshwright.cli.plan_answers import answer, check_plan_file, compare_files, improve_on, show
@@ -23,30 +23,27 @@ from meshwright.planner.subject import NamedModel
 @options.plan_flags
 def plan(
     flags: options.PlanFlags,
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False)] = None,
+    model: Annotated[str | None, Argument(metavar="MODEL", show_default=False)] = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="A cluster's name, a .json or .toml file, or 'local', the default.")
+        str | None, Option(help="A cluster's name, a .json or .toml file, or 'local', the default.")
     ] = None,
     hosts: options.HostsOption = None,
-    devices: Annotated[int | None, typer.Option("--devices", help="Use exactly so many devices.")] = None,
+    devices: Annotated[int | None, Option(help="Use exactly so many devices.")] = None,
     nproc: options.NprocOption = None,
     memory: options.MemoryOption = None,
     search: options.SearchOption = "joint",
     prefer_fastest: options.PreferFastestFlag = False,
     diff: Annotated[
-        tuple[str, str] | None, typer.Option("--diff", metavar="A B", help="Compare two plan files; search nothing.")
+        tuple[str, str] | None, Option(metavar="A B", help="Compare two plan files; search nothing.")
     ] = None,
     from_deepspeed: Annotated[
-        str | None, typer.Option("--from-deepspeed", metavar="FILE.json", help="Start from a DeepSpeed configuration.")
+        str | None, Option(metavar="FILE.json", help="Start from a DeepSpeed configuration.")
     ] = None,
     from_accelerate: Annotated[
-        str | None,
-        typer.Option("--from-accelerate", metavar="FILE.yaml", help="Start from an Accelerate configuration."),
+        str | None, Option(metavar="FILE.yaml", help="Start from an Accelerate configuration.")
     ] = None,
-    output: Annotated[str | None, typer.Option("-o", "--output", help="Save the plan, .json or .toml.")] = None,
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE.html", help="Write what is predicted as one page.")
-    ] = None,
+    output: Annotated[str | None, Option("-o", "--output", help="Save the plan, .json or .toml.")] = None,
+    html: Annotated[str | None, Option(metavar="FILE.html", help="Write what is predicted as one page.")] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Search the best plan for a model on a cluster. A plan flag fixes that part; the rest is searched.

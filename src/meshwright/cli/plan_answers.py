@@ -1,5 +1,5 @@
-"""What `meshwright plan` answers: a searched plan, two plan files side by side, or a configuration of another library and what
-would be better."""
+"""The answers of `meshwright plan`: a searched plan, two plan files side by side, or a better plan than another library's
+configuration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_plan_file(file: str) -> None:
 
 
 def answer(asked: PlanQuestion, console: Console, as_json: bool) -> SearchResult:
-    """Where nothing fits: the nearest miss and the ways out; the error itself is said by whoever catches it."""
+    """Searches. Where nothing fits, shows the nearest miss and the ways out, and raises the error."""
     try:
         if as_json:  # nothing but the answer, on a terminal too
             return asked.answer()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Option
 
 from meshwright.cli.options import BackendOption, DeviceOption, JsonFlag, NprocOption
 from meshwright.core.cluster import Cluster
@@ -22,10 +22,8 @@ def probe(
     nproc: NprocOption = None,
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, even if a measurement is cached.")] = False,
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", help="Save as a cluster file, .json or .toml.")
-    ] = None,
+    fresh: Annotated[bool, Option("--fresh", help="Measure again, even if a measurement is cached.")] = False,
+    output: Annotated[str | None, Option("-o", "--output", help="Save as a cluster file, .json or .toml.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure this machine with all ranks running at once: ops, memory, collectives. Takes seconds, is cached.

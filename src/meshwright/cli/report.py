@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from meshwright.cli.options import JsonFlag
 from meshwright.core.codec import write_whole
@@ -24,13 +24,12 @@ from meshwright.report.verdict import verdict
 
 
 def report(
-    folders: Annotated[list[str], typer.Argument(metavar="RUN_FOLDER...")],
+    folders: Annotated[list[str], Argument(metavar="RUN_FOLDER...")],
     output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="FILE.html", help="Write one page that needs nothing else.")
+        str | None, Option("-o", "--output", metavar="FILE.html", help="Write one page that needs nothing else.")
     ] = None,
     chrome: Annotated[
-        str | None,
-        typer.Option("--chrome", metavar="FILE.json", help="Write the sampled step of all ranks for ui.perfetto.dev."),
+        str | None, Option(metavar="FILE.json", help="Write the sampled step of all ranks for ui.perfetto.dev.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -69,7 +68,7 @@ def _fullest(run: Run) -> tuple[str, ...]:
 
 
 def show_together(runs: list[Run], epoch_steps: int | None, console: Console) -> None:
-    """What several runs show beside each other. epoch_steps: of the data, where known."""
+    """Tables and findings of several runs. epoch_steps: of the data, where known."""
     for table in contest_tables(runs, epoch_steps):
         console.print(table)
     for sentence in said_about(runs):

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
 from rich.progress import track
+from typer import Argument, Option
 
 from meshwright.cli.options import JsonFlag
 from meshwright.core.cluster import read_facts
@@ -24,12 +24,11 @@ from meshwright.report.score import score as score_of
 
 
 def score(
-    runs: Annotated[str, typer.Argument(metavar="RUNS.csv", help="Measured runs, one a row; see docs/accuracy.md.")],
-    clusters: Annotated[str, typer.Option("--clusters", help="Facts of the clusters the runs name, as JSON.")],
-    rows: Annotated[bool, typer.Option("--rows", help="With --json: also every run's prediction.")] = False,
+    runs: Annotated[str, Argument(metavar="RUNS.csv", help="Measured runs, one a row; see docs/accuracy.md.")],
+    clusters: Annotated[str, Option(help="Facts of the clusters the runs name, as JSON.")],
+    rows: Annotated[bool, Option("--rows", help="With --json: also every run's prediction.")] = False,
     write: Annotated[
-        str | None,
-        typer.Option("--write", help="Put the tables and a picture into this Markdown file, between its marks."),
+        str | None, Option(help="Put the tables and a picture into this Markdown file, between its marks.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
+from typer import Argument, Option
 
 from meshwright.cli import options
 from meshwright.core.codec import write_whole
 from meshwright.core.errors import InputError
 from meshwright.jobs.output import make_console, print_json, writing
-from meshwright.planner.plan import Limits, check_offload
-from meshwright.planner.subject import NamedModel
-from meshwright.planner.sweep import Axes, SweepQuestion
+from meshwright.planner import sweep as planner
 from meshwright.report.sweep import Sweep, as_csv, as_rows, sweep_view
 from meshwright.report.sweep_page import sweep_page
 
@@ -23,23 +20,20 @@ FORMATS = (".html", ".csv", ".json")
 
 @options.plan_flags
 def sweep(
-    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    model: Annotated[str, Argument(metavar="MODEL")],
     flags: options.PlanFlags,
     cluster: options.ClusterOption = "local",
     hosts: Annotated[
-        str | None, typer.Option("--hosts", metavar="LIST", help="Numbers of hosts: 1,2,4, or 1..8 for 1, 2, 4, 8.")
+        str | None, Option(metavar="LIST", help="Numbers of hosts: 1,2,4, or 1..8 for 1, 2, 4, 8.")
     ] = None,
     global_batch: Annotated[
-        str | None,
-        typer.Option(
-            "--global-batch", metavar="LIST", help="Samples per step: 64,128, or 64..512 for 64, 128, 256, 512."
-        ),
+        str | None, Option(metavar="LIST", help="Samples per step: 64,128, or 64..512 for 64, 128, 256, 512.")
     ] = None,
-    price: Annotated[float | None, typer.Option("--price", help="Money per device-hour, in any currency.")] = None,
+    price: Annotated[float | None, Option(help="Money per device-hour, in any currency.")] = None,
     memory: options.MemoryOption = None,
     search: options.SearchOption = "joint",
     prefer_fastest: options.PreferFastestFlag = False,
-    output: Annotated[str | None, typer.Option("-o", "--output", help="Save as .html, .csv or .json.")] = None,
+    output: Annotated[str | None, Option("-o", "--output", help="Save as .html, .csv or .json.")] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Search the best plan at each of several cluster sizes or batch sizes, to choose what to rent.
@@ -56,29 +50,29 @@ def sweep(
         raise InputError("--plan gives a whole plan, and this verb searches one at each point: leave it out")
     if output is not None and Path(output).suffix not in FORMATS:
         raise InputError(f"{output}: a sweep is saved as {', '.join(FORMATS)}")
-    sizes = parse_list(hosts, "--hosts") if hosts is not None else []
-    batches = parse_list(global_batch, "--global-batch") if global_batch is not None else []
+    sizes = parse_list(hosts, "--hosts") if hosts is not None else None
+    batches = parse_list(global_batch, "--global-batch") if global_batch is not None else None
     console = make_console(as_json)
-    axes = Axes(tuple(sizes), tuple(batches))
-    check_offload(flags.request)
-    limits = Limits(None, memory, search, prefer_fastest)
-    asked = SweepQuestion.ask(NamedModel(model), axes.clusters(cluster, console.print), flags.request, axes, limits)
-    found = asked.answer(price) if as_json else _shown(asked, price, console)
+
+    def find(watch: planner.Watch | None = None) -> Sweep:
+        return planner.sweep(
+            model, cluster, hosts=sizes, global_batch=batches, price=price, memory=memory, search=search,
+            prefer_fastest=prefer_fastest, say=console.print, watch=watch, **flags.request.fixed,
+        )  # fmt: skip
+
+    if as_json:
+        found = find()
+    else:
+        with console.status("searching …") as status:
+            found = find(
+                lambda number, count, on: status.update(f"searching {number} of {count}: {on.num_devices} devices")
+            )
     console.print(sweep_view(found))
     if output is not None:
         save(found, output)
         console.print(f"saved as {output}")
     if as_json:
         print_json(as_object(found))
-
-
-def _shown(asked: SweepQuestion, price: float | None, console: Console) -> Sweep:
-    """With what is searched now on the terminal."""
-    with console.status("searching …") as status:
-        return asked.answer(
-            price,
-            lambda number, count, on: status.update(f"searching {number} of {count}: {on.num_devices} devices"),
-        )
 
 
 def parse_list(text: str, flag: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from meshwright.cli import options
 from meshwright.jobs.output import make_run_console
@@ -16,34 +17,29 @@ INTERRUPTED = 130
 
 @options.plan_flags
 def train(
-    file: Annotated[str, typer.Argument(metavar="FILE.toml", help="Or, with --resume, the folder of a run.")],
+    file: Annotated[str, Argument(metavar="FILE.toml", help="Or, with --resume, the folder of a run.")],
     flags: options.PlanFlags,
     nproc: options.NprocOption = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps in all.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")
-    ] = False,
+    steps: Annotated[int | None, Option(min=1, help="Optimizer steps in all.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Go on from the newest checkpoint of the run folder.")] = False,
     verify: Annotated[
-        bool,
-        typer.Option("--verify", help="With --resume: first replay one step, and compare it with what was recorded."),
+        bool, Option("--verify", help="With --resume: first replay one step, and compare it with what was recorded.")
     ] = False,
-    out: Annotated[str | None, typer.Option("--out", help="Run folder. Default: runs/NAME.")] = None,
+    out: Annotated[str | None, Option(help="Run folder. Default: runs/NAME.")] = None,
     seed: options.SeedOption = None,
     memory: options.MemoryOption = None,
     timeout: options.TimeoutOption = None,
     restarts: Annotated[
-        int | None,
-        typer.Option("--restarts", min=0, help="Restart from the last checkpoint after a fault, up to N times."),
+        int | None, Option(min=0, help="Restart from the last checkpoint after a fault, up to N times.")
     ] = None,
     fewer_ranks: Annotated[
-        bool, typer.Option("--fewer-ranks", help="After a fault, go on without the rank that was lost.")
+        bool, Option("--fewer-ranks", help="After a fault, go on without the rank that was lost.")
     ] = False,
     find_nan: Annotated[
-        bool, typer.Option("--find-nan", help="Check every block: name the first that gave NaN or infinity. Slow.")
+        bool, Option("--find-nan", help="Check every block: name the first that gave NaN or infinity. Slow.")
     ] = False,
     no_check: Annotated[
-        bool,
-        typer.Option("--no-check", help="Do not compare a small copy of the model with one process before the run."),
+        bool, Option("--no-check", help="Do not compare a small copy of the model with one process before the run.")
     ] = False,
     device: options.DeviceOption = "auto",
     backend: options.BackendOption = "auto",

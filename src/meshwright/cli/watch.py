@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-import typer
 from rich.console import Console, Group
 from rich.live import Live
+from typer import Argument, Option
 
 from meshwright.jobs.live_page import served_page
 from meshwright.jobs.metric_lines import MetricLines
@@ -19,12 +19,12 @@ from meshwright.training.settings import Settings
 
 
 def watch(
-    folder: Annotated[str, typer.Argument(metavar="RUN_FOLDER")],
+    folder: Annotated[str, Argument(metavar="RUN_FOLDER")],
     port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="Serve the page on this port of localhost; 0: any.")
+        int | None, Option(min=0, max=65535, help="Serve the page on this port of localhost; 0: any.")
     ] = None,
-    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show what is known now, and end.")] = False,
+    every: Annotated[float, Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, Option("--once", help="Show what is known now, and end.")] = False,
 ) -> None:
     """Watch a run: loss, tokens per second, memory of each rank, the slowest rank; until it ends.
 

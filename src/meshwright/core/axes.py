@@ -17,13 +17,13 @@ class AxisKind:
     """One axis. No field has a default: an axis that lacks one fails when this package is loaded."""
 
     title: str
-    """As people write it, before "parallel"."""
+    """Its name before "parallel"."""
     inside: Axis | None
     """The axis whose ranks it divides into groups; None where it has ranks of its own."""
     divides_model: bool
     """Whether its ranks run one model together, rather than each a replica of it."""
     shards_tensors: bool
-    """Whether a dim of a tensor can lie over it."""
+    """Whether a dim of a tensor can be sharded over it."""
 
 
 AXES: dict[Axis, AxisKind] = {

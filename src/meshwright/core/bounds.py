@@ -39,7 +39,7 @@ LARGEST_NUMBER = 1e30
 SMALLEST_NUMBER = 1e-30
 """Of a rate, a size or a time that is divided by."""
 LONGEST_LATENCY_SECONDS = 3600.0
-"""Of a launch, a hop, or what a step takes beside its work. Beside more, floats do not tell plans apart."""
+"""Limit of the latency of a launch or a hop, and of the constant overhead of a step: above it, floats do not tell plans apart."""
 MOST_NESTED = 64
 """Levels of lists and objects inside each other."""
 MOST_LETTERS = 1 << 16

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from meshwright.core.bounds import MOST_RANKS, Count, CountOrZero, Degree, NotNegative, Positive, Share
-from meshwright.core.codec import Value, check_fields, decode, decode_json, load
+from meshwright.core.codec import CheckedValue, Value, decode, decode_json, load
 from meshwright.core.collective import CollectiveKind
 from meshwright.core.constants import Constants, Origin, family_of
 from meshwright.core.errors import InputError, check_number, nearest
@@ -26,7 +26,7 @@ RateType = Literal["fp64", "fp32", "bf16", "fp16"]
 FLOP_KINDS: tuple[OpKind, ...] = ("matmul", "convolution", "attention")
 
 ASSUMED_HOST_LINK_GB_PER_SECOND = 25.0
-"""From a device to its host's memory where nobody published it: PCIe 4.0. Origin: assumed."""
+"""Bandwidth from a device to its host's memory where none was published: PCIe 4.0. Origin: assumed."""
 
 
 class Rate(Value, kw_only=True):
@@ -55,12 +55,12 @@ class Link(Value, kw_only=True):
 
     bytes_per_second: Positive
     latency_seconds: Positive | None = None
-    """Of one hop; without it, the constant of the device's family."""
+    """Latency of one hop; without it, the constant of the device's family."""
     origin: Origin
 
 
 class Alone(Value, kw_only=True):
-    """What a device reaches while the others of its host idle: cores of one host share its memory."""
+    """Rates of a device while the others of its host idle: cores of one host share its memory."""
 
     rates: tuple[Rate, ...]
     launch_seconds: Positive
@@ -88,17 +88,17 @@ class Device(Value, kw_only=True):
     overlap_share: Share = 1.0
     """How much of the shorter of compute and communication disappears when both run at once."""
     shard_call_seconds: NotNegative = 0.0
-    """What the host adds to each collective of sharded parameters; nothing where it runs ahead of the device."""
+    """Host time of each collective of sharded parameters; 0 where the host runs ahead of the device."""
     alone: Alone | None = None
-    """Without it, as when all run."""
+    """Rates while the other devices idle; without them, the rates above hold."""
     peak_flops_per_second: Positive
-    """What utilisation is counted against: the best matmul rate measured, or the vendor's peak."""
+    """The rate that utilisation is relative to: the best matmul rate measured, or the vendor's peak."""
     peaks: dict[RateType, Positive] = msgspec.field(default_factory=dict)
     """The vendor's peak by dtype, flops per second; for a device that was not probed."""
     bytes_per_second: Positive | None = None
     """The vendor's memory bandwidth; for a device that was not probed."""
     constants: Constants | None = None
-    """Of its family; for a device that was not probed."""
+    """Constants of its family; for a device that was not probed."""
     origins: dict[str, str] = msgspec.field(default_factory=dict)
     """Where each constant came from."""
 
@@ -107,7 +107,7 @@ class Cluster(Value, kw_only=True):
     """Hosts with devices, and the links inside and between them; each figure with its origin.
 
     mw.probe()                                            # this machine, measured
-    mw.Cluster.named("a100-80g-selene", hosts=8)          # of the catalogue: `meshwright clusters`
+    mw.Cluster.named("a100-80g-selene", hosts=8)          # of the catalogue, `core/clusters.json`
     mw.Cluster.load("cluster.toml")                       # described by hand, or saved by `meshwright probe -o`
     """
 
@@ -124,12 +124,12 @@ class Cluster(Value, kw_only=True):
     host_updates_per_second: Positive | None = None
     """Parameters per second that AdamW updates in a host's memory, all its cores together."""
     disk_bytes_per_second: Positive | None = None
-    """What all ranks of a host together write to its disk, counted when it is there for good."""
+    """Rate at which all ranks of a host together write to its disk, flushes included."""
     collectives: tuple[CollectiveTime, ...] = ()
     host_memory_bytes: CountOrZero | None = None
     notes: tuple[str, ...] = ()
     others_share: Share = 0.0
-    """Of the cores' time, what other programs took while it was measured."""
+    """Share of CPU time used by other programs while the cluster was measured."""
 
     def __post_init__(self) -> None:
         if self.num_devices > MOST_RANKS:
@@ -139,7 +139,7 @@ class Cluster(Value, kw_only=True):
             )
 
     def seen_by(self, world: int) -> Cluster:
-        """As a plan of so many ranks finds it: one rank has the host to itself."""
+        """The cluster with the rates that a plan of `world` ranks reaches: a single rank has its host to itself."""
         alone = self.device.alone
         if world > 1 or alone is None:
             return self
@@ -172,7 +172,7 @@ def check_hosts(hosts: int) -> int:
     return hosts
 
 
-class Facts(Value, kw_only=True):
+class Facts(CheckedValue, kw_only=True):
     """A cluster as its vendor describes it, as in `clusters.json`. Bandwidths are 1e9 bytes per second each way."""
 
     device: str
@@ -198,7 +198,7 @@ class Facts(Value, kw_only=True):
     measured_disk_read_gb_per_second: Positive | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, InputError)
+        super().__post_init__()
         if self.peak_bf16_tflops is None and self.peak_fp16_tflops is None:
             raise InputError("neither peak_bf16_tflops nor peak_fp16_tflops is given: give the vendor's peak")
 
@@ -277,7 +277,7 @@ def _device(facts: Facts, without: str | None) -> Device:
 
 
 def _link(*figures: tuple[float | None, Origin]) -> Link | None:
-    """By the first figure that is known, in 1e9 bytes per second."""
+    """A link with the first figure that is known, in 1e9 bytes per second."""
     known = ((figure, origin) for figure, origin in figures if figure is not None)
     return next((Link(bytes_per_second=figure * 1e9, origin=origin) for figure, origin in known), None)
 

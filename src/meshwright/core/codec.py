@@ -75,20 +75,30 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return stable_hash(self)
 
 
-def stable_hash(value: object) -> str:
-    """Sixteen hex digits over the value's canonical JSON: keys sorted, whole numbers without a fraction."""
-    canonical = _each_float(msgspec.to_builtins(value), _canonical)
-    return hashlib.sha256(msgspec.json.encode(canonical, order="deterministic")).hexdigest()[:16]
+class CheckedValue(Value, kw_only=True):
+    """A value that is checked where it is made in code as its file would be: every field against its type and bounds."""
+
+    def refusal(self, problem: str) -> ValueError:
+        return InputError(problem)
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.refusal)
 
 
-def check_fields(value: Value, error: type[ValueError]) -> None:
-    """Check a value made in code as its file would be: every field against its type and bounds."""
+def check_fields(value: msgspec.Struct, refusal: Callable[[str], Exception]) -> None:
+    """Every field against its type and bounds. refusal: makes the error from the words."""
     for name, kind in _types(type(value), include_extras=True).items():
         given = getattr(value, name)
         try:
             msgspec.convert(given, kind)
         except msgspec.ValidationError as wrong:
-            raise error(f"{type(value).__name__}: {name}={given!r}: {_explain(str(wrong), kind)}") from None
+            raise refusal(f"{type(value).__name__}: {name}={given!r}: {_explain(str(wrong), kind)}") from None
+
+
+def stable_hash(value: object) -> str:
+    """Sixteen hex digits over the value's canonical JSON: keys sorted, whole numbers without a fraction."""
+    canonical = _each_float(msgspec.to_builtins(value), _canonical)
+    return hashlib.sha256(msgspec.json.encode(canonical, order="deterministic")).hexdigest()[:16]
 
 
 @cache
@@ -129,7 +139,7 @@ def decode(raw: object, kind: type[T], where: str) -> T:
 
 
 def write_whole(target: Path, text: str) -> Path:
-    """Write beside the target and rename: a reader never sees half a file, a full disk keeps the old one."""
+    """Write a draft next to the target and rename it: a reader never sees half a file, and a full disk keeps the old one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
     try:
@@ -219,7 +229,7 @@ def _explain(message: str, kind: Any) -> str:
 
 
 def _at(kind: Any, path: str) -> Any:
-    """The type that lies at a path. A union with None counts as its other half."""
+    """The type at a path. A union with None counts as its other half."""
     for step in re.findall(r"\[[^\]]*\]|[^.\[\]]+", path):
         place = step[1:-1]
         kind = _inside(kind, step if not step.startswith("[") else int(place) if place.isdecimal() else place)
@@ -227,7 +237,7 @@ def _at(kind: Any, path: str) -> Any:
 
 
 def _inside(kind: Any, step: str | int) -> Any:
-    """By name, or by position in a list or a struct that is written as one."""
+    """The type of a field, found by name, or by position in a list or a struct that is written as one."""
     kind = _without_none(kind)
     struct = _struct(kind)
     if struct is None:

@@ -29,7 +29,7 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Constants(Value, kw_only=True):
-    """What the cost model needs to know beyond peaks and links."""
+    """The constants of the cost model, beyond peaks and links."""
 
     num_multiprocessors: Degree = 132
     matmul_share: Share = 0.82
@@ -118,7 +118,7 @@ def _words(name: str) -> list[str]:
 
 
 def _sheet(device: str, file: dict[str, Any]) -> dict[str, list[Any]]:
-    """What a data sheet says of a device without a family: how many multiprocessors it has."""
+    """The figures that a data sheet has of a device without a family: its number of multiprocessors."""
     sheets: dict[str, int] = file.get("sheets", {})
     count = next((count for name, count in sheets.items() if _is_of(device, name, [])), None)
     if count is None:

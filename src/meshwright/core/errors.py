@@ -66,7 +66,7 @@ class RunError(MeshwrightError):
     def __init__(self, message: str, fault: Fault | None = None) -> None:
         super().__init__(message)
         self.fault = fault
-        """What happened to which rank, where that is known."""
+        """The fault and the rank it happened to, where they are known."""
 
 
 class RefusedError(RunError):

@@ -63,11 +63,11 @@ class MemoryParts(Value, kw_only=True):
 
 
 RatesOrigin = Literal["probe", "family", "assumed"]
-"""Of compute, links and launches: measured on the device; constants that are known of its family; or those of other devices."""
+"""Origin of rates: measured on the device, constants of its family, or constants of other families."""
 
 
 class Estimate(Value, kw_only=True):
-    """What a plan is predicted to cost: seconds of a step by part, bytes of the worst device by category, and the collectives.
+    """The predicted cost of a plan: seconds of a step by part, bytes of the worst device by category, and the collectives.
 
         found = mw.estimate(model, cluster, tp=2, global_batch=64)
         print(found.step_seconds, found.time_seconds.bubble, found.fits, found.needed_bytes)
@@ -83,7 +83,7 @@ class Estimate(Value, kw_only=True):
     step_seconds: NotNegative
     time_seconds: TimeParts
     peak_bytes: CountOrZero
-    """Of the worst device."""
+    """Peak of the worst device."""
     memory_bytes: MemoryParts
     host_bytes: CountOrZero
     tokens_per_second: NotNegative
@@ -92,30 +92,30 @@ class Estimate(Value, kw_only=True):
     fits: bool
     """Whether `needed_bytes` stay within the budget."""
     reserved_bytes: CountOrZero = 0
-    """What the allocator takes for the peak, its slack included; 0 where memory is not held in reserve (CPU)."""
+    """Bytes that the allocator reserves for the peak, its slack included; 0 where there is no caching allocator (CPU)."""
     context_bytes: CountOrZero = 0
-    """What driver and libraries hold of the device beside it."""
+    """Device memory that driver and libraries hold in addition."""
     worst_rank: CountOrZero = 0
     """The first rank of the pp coordinate that needs most."""
     worst_moment: str = ""
-    """When in the step that is."""
+    """The moment of the step at which the worst rank reaches its peak."""
     bubble: Number = 0.0
     """Idle time over ideal time, on the pp coordinate with the most work."""
     collectives: tuple[Collective, ...] = ()
-    """Of one rank in one step."""
+    """Calls of one rank in one step."""
     rates: RatesOrigin | None = None
-    """Where the rates came from that all of its seconds rest on; None in a file of an earlier version."""
+    """Origin of the rates that its seconds rest on; None in a file of an earlier version."""
     error_share: Number | None = None
-    """The median error of a step that such rates give, as a share of it; None where nobody has compared them with runs."""
+    """Median relative error of step times predicted by such rates; None where they were not compared with runs."""
 
     @property
     def needed_bytes(self) -> int:
-        """What a device must have: the peak, or what the allocator reserves for it, and what the driver holds."""
+        """Memory that a device must have: the peak, or the bytes reserved for it, and the bytes that the driver holds."""
         return max(self.peak_bytes, self.reserved_bytes) + self.context_bytes
 
     @property
     def origin_words(self) -> str:
-        """What every second of it rests on; empty where that is not known."""
+        """Origin and error of the rates that its seconds rest on; empty where it is not known."""
         band = "error not known" if self.error_share is None else f"median error {self.error_share:.0%}"
         words = {
             "probe": "from rates measured on this device",

@@ -45,7 +45,7 @@ class FlowEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Flow(Value, kw_only=True):
-    """Events that read nothing and lie outside all blocks are parameters of no block."""
+    """Events that read nothing and are outside all blocks are parameters of no block."""
 
     tensors: tuple[FlowTensor, ...] = ()
     events: tuple[FlowEvent, ...] = ()

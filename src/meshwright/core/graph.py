@@ -33,10 +33,10 @@ Casting = Literal["autocast", "parameters"]
 """How 16-bit precision is reached: op by op from fp32 parameters (autocast), or with 16-bit parameters throughout."""
 DType = Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 Region = Literal["", "attention", "expert"]
-"""attention: what selective recompute redoes, the ops between the projections. expert: what lies over ep."""
+"""attention: ops between the projections, which selective recompute runs again. expert: ops of experts, sharded over ep."""
 
 PRECISION_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Of one element, in what a plan or an op computes in."""
+"""Bytes of one element in the precision that a plan or an op computes in."""
 
 
 Shape = tuple[Affine, ...]
@@ -55,7 +55,7 @@ class Parameter(Value, kw_only=True):
     tied_to: str | None = None
     block: str = ""
     expert: bool = False
-    """Whether it belongs to one of several experts: it lies over ep."""
+    """Whether it belongs to one of several experts: it is sharded over ep."""
 
     @property
     def num_elements(self) -> int:
@@ -68,33 +68,33 @@ class Parameter(Value, kw_only=True):
 
 
 class Op(Value, kw_only=True):
-    """`count` identical operations of one block and phase; flops and bytes are those of one of them."""
+    """`count` identical operations of one block and phase; flops and bytes are per operation."""
 
     name: str
     kind: OpKind
     phase: Phase
     dtype: Precision = "fp32"
-    """What it computes in; under mixed precision ops differ."""
+    """The precision it computes in; under mixed precision ops differ."""
     module: str = ""
-    """Where it runs, inside its block."""
+    """The module inside its block that runs it."""
     region: Region = ""
     causal: bool = False
     """Attention over what came before only: half of its flops are never done."""
     count: int = 1
     inputs: tuple[Source, ...] = ()
     input_shapes: tuple[Shape, ...] = ()
-    """Of each input, in the same order."""
+    """Shape of each input, in the same order."""
     result_shape: Shape = ()
-    """Of its first result."""
+    """Shape of its first result."""
     flops: Affine = NOTHING
     read_bytes: Affine = NOTHING
     written_bytes: Affine = NOTHING
     saved_bytes: Affine = NOTHING
-    """Of its results, what backward needs again."""
+    """Bytes of its results that are saved for backward."""
 
     @property
     def activation_shape(self) -> Shape:
-        """Of the first input that has tokens: what a weight is applied to."""
+        """Shape of the first input that has tokens: the activation that a weight is applied to."""
         return next((shape for shape in self.input_shapes if any(dim.per_sample for dim in shape)), ())
 
     @property
@@ -132,7 +132,7 @@ class Pass(Value, kw_only=True):
 
 
 class Kind(Value, kw_only=True, dict=True):
-    """Blocks that do the same work share a kind. What follows from it alone is kept beside it (rules/kinds.py)."""
+    """Blocks that do the same work share a kind. Results that follow from it alone are cached in it (rules/kinds.py)."""
 
     name: str
     ops: tuple[Op, ...]
@@ -149,7 +149,7 @@ class Kind(Value, kw_only=True, dict=True):
 
 
 class Block(Value, kw_only=True):
-    """One unit the search decides on, named by its module. The block named '' is what lies outside all others."""
+    """One unit the search decides on, named by its module. The block named '' is everything outside the others."""
 
     name: str
     kind: str
@@ -190,12 +190,12 @@ class Guess(Value, kw_only=True):
 
 OWN_RECOMPUTE = (
     "the model's own activation checkpointing is left out: the plan decides what is recomputed (a plan made without --recompute "
-    "redoes its repeated blocks)"
+    "recomputes its repeated blocks)"
 )
 
 
 class Graph(Value, kw_only=True, dict=True):
-    """What a module computes and keeps, learned on fake tensors: its parameters, blocks, ops, flops and bytes.
+    """The computation of a module, captured on fake tensors: its parameters, blocks, ops, flops and bytes.
 
     Quantities that grow with the number of samples are affine (`Affine.at(samples)`). A graph belongs to one precision and casting;
     its `identity` follows from the parameters alone, so that a plan knows the model it was made for.
@@ -204,7 +204,7 @@ class Graph(Value, kw_only=True, dict=True):
     format: Literal[2] = 2
     model: str
     precision: Precision = "fp32"
-    """What it was captured in: a plan in another precision needs another capture."""
+    """The precision it was captured in: a plan in another precision needs another capture."""
     casting: Casting = "autocast"
     parameters: tuple[Parameter, ...]
     kinds: tuple[Kind, ...]
@@ -219,17 +219,17 @@ class Graph(Value, kw_only=True, dict=True):
     own_recompute: bool = False
     """Whether the model asks for activation checkpointing itself. It is left out of the graph: recompute is the plan's."""
     flow: Flow | None = None
-    """What the blocks hand each other; None where that could not be followed."""
+    """The tensors that pass between blocks; None where they could not be followed."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What its user should know."""
+        """Sentences that its user should read."""
         own = (OWN_RECOMPUTE,) if self.own_recompute else ()
         return (*own, *(guess.words for guess in self.guesses if guess.is_surprising))
 
     @cached_property
     def identity(self) -> str:
-        """What a plan is made for: the parameters and how they are tied."""
+        """The identity of the model that a plan is made for: its parameters and their ties."""
         return identity(self.parameters)
 
     @cached_property
@@ -259,7 +259,7 @@ class Graph(Value, kw_only=True, dict=True):
         return {block: tuple(places) for block, places in found.items()}
 
     def parameters_of(self, blocks: Iterable[str]) -> Iterator[Parameter]:
-        """Those of some blocks, in the graph's order."""
+        """The parameters of some blocks, in the graph's order."""
         places = sorted(place for block in blocks for place in self.places_by_block.get(block, ()))
         return (self.parameters[place] for place in places)
 

@@ -1,4 +1,4 @@
-"""What the runtime says of a sharding: legal as written, legal with changes, or refused.
+"""The runtime's answer about a sharding: legal as written, legal with changes, or refused.
 
 The runtime finds it out by trying the module on fake tensors; the search takes it as a value. Degrees it was not asked about
 are taken as the proposal says.
@@ -22,7 +22,7 @@ class LegalSharding(Value, kw_only=True):
     sequence_parallel: bool = False
     context: ContextWay = "heads"
     sharding: tuple[BlockSharding, ...] = ()
-    """What runs; a tensor that stays whole though it was to be split has the reason."""
+    """The sharding that runs; a tensor that stays whole though it was to be split has the reason."""
     refusal: str = ""
     """Why no plan with these degrees runs; empty where one does."""
 

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from meshwright.core.axes import AXES, MODEL_AXES, RANK_AXES, Axis
 from meshwright.core.bounds import MOST_BLOCKS, MOST_RANKS, CountOrZero, Degree, Samples, Share
-from meshwright.core.codec import Value, check_fields
+from meshwright.core.codec import CheckedValue
 from meshwright.core.errors import PlanError
 from meshwright.core.graph import Casting, Precision
 from meshwright.core.names import expand_names
@@ -33,10 +33,17 @@ __all__ = [
 RecomputeMode = Literal["selective", "full"]
 ZeroStage = Literal[0, 1, 2, 3]
 ContextWay = Literal["heads", "ring"]
-"""How attention over tokens that lie over cp is done: rules/attention.py."""
+"""Context parallelism by heads (Ulysses) or as ring attention: rules/context.py."""
 
 
-class Mesh(Value, kw_only=True, dict=True):
+class PlanValue(CheckedValue, kw_only=True):
+    """A plan, or a part of one."""
+
+    def refusal(self, problem: str) -> PlanError:
+        return PlanError(problem)
+
+
+class Mesh(PlanValue, kw_only=True, dict=True):
     """The named grid of ranks: the degree of each axis (core/axes.py)."""
 
     pp: Degree = 1
@@ -46,7 +53,7 @@ class Mesh(Value, kw_only=True, dict=True):
     ep: Degree = 1
 
     def __post_init__(self) -> None:
-        check_fields(self, PlanError)
+        super().__post_init__()
         if self.dp % self.ep:
             raise PlanError(f"ep={self.ep} does not divide dp={self.dp}: experts live on subgroups of the dp ranks")
         if self.world > MOST_RANKS:
@@ -81,31 +88,25 @@ if set(Mesh.__struct_fields__) != set(AXES):
     raise TypeError(f"a mesh has the axes {', '.join(Mesh.__struct_fields__)}, the table of axes {', '.join(AXES)}")
 
 
-class Stage(Value, kw_only=True):
+class Stage(PlanValue, kw_only=True):
     """Consecutive blocks on one pp coordinate."""
 
     coordinate: CountOrZero
     blocks: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        check_fields(self, PlanError)
 
-
-class TensorSharding(Value, kw_only=True):
-    """How one tensor lies over axes: one entry a dim, `""` where the dim is whole. `W[D, F_tp]` is `["", "tp"]`."""
+class TensorSharding(PlanValue, kw_only=True):
+    """How one tensor is sharded over axes: one entry a dim, `""` where the dim is whole. `W[D, F_tp]` is `["", "tp"]`."""
 
     tensor: str
     dims: tuple[str, ...]
     runs: Degree = 1
-    """The sharded dim is that many equal runs laid in a row (3: a fused query, key and value), each of them cut."""
+    """Number of equal runs in the sharded dim (3: a fused query, key and value), each of which is cut."""
     reason: str = ""
     """Why a tensor that might be sharded is not."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, PlanError)
 
-
-class BlockSharding(Value, kw_only=True):
+class BlockSharding(PlanValue, kw_only=True):
     """Tensor shardings of a block kind (`for_kind`), or of single blocks that differ (`for_blocks`)."""
 
     for_kind: str | None = None
@@ -113,28 +114,25 @@ class BlockSharding(Value, kw_only=True):
     tensors: tuple[TensorSharding, ...]
 
     def __post_init__(self) -> None:
-        check_fields(self, PlanError)
+        super().__post_init__()
         if (self.for_kind is None) == (not self.for_blocks):
             raise PlanError("a sharding is given either for_kind or for_blocks, not both and not neither")
 
 
-class Recompute(Value, kw_only=True):
-    """The named blocks redo their forward in backward: all of it, or the attention only. Others keep everything."""
+class Recompute(PlanValue, kw_only=True):
+    """Activation checkpointing of the named blocks: their whole forward, or the attention core alone, is recomputed in backward."""
 
     mode: RecomputeMode
     blocks: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        check_fields(self, PlanError)
 
-
-class Offload(Value, kw_only=True):
-    """What leaves the device, where to, which share of it, and whether its update may run one step late."""
+class Offload(PlanValue, kw_only=True):
+    """State that is kept off the device: its kind, its place, its share, and whether its update may run one step late."""
 
     what: Literal["none", "optimizer", "parameters"] = "none"
     where: Literal["host", "disk"] = "host"
     folder: str = ""
-    """On disk: where, on every host; each rank has a folder of its own in it."""
+    """With `where="disk"`, the folder on every host; each rank has a folder of its own in it."""
     share: Share = 1.0
     moments: Literal["fp32", "bf16"] = "fp32"
     """How Adam's two moments are kept on the host: in 16 bits they take 4 bytes a parameter less."""
@@ -142,17 +140,14 @@ class Offload(Value, kw_only=True):
     warmup_steps: CountOrZero = 40
     """Steps before updates may be late: gradients change fastest at the beginning."""
     window: Annotated[int, Meta(ge=2, le=MOST_BLOCKS)] = 2
-    """Of streamed parameters: how many blocks lie on the device, the one that runs and those on their way."""
+    """Number of streamed blocks on the device: the block that runs, and the blocks that are prefetched."""
     stash: Literal["device", "host"] = "device"
     """Where the inputs of streamed blocks wait for backward."""
     activations: tuple[str, ...] = ()
     """Blocks whose activations wait on the host for backward, instead of being kept or recomputed."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, PlanError)
 
-
-class Plan(Value, kw_only=True, dict=True):
+class Plan(PlanValue, kw_only=True, dict=True):
     """Every decision about how a model runs on a cluster: read it, edit it, save it, run it.
 
         plan = mw.plan("gpt:layers=12,hidden=768,heads=12,seq=1024,vocab=50304", "a100-80g-selene", global_batch=64).plan
@@ -189,13 +184,13 @@ class Plan(Value, kw_only=True, dict=True):
     sharding: tuple[BlockSharding, ...] = ()
     sequence_parallel: bool = False
     context: ContextWay = "heads"
-    """Under cp: tokens are exchanged for heads, or keys and values go round the ranks."""
+    """Under cp: all-to-all between tokens and heads (Ulysses), or ring attention."""
     token_blocks: tuple[str, ...] = ()
     """Under cp, where the model looks up no tokens: blocks that cut what they are called with, [samples, tokens, width]. An entry
     is a run of blocks, which gathers its tokens again where it ends (rules/tokens.py)."""
     zero: ZeroStage = 0
     hybrid: Degree | None = None
-    """Ranks in one sharding group of ZeRO; without it, all that hold the same parameters: dp · cp."""
+    """Ranks in one sharding group of ZeRO (HSDP); without it, all dp · cp ranks that hold the same parameters."""
     recompute: tuple[Recompute, ...] = ()
     offload: Offload = Offload()
     schedule: ScheduleKind = "1f1b"
@@ -211,7 +206,7 @@ class Plan(Value, kw_only=True, dict=True):
     """Whether batch norm takes its statistics over the samples of all dp ranks, rather than of each alone."""
 
     def __post_init__(self) -> None:
-        check_fields(self, PlanError)
+        super().__post_init__()
         check_plan(self)
 
     @property
@@ -221,28 +216,28 @@ class Plan(Value, kw_only=True, dict=True):
 
     @property
     def casting(self) -> Casting:
-        """How it reaches 16 bits: whole parameters by autocast, sharded ones are gathered in 16 bits, and those whose masters
-        are on the host are stored in them."""
+        """How it reaches 16 bits: whole parameters by autocast, sharded parameters by gathering them in 16 bits, and parameters
+        with master weights on the host by storing them in 16 bits."""
         return casting_of(self.precision, self.zero, self.stores_16_bits)
 
     @property
     def stores_16_bits(self) -> bool:
-        """Whether the device holds parameters in 16 bits, and the optimizer's fp32 masters of them lie with its state."""
+        """Whether the device holds parameters in 16 bits, and the fp32 master weights are part of the optimizer state."""
         return stores_16_bits(self.precision, self.offload.what, self.world)
 
     @property
     def master_bytes(self) -> int:
-        """Of one element that the optimizer updates: fp32, or fp64 throughout."""
+        """Bytes of one element of the master weights: fp32, or fp64 in fp64."""
         return 8 if self.precision == "fp64" else 4
 
     @property
     def splits_backward(self) -> bool:
-        """Whether its schedule makes gradients of weights apart from those of inputs, between stages."""
+        """Whether its pipeline schedule runs backward in halves: gradients of inputs, then gradients of weights."""
         return self.mesh.pp > 1 and kind_of(self.schedule).splits_backward
 
     @property
     def placement(self) -> Placement:
-        """How its schedule lays stages over the pp coordinates."""
+        """The placement of stages on pp coordinates by its schedule."""
         return placement_of(self.schedule)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a plan may not say: where two of its parts contradict each other, it is refused.
+"""Contradictions between parts of a plan, for which it is refused.
 
 microbatch · num_microbatches · dp = global_batch                           -> _check_batch
 a stage for each pp coordinate and virtual stage, each block in one         -> _check_stages
@@ -75,7 +75,7 @@ def _check_places(plan: Plan) -> None:
         if stage.coordinate != home:
             shape = "a V" if plan.placement == "v" else "a loop"
             raise PlanError(
-                f"stage {number} is on pp coordinate {stage.coordinate}, but schedule '{plan.schedule}' lays stages in {shape}: "
+                f"stage {number} is on pp coordinate {stage.coordinate}, but schedule '{plan.schedule}' places stages in {shape}: "
                 f"place it on {home}"
             )
 
@@ -127,8 +127,8 @@ def _check_recompute(plan: Plan) -> None:
 
 
 def _check_activations(plan: Plan) -> None:
-    away = _check_known(plan, "offload.activations", plan.offload.activations)
-    redone = set(expand_names(name for rule in plan.recompute for name in rule.blocks))
-    both = [name for name in away if name in redone]
+    offloaded = _check_known(plan, "offload.activations", plan.offload.activations)
+    recomputed = set(expand_names(name for rule in plan.recompute for name in rule.blocks))
+    both = [name for name in offloaded if name in recomputed]
     if both:
         raise PlanError(f"block '{both[0]}' is both recomputed and has its activations offloaded: choose one for it")

@@ -22,16 +22,16 @@ class TrainingSystem(Value, kw_only=True):
     """
 
     parameter_item_bytes: ItemBytes | None = None
-    """What parameters are stored in; without it, fp32 (fp64 in fp64)."""
+    """Bytes of an element of stored parameters; without it, fp32 (fp64 in fp64)."""
     gradient_item_bytes: ItemBytes | None = None
-    """What gradients are kept in; 6 is a 16-bit gradient beside an fp32 sum of them. Without it, as parameters."""
+    """Bytes of an element of gradients; 6 is a 16-bit gradient with an fp32 sum of them. Without it, as parameters."""
     master_item_bytes: Literal[0, 4, 8] = 0
     """An fp32 copy of each parameter that the optimizer updates, where parameters are stored in 16 bits; 8 with an fp32
     gradient beside it."""
     gather_item_bytes: ItemBytes | None = None
-    """What ZeRO gathers parameters in; without it, the dtype the plan computes in."""
+    """Bytes of an element in ZeRO's all-gathers; without it, the dtype the plan computes in."""
     reduce_item_bytes: ItemBytes | None = None
-    """What gradients are reduced in; without it, what they are stored in."""
+    """Bytes of an element when gradients are reduced; without it, as they are stored."""
     bucket_bytes: Annotated[int, Meta(ge=0)] = 0
     """Buffers for collectives that are held throughout."""
     reduces_whole: bool = False
@@ -39,7 +39,7 @@ class TrainingSystem(Value, kw_only=True):
     overlaps_reduction: bool = True
     """Whether gradients are reduced while backward still runs."""
     whole_transfers: bool = True
-    """Whether every tp rank sends the whole activation to the next stage, or its share, put together again there."""
+    """Whether every tp rank sends the whole activation to the next stage, or its shard, which is all-gathered there."""
     blocking_transfers: bool = False
     """Whether sender and receiver wait for a transfer between stages."""
     copies_received: bool = False
@@ -51,7 +51,7 @@ class TrainingSystem(Value, kw_only=True):
     loss: Literal["fused", "plain"] | None = None
     """Whether the loss runs fused (without fp32 copies of the logits) or op by op; without it, as the blocks do."""
     selective: Literal["selective", "selective core", "selective ops"] = "selective"
-    """What selective recompute runs again: what rebuilds the tensors of the attention core that were not kept; all of the core,
+    """Ops that selective recompute runs again: ops that rebuild the dropped tensors of the attention core; all of the core,
     as a checkpoint around it does; or all ops but attention and every second matmul, as torchtitan's."""
     whole_recompute: bool = False
     """Whether full recompute runs a block's forward to its end, rather than until all is made that backward needs: torch's own
@@ -79,7 +79,7 @@ class Recipe(Value, kw_only=True):
     optimizer_slots: Annotated[int, Meta(ge=0)] = 2
     """Tensors the size of a parameter that the optimizer keeps for it: 2 for Adam, 1 for momentum, 0 for plain SGD."""
     optimizer_scalar_bytes: Annotated[int, Meta(ge=0)] = 4
-    """Bytes it keeps beside them for each tensor: Adam's step count."""
+    """Bytes it keeps in addition for each tensor: Adam's step count."""
     clips: bool = False
     fused_update: bool = True
     """Whether the update of a GPU's optimizer runs in one pass that needs no room of its own, as torch's fused ones do."""

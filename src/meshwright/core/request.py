@@ -6,13 +6,13 @@ The search fills what is open; where nothing is searched, `plain_plan` takes the
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from meshwright.core.axes import AXES
 from meshwright.core.bounds import Degree, Samples, Share
-from meshwright.core.codec import Value, check_fields
+from meshwright.core.codec import CheckedValue
 from meshwright.core.errors import InputError
 from meshwright.core.graph import Precision
 from meshwright.core.plan import ContextWay, Offload, ScheduleKind, ZeroStage
@@ -23,7 +23,7 @@ Ends = Literal["even", "fewer", "own"]
 _EVERY = re.compile(r"every:([1-9]\d*)")
 
 
-class PlanRequest(Value, kw_only=True):
+class PlanRequest(CheckedValue, kw_only=True):
     """The parts of a plan that somebody fixed, by the names of the plan flags; None leaves a part open.
 
         mw.plain_plan(mw.PlanRequest(tp=2, global_batch=64), graph, world=8, cluster=cluster.hash)
@@ -58,16 +58,16 @@ class PlanRequest(Value, kw_only=True):
     precision: Precision | None = None
     offload: str | None = None
     offload_share: Share | None = None
-    """Of what is offloaded; without it, all of it."""
+    """Share of the state that is offloaded; without it, all of it."""
     offload_moments: Literal["fp32", "bf16"] | None = None
-    """What Adam's moments are kept in where they are offloaded; without it, fp32."""
+    """Precision of Adam's moments where they are offloaded; without it, fp32."""
     offload_delayed: bool | None = None
     """Whether updates on the host may be a step late."""
     compile: bool | None = None
     sync_batch_norm: bool | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, InputError)
+        super().__post_init__()
         if self.recompute is not None:
             parse_recompute(self.recompute)
         if self.offload not in (None, "none", "optimizer", "parameters"):
@@ -78,8 +78,13 @@ class PlanRequest(Value, kw_only=True):
         """Of every axis, as far as they are fixed."""
         return {axis: getattr(self, axis) for axis in AXES}
 
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The fields that are fixed, by name."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
     def offloading(self, what: str | None = None) -> Offload:
-        """What leaves the device; what: where the request leaves it open."""
+        """The offload it asks for. what: the kind of state, where the request leaves it open."""
         kind = self.offload or what or "none"
         if kind == "none":
             return Offload()
@@ -92,8 +97,7 @@ class PlanRequest(Value, kw_only=True):
 
     def updated(self, other: PlanRequest) -> PlanRequest:
         """This request with everything the other one fixes."""
-        fixed = {name: value for name, value in msgspec.structs.asdict(other).items() if value is not None}
-        return msgspec.structs.replace(self, **fixed)
+        return msgspec.structs.replace(self, **other.fixed)
 
 
 def parse_recompute(text: str) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from meshwright.core.units import format_bytes, format_seconds
 
 
 class Claim(Value, kw_only=True):
-    """What a search has proven about its plan, and over which plans.
+    """The lower bounds that a search has proven about its plan, and the plans they cover.
 
     It holds by the estimates alone: how far these are off is another question.
     """
@@ -30,7 +30,7 @@ class Claim(Value, kw_only=True):
 
     @property
     def words(self) -> str:
-        """As one clause: `no plan that was searched is faster by these estimates; not searched: gpipe`."""
+        """The claim as one clause: `no plan that was searched is faster by these estimates; not searched: gpipe`."""
         if self.gap is None:
             proven = "a faster plan may exist"
         else:
@@ -70,14 +70,14 @@ class SearchResult(Value, kw_only=True):
     plan: Plan
     estimate: Estimate
     runners_up: tuple[RunnerUp, ...]
-    """Best first; those that do not fit come last."""
+    """The best first; plans that do not fit come last."""
     num_candidates: CountOrZero
     search_seconds: NotNegative
     method: str = "joint"
     num_costed: CountOrZero = 0
-    """Of the candidates, those that no bound left out."""
+    """Number of candidates that were costed; lower bounds ruled out the others."""
     claim: Claim = Claim()
-    """What is proven about the plan."""
+    """Lower bounds that hold for the plan."""
     remark: str = ""
     """Why it is not the fastest plan that was found, where it is not."""
 
@@ -105,7 +105,7 @@ class SearchResult(Value, kw_only=True):
 
 
 class SearchProgress(Value, kw_only=True):
-    """What a search does now, and the best plan it has found so far."""
+    """The current stage of a search, and the best plan so far."""
 
     stage: str
     num_costed: int
@@ -113,7 +113,7 @@ class SearchProgress(Value, kw_only=True):
     best_seconds: float | None = None
     """Step time of the fastest plan that fits, so far."""
     bound_seconds: float | None = None
-    """No plan that is still open can be faster than this."""
+    """Lower bound on the step of every plan that is not ruled out."""
 
     @property
     def gap(self) -> float | None:
@@ -151,12 +151,12 @@ def describe(plan: Plan) -> str:
 
 
 def offload_in_short(plan: Plan) -> str:
-    """What leaves the device: `offload 46% of optimizer`; where nothing does, how its parameters are kept."""
+    """The offload in words: `offload 46% of optimizer`; without offload, how parameters are stored."""
     offload = plan.offload
     if offload.what == "none":
         return "no offload"
     if offload.what == "optimizer" and offload.share == 0:
-        return f"parameters in {plan.precision}, masters beside" if plan.stores_16_bits else "offload nothing"
+        return f"parameters in {plan.precision}, fp32 master weights" if plan.stores_16_bits else "offload nothing"
     share = "" if offload.share == 1 else f"{offload.share:.0%} of "
     return f"offload {share}{offload.what}"
 
@@ -169,11 +169,11 @@ class WayOut(Value, kw_only=True):
     plan: Plan
     estimate: Estimate
     num_hosts: int
-    """Of the cluster it needs."""
+    """Hosts of the cluster that it needs."""
     saved_bytes: int
     """Per device, against the nearest miss."""
     slower_share: float
-    """Of its step; negative where it is faster."""
+    """Share by which its step is longer; negative where it is faster."""
     leave_out: tuple[str, ...] = ()
     """Flags that fixed what it changes."""
     not_yet: tuple[str, ...] = ()
@@ -187,7 +187,7 @@ class Infeasible(Value, kw_only=True):
     """The nearest miss."""
     estimate: Estimate
     binding: str
-    """Which limit it breaks, where, and by how much."""
+    """The limit that the nearest miss breaks, where, and by how much."""
     num_candidates: int
     ways_out: tuple[WayOut, ...] = ()
     """The cheapest first. Where none fits, the one that comes nearest."""

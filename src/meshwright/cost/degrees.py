@@ -27,7 +27,7 @@ class Degrees:
     sequence_parallel: bool = False
     context: ContextWay = "heads"
     tokens: int = 0
-    """Tokens of a sample, where they lie over cp."""
+    """Tokens of a sample, where they are sharded over cp."""
     rank: int = 0
     """Along cp: where tokens do not divide, the first ranks have the most."""
 
@@ -77,7 +77,7 @@ def check_degrees(graph: Graph, plan: Plan) -> None:
     for counts in experts_by_block(graph).values():
         check_experts(counts, plan.mesh)
     if plan.sequence_parallel and tp == 1:
-        raise PlanError("sequence parallel lays tokens over tp, but tp=1: leave it out, or raise tp")
+        raise PlanError("sequence parallel shards tokens over tp, but tp=1: leave it out, or raise tp")
     tokens, in_blocks = looked_up_tokens(graph), cut_in_blocks(graph, cp)
     if in_blocks is not None and in_blocks.refusal:
         raise PlanError(
@@ -98,7 +98,9 @@ def check_degrees(graph: Graph, plan: Plan) -> None:
             "of sequences, or cp"
         )
     if plan.sequence_parallel and not tokens:
-        raise PlanError(f"sequence parallel lays tokens over tp, but '{graph.model}' looks up no tokens: leave it out")
+        raise PlanError(
+            f"sequence parallel shards tokens over tp, but '{graph.model}' looks up no tokens: leave it out"
+        )
     if plan.sequence_parallel and tokens % (tp * cp):
         raise PlanError(
             f"{tokens} tokens a sample do not divide over tp · cp = {tp * cp}, as sequence parallel needs: change a degree or "
@@ -120,7 +122,7 @@ def check_degrees(graph: Graph, plan: Plan) -> None:
 
 
 def _numbers_of_tokens(graph: Graph, in_blocks: TokenBlocks | None) -> set[int]:
-    """That are cut over cp."""
+    """Numbers of tokens that are cut over cp."""
     if in_blocks is None:
         return set(looked_up_counts(graph))
     streams = (stream_of(graph.kind_by_block[name]) for name in in_blocks.blocks)

@@ -29,7 +29,7 @@ from meshwright.cost.communication.links import Call, as_collectives
 from meshwright.cost.compute.optimizer_update import accumulation_seconds, clip_seconds, update_seconds
 from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.allocator_slack import slack_and_context
-from meshwright.cost.memory.peak_memory import MemoryCost, Moment, Walked
+from meshwright.cost.memory.peak_memory import KnownMoments, MemoryCost, Moment
 from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.microbatch import Microbatch, microbatch_of
 from meshwright.cost.offload import Offloaded, exposed_activation_seconds, offloaded
@@ -47,7 +47,7 @@ from meshwright.rules.tokens import token_names
 def estimate(
     graph: Graph, plan: Plan, cluster: Cluster, recipe: Recipe | None = None, budget_bytes: int | None = None
 ) -> Estimate:
-    """What one step of the plan takes, in time and memory, on the worst device."""
+    """Time and memory of one step of the plan, on the worst device."""
     return Estimator(graph, plan, cluster, recipe or Recipe()).estimate(budget_bytes)
 
 
@@ -74,7 +74,7 @@ class Estimator:
         self.passes: tuple[StagePasses, ...] = like.passes if like else passes_by_stage(graph, plan)
         self.memory_order: Order = like.memory_order if like else full_order(plan)
         self._rank_states: dict[int, RankState] = like._rank_states if like else {}
-        self._walked: Walked = like._walked if like else {}
+        self._known_moments: KnownMoments = like._known_moments if like else {}
         self.costs: StageCosts = StageCosts(graph, plan, cluster, recipe, self.microbatch, like.costs if like else None)
 
     @cached_property
@@ -190,7 +190,7 @@ class Estimator:
 
     @cached_property
     def _offloaded_activation_bytes(self) -> float:
-        """Of one microbatch, on one rank."""
+        """Bytes of one microbatch on one rank."""
         total = 0.0
         for name in expand_names(self.plan.offload.activations):
             local_block = self.local_blocks[name]
@@ -211,7 +211,7 @@ class Estimator:
     @cached_property
     def memory(self) -> MemoryCost:
         about = (self.local_blocks, self.passes, self.rank_state, self.microbatch.footprints)
-        return MemoryCost(self.plan, self.recipe, *about, walked=self._walked)
+        return MemoryCost(self.plan, self.recipe, *about, known_moments=self._known_moments)
 
     def worst_moment(self) -> Moment:
         if self.streamed is not None:

@@ -21,9 +21,10 @@ from meshwright.core.plan import Plan
 from meshwright.cost.compute.fusion import Fused, fused_groups
 from meshwright.cost.degrees import Degrees, check_divides, experts_by_block
 from meshwright.rules.context import ACCUMULATED_BYTES, FUSED_DIMS, key_repeats
+from meshwright.rules.kinds import cached_in_value
 from meshwright.rules.labels import Label, Labels, Way, labels_of
 from meshwright.rules.sharding import ways_by_block
-from meshwright.rules.tokens import TokenBlocks, cut_in_blocks, handed_on, looked_up_tokens, stream_of
+from meshwright.rules.tokens import TokenBlocks, cut_in_blocks, looked_up_tokens, output_tensors, stream_of
 
 RING_LAUNCHES = 9
 """Kernels for one piece of a ring: the attention, merging its result or adding up its gradients, and copies for sending it.
@@ -118,27 +119,17 @@ class LocalBlock:
         """The share of the block's output bytes that one rank has."""
         return self.result_share("@input") / (self.degrees.token_share if self.gathered else 1)
 
+    @cached_in_value
     def result_share(self, source: Source) -> float:
         """The share of a tensor's bytes that one rank holds. Tensors from outside the block are whole along tp."""
-        if source not in self._shares:
-            degrees = self.degrees
-            if isinstance(source, int):
-                tokens = degrees.token_share if self.kind.ops[source].written_bytes.per_sample > 0 else 1.0
-                tokens *= self.repeats.get(source, 1)
-            else:
-                tokens = degrees.token_share
-            is_part = self.labels.of(source) == "split" or degrees.sequence_parallel
-            self._shares[source] = tokens / degrees.tp if is_part else tokens
-        return self._shares[source]
-
-    @cached_property
-    def memory_steps(self) -> dict[tuple[int, bool], object]:
-        """(pass, whether it is fused) → the memory that the pass allocates and frees (cost/memory/footprint.py)."""
-        return {}
-
-    @cached_property
-    def _shares(self) -> dict[Source, float]:
-        return {}
+        degrees = self.degrees
+        if isinstance(source, int):
+            tokens = degrees.token_share if self.kind.ops[source].written_bytes.per_sample > 0 else 1.0
+            tokens *= self.repeats.get(source, 1)
+        else:
+            tokens = degrees.token_share
+        is_part = self.labels.of(source) == "split" or degrees.sequence_parallel
+        return tokens / degrees.tp if is_part else tokens
 
 
 def _has_tokens(op: Op) -> bool:
@@ -159,7 +150,7 @@ def make_local_blocks(graph: Graph, plan: Plan) -> dict[str, LocalBlock]:
     made: dict[tuple[int, tuple[FlowTensor, ...]], LocalBlock] = {}
     found = {}
     for name in kinds:
-        gathered = handed_on(kinds[name]) if name in ends else ()
+        gathered = output_tensors(kinds[name]) if name in ends else ()
         own = _degrees_of(graph, name, degrees, tokens)
         local_block = LocalBlock(kinds[name], labels[name], own, experts.get(name, ()), gathered)
         found[name] = made.setdefault((id(labels[name]), gathered), local_block)
@@ -167,7 +158,7 @@ def make_local_blocks(graph: Graph, plan: Plan) -> dict[str, LocalBlock]:
 
 
 def _degrees_of(graph: Graph, block: str, degrees: Degrees, tokens: TokenBlocks | None) -> Degrees:
-    """The degrees with the number of tokens that lie over the block's cp ranks; a block that cuts no tokens has cp = 1."""
+    """The degrees with the number of tokens that are sharded over cp in the block; a block that cuts no tokens has cp = 1."""
     if tokens is None:
         return replace(degrees, tokens=looked_up_tokens(graph))
     stream = stream_of(graph.kind_by_block[block])

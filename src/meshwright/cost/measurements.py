@@ -1,4 +1,4 @@
-"""What was measured on a probed device, interpolated between sizes: kernels and collectives.
+"""Measurements of a probed device, interpolated between sizes: kernels and collectives.
 
 between two sizes          a power law: log seconds is linear in log size
 above the largest size     the rate of the largest size
@@ -15,6 +15,7 @@ from math import exp, log
 from meshwright.core.cluster import Device
 from meshwright.core.errors import InputError
 from meshwright.core.graph import OpKind, Precision
+from meshwright.rules.kinds import cached_in_value
 
 Measurements = list[tuple[float, float]]
 """(size, seconds), sizes ascending."""
@@ -42,12 +43,10 @@ class MeasuredKernels:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._known: dict[Precision, dict[OpKind, Measurements]] = {}
 
+    @cached_in_value
     def measurements(self, dtype: Precision) -> dict[OpKind, Measurements]:
-        if dtype not in self._known:
-            self._known[dtype] = measured_kernels(self.device, dtype)
-        return self._known[dtype]
+        return measured_kernels(self.device, dtype)
 
     def seconds(self, kind: OpKind, dtype: Precision, work: float) -> float:
         """work: flops, or bytes."""

@@ -1,6 +1,6 @@
 """The cost of offload: of optimizer state, with its updates on the host (runtime/offload/optimizer.py), and of activations.
 
-    n, n_h        elements this rank updates, and those whose state is on the host (rules/groups.py)
+    n, n_h        elements this rank updates, and the elements whose state is on the host (rules/groups.py)
     D, M          bytes of an element as the device computes with it, and as the host updates it
     F, B          forward of a step, and backward of its last microbatch
     U             seconds the host needs for its updates: n_h / rate, in proportion to the bytes of memory an element moves there.
@@ -46,9 +46,9 @@ from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.timing import StageSeconds
 
 ASSUMED_HOST_UPDATES_PER_SECOND = 1.0e9
-"""Parameters per second that AdamW updates on one host where nobody measured it. Origin: assumed."""
+"""Parameters per second that AdamW updates on a host that was not measured. Origin: assumed."""
 ASSUMED_DISK_BYTES_PER_SECOND = 1.0e9
-"""Rate of a host's disk where nobody measured it. Origin: assumed."""
+"""Rate of a host's disk that was not measured. Origin: assumed."""
 WAKES, CLIP_WAKES = 4, 2
 """Times one thread wakes another for a tensor: it leaves, has arrived, is updated, is back; for the norm, twice more."""
 UPDATE_BYTES = 28
@@ -65,7 +65,7 @@ WIDENING_BYTES = 12
 class Offloaded:
     transfer_seconds: float
     update_seconds: float
-    """Of the updates on device and host together."""
+    """Seconds of the updates, on device and host together."""
 
 
 def offloaded(

@@ -27,7 +27,7 @@ def error_share(cluster: Cluster) -> float | None:
 
 
 def error_band(cluster: Cluster) -> float:
-    """Estimates of two plans that differ by less say nothing about which is faster."""
+    """Relative difference of two estimates below which neither plan is known to be faster."""
     if cluster.origin != "probe":
         return ERROR_OF_SHEETS
     return ERROR_OF_PROBED_CPUS if cluster.device.kind == "cpu" else ERROR_OF_PROBES

@@ -56,7 +56,7 @@ def play_backward(lanes: Sequence[Lane]) -> float:
 
 
 def exposed_seconds(lanes: Sequence[Lane], played: float, slowdown: float) -> float:
-    """What communication adds to compute: what is not hidden, and how much it slows what hides it."""
+    """Seconds that communication adds to compute: its exposed part, and the slowdown of compute by its hidden part."""
     compute = sum(lane.compute for lane in lanes)
     communication = sum(lane.gather + lane.reduce for lane in lanes)
     exposed = max(0.0, played - compute)

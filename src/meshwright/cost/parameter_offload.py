@@ -6,7 +6,7 @@
 
     device   E (S + W where W < S) + states · E S                 resident parameters and their state  -> _base
              k n W + 2 n S                                        the window, and two lanes of gradients
-             L M a on the device, or IN_PASSING · a               block inputs, where the stash is
+             L M a on the device, or STASH_IN_TRANSIT · a         block inputs, where the stash is
              + the fullest of: a block's backward, a piece of the loss, the first gradient outside, the update
     host     Σ n_b (W + S where W < S) + states · Σ n_b S + BUFFERS · n S + L M a where the stash is the host
              on disk: Σ n_b W + STAGED · (1 + states) n S + BUFFERS · n S
@@ -41,7 +41,7 @@ from meshwright.cost.timing import StageSeconds
 from meshwright.rules.groups import PIECE_BYTES
 from meshwright.rules.limits import not_yet
 
-IN_PASSING = 4 + 1
+STASH_IN_TRANSIT = 4 + 1
 """Block inputs that are in transfer to the host, and one that waits for its transfer. On the way back there are fewer: one in use
 and two in transfer (runtime/offload/stash.py, streaming.py)."""
 BUFFERS = 5
@@ -76,7 +76,7 @@ class StreamedCost:
         self.total = sum(self.elements.values())
         self._outside = outside
         last = max((plan.blocks.index(name) for name in self.elements), default=0)
-        self._behind = [one for name in plan.blocks[last + 1 :] for one in outside.get(name, ())]
+        self._after_blocks = [one for name in plan.blocks[last + 1 :] for one in outside.get(name, ())]
 
     # ------------------------------------------------------------ memory
 
@@ -115,13 +115,15 @@ class StreamedCost:
                     footprint = footprints.of(local_block, name, number)
                     gradients = count * self.working * (1 - footprint.pending_gradient_share)
                     rest = footprint.peak - footprint.rebuilt + gradients
-                    parts = self._base(self._behind, self._between + footprint.rebuilt, rest)
+                    parts = self._base(self._after_blocks, self._between_blocks + footprint.rebuilt, rest)
                     found.append(Moment(0, f"backward of {name}", parts))
         return found
 
     def _loss(self) -> list[Moment]:
         """A piece of the loss of the last microbatch, where a head after the blocks makes logits."""
-        head = max((one for one in self._behind if len(one.shape) == 2), key=lambda one: one.num_elements, default=None)
+        head = max(
+            (one for one in self._after_blocks if len(one.shape) == 2), key=lambda one: one.num_elements, default=None
+        )
         if head is None:
             return []
         vocab, width = head.shape
@@ -130,17 +132,19 @@ class StreamedCost:
         copies = 0 if self.working == self.stored else 2 * piece * self.working // self.stored
         sums = vocab * width * (self.stored + self.working)
         hidden = 3 * tokens * width * self.working
-        before = self._behind if self.plan.num_microbatches > 1 else []
-        return [Moment(0, "a piece of the loss", self._base(before, self._between + hidden, piece + copies + sums))]
+        before = self._after_blocks if self.plan.num_microbatches > 1 else []
+        return [
+            Moment(0, "a piece of the loss", self._base(before, self._between_blocks + hidden, piece + copies + sums))
+        ]
 
     def _first(self) -> Moment:
         """When the embeddings get their gradients, in the last microbatch: the largest gradient is in memory twice for a moment."""
         largest = max((one.num_elements for one in self._all_outside), default=0)
-        held = self._handed_on * self.plan.num_microbatches
+        held = self._block_output_bytes * self.plan.num_microbatches
         return Moment(0, "the first gradients", self._base(self._all_outside, held, largest * self.working))
 
     @cached_property
-    def _handed_on(self) -> float:
+    def _block_output_bytes(self) -> float:
         """Bytes of the largest block output in one microbatch."""
         sizes = (
             one.output_bytes.at(self.plan.microbatch) * self.local_blocks[name].result_share("@input")
@@ -151,12 +155,14 @@ class StreamedCost:
         return max(sizes, default=0.0)
 
     @cached_property
-    def _between(self) -> float:
+    def _between_blocks(self) -> float:
         """Bytes between two blocks: the block inputs that are on the device, and activation gradients, one for every microbatch and
         the one that is being made."""
         num_inputs = len(self.elements) * self.plan.num_microbatches
-        stashed = self._handed_on * (min(IN_PASSING, num_inputs) if self.plan.offload.stash == "host" else num_inputs)
-        return stashed + self._handed_on * (self.plan.num_microbatches + 1)
+        stashed = self._block_output_bytes * (
+            min(STASH_IN_TRANSIT, num_inputs) if self.plan.offload.stash == "host" else num_inputs
+        )
+        return stashed + self._block_output_bytes * (self.plan.num_microbatches + 1)
 
     @cached_property
     def _all_outside(self) -> list[Parameter]:
@@ -178,7 +184,7 @@ class StreamedCost:
         """Bytes of block inputs that are copied to the host in a step, and back."""
         if self.plan.offload.stash == "device":
             return 0.0
-        return self._handed_on * len(self.elements) * self.plan.num_microbatches
+        return self._block_output_bytes * len(self.elements) * self.plan.num_microbatches
 
     # ------------------------------------------------------------ time
 

@@ -43,7 +43,7 @@ class StagePasses:
 
     @cached_property
     def numbers(self) -> dict[str, tuple[int, ...]]:
-        """Block → its forward passes here: of what lies outside all blocks, a stage has a part."""
+        """Block → its forward passes on this stage; a stage has some of the passes outside all blocks."""
         found: dict[str, tuple[int, ...]] = {}
         for segment in self.forward:
             found[segment.block] = (*found.get(segment.block, ()), segment.number)
@@ -67,7 +67,7 @@ def passes_by_stage(graph: Graph, plan: Plan) -> tuple[StagePasses, ...]:
 
 
 def _sent_by_cut(flow: Flow, stage_of: dict[str, int], num_stages: int) -> list[tuple[Sent, ...]]:
-    """Of every stage; the last sends nothing."""
+    """The tensors that every stage sends; the last sends nothing."""
     makers: dict[int, str] = {}
     for event in flow.events:
         origin = event.block or next((makers[number] for number in event.reads), "")
@@ -86,7 +86,7 @@ def _last(graph: Graph, forward: list[Segment]) -> tuple[Sent, ...]:
 
 
 def _place(segments: list[Segment], stage_of: dict[str, int], first: int, lists: list[list[Segment]]) -> None:
-    """In order; a pass outside all stages stays where the one before it was."""
+    """Assigns passes to stages, in order; a pass outside all stages stays with the pass before it."""
     here = first
     for segment in segments:
         here = stage_of.get(segment.block, here)

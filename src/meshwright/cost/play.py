@@ -29,7 +29,7 @@ from meshwright.rules.schedules import make_order
 
 
 class Play(Value, kw_only=True):
-    """What a step takes, by coordinate."""
+    """The seconds of a played step, by coordinate."""
 
     step_seconds: float
     busy_seconds: tuple[float, ...]
@@ -69,9 +69,9 @@ def play(order: Order, stages: Sequence[StageSeconds], transfers: Transfers = "a
 
 
 FULL_ROUNDS = 3
-"""After so many microbatches a stage, all stages of a pipeline take turns as they will until the end."""
+"""Microbatches per stage after which the stages of a pipeline repeat their order until the end."""
 SAME = 1e-9
-"""Relative: steps that differ by less grow alike."""
+"""Relative difference of two steps below which they are taken to grow alike."""
 
 
 def enough_microbatches(kind: ScheduleKind, num_coordinates: int, num_microbatches: int) -> int:
@@ -127,7 +127,7 @@ def _is_steady(one: Play, two: Play, three: Play, sent_seconds: float) -> bool:
 
 
 def _extended(before: Play, last: Play, times: int) -> Play:
-    """The last of two plays that are a round apart, and so many rounds more."""
+    """The last of two plays that are a round apart, extended by `times` rounds."""
 
     def longer(name: str) -> tuple[float, ...]:
         return tuple(b + times * (b - a) for a, b in zip(getattr(before, name), getattr(last, name), strict=True))

@@ -45,7 +45,6 @@ class StageCosts:
         self.graph, self.plan, self.cluster, self.recipe = graph, plan, cluster, recipe
         self.microbatch, self.local_blocks, self.compute = microbatch, microbatch.local_blocks, microbatch.compute
         self.modes = recompute_modes(plan, recipe) if modes is None else modes
-        self._calls: dict[int, tuple[Call, ...]] = {}
         self._stage_calls: dict[int, tuple[Call, ...]] = like._stage_calls if like else {}
         self._known: dict[tuple[object, ...], StageSeconds] = like._known if like else {}
         device = cluster.device
@@ -189,11 +188,10 @@ class StageCosts:
     def _split_dims(self) -> dict[tuple[str, str], int]:
         return split_dims(self.graph, self.plan)
 
+    @cached_in_value
     def data_calls(self, coordinate: int) -> tuple[Call, ...]:
         """Collectives outside the blocks, of a rank on this coordinate; made once."""
-        if coordinate not in self._calls:
-            self._calls[coordinate] = step_calls(self.graph, self.plan, self.recipe, coordinate)
-        return self._calls[coordinate]
+        return step_calls(self.graph, self.plan, self.recipe, coordinate)
 
     def _by_block(self, calls: Iterable[Call]) -> dict[str, float]:
         """Seconds of collectives along dp, with the packing and unpacking around them."""
@@ -204,7 +202,7 @@ class StageCosts:
         return found
 
     def _packing_seconds(self, call: Call) -> float:
-        """What fully_shard does around one of its collectives: copies, and the host's own work where that is on the way.
+        """Seconds that fully_shard adds to one of its collectives: copies, and host time where it is on the critical path.
 
         Bytes read and written: 2 n + 2 p n around an all-gather, 2 n around a reduce-scatter.
         """

@@ -31,11 +31,12 @@ from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.interop.deepspeed import read_deepspeed
 from meshwright.interop.foreign import Foreign, Keys
-from meshwright.interop.foreign_keys import ACCELERATE, PARALLELISM
+from meshwright.interop.foreign_keys import known_keys
 
 TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 ELSEWHERE = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU", "XLA", "TPU", "TP")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+PARALLELISM = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 ZERO_OF: dict[str, ZeroStage] = {
     "FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2,
 }  # fmt: skip
@@ -83,7 +84,7 @@ class _Strict(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def read_accelerate(raw: object, where: str) -> Foreign:
-    keys = Keys(raw, ACCELERATE, where)
+    keys = Keys(raw, known_keys("accelerate"), where)
     if keys.values.get("distributed_type") is False:  # YAML reads a bare NO so
         keys.values["distributed_type"] = "NO"
     kind = keys.word("distributed_type", (*TYPES, *ELSEWHERE))
@@ -112,7 +113,7 @@ def _num_ranks(keys: Keys) -> int | None:
 
 
 def _with_rest(request: PlanRequest, keys: Keys) -> PlanRequest:
-    """What every distributed type has: precision, compiled blocks, the mesh."""
+    """The request with the keys of every distributed type: precision, compiled blocks, the mesh."""
     mesh = _parallelism(keys, request.zero or 0)
     changes = {**mesh, "compile": True if _compiler(keys) == "inductor" else None}
     if request.precision is None:
@@ -121,7 +122,7 @@ def _with_rest(request: PlanRequest, keys: Keys) -> PlanRequest:
 
 
 def _precision(keys: Keys) -> Precision | None:
-    """YAML reads a bare `no` as false. Left open for 8 bits, and where nobody says."""
+    """YAML reads a bare `no` as false. Left open for 8 bits, and where the key is missing."""
     value = keys.values.get("mixed_precision")
     if value is None:
         return None
@@ -193,7 +194,7 @@ def _fsdp(keys: Keys) -> Foreign:
 
 
 def _sharding(keys: Keys) -> tuple[ZeroStage, bool]:
-    """ZeRO stage, and whether groups of a host shard by themselves. Version 2 says only whether to give up what was gathered."""
+    """ZeRO stage, and whether state is sharded within a host (HSDP). Version 2 says only whether to reshard after forward."""
     numbered = {str(number): name for number, name in enumerate(STRATEGIES, start=1)}
     given = keys.values.get("fsdp_config.fsdp_reshard_after_forward")
     if isinstance(given, bool):

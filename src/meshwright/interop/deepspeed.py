@@ -23,7 +23,7 @@ from meshwright.core.plan import Offload
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
 from meshwright.interop.foreign import Foreign, Keys
-from meshwright.interop.foreign_keys import DEEPSPEED
+from meshwright.interop.foreign_keys import known_keys
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class _Kept:
     slots: int
     """Tensors the size of a parameter that an optimizer keeps; SGD's with momentum."""
     lacks: str = ""
-    """What it does that a plan does not."""
+    """A feature of the optimizer that a plan does not have."""
 
 
-_ONE_BIT = "sends its updates in 1 bit and keeps what that rounds away: costed as Adam, with whole gradients"
+_ONE_BIT = "sends its updates in 1 bit and keeps the rounding errors: costed as Adam, with whole gradients"
 _LAMB = "scales every tensor's update by two norms over all ranks: costed as Adam, without them"
 OPTIMIZERS = {
     **dict.fromkeys(("adam", "adamw", "fusedadam", "deepspeedcpuadam"), _Kept(2)),
@@ -44,13 +44,13 @@ OPTIMIZERS = {
     **dict.fromkeys(
         ("lion", "fusedlion", "deepspeedcpulion"), _Kept(1, "is not in torch.optim: costed by what it keeps")
     ),
-    "muon": _Kept(1, "makes the updates of matrices orthogonal: costed without those products"),
+    "muon": _Kept(1, "makes the updates of matrices orthogonal: costed without these products"),
     **dict.fromkeys(("adagrad", "deepspeedcpuadagrad", "sgd"), _Kept(1)),
 }
 
 
 DEFAULT_NVME_FOLDER = "/local_nvme"
-"""Where DeepSpeed keeps state on disk when nobody says."""
+"""DeepSpeed's default folder for state on disk."""
 
 
 def load_deepspeed(path: str) -> Foreign:
@@ -61,7 +61,7 @@ def load_deepspeed(path: str) -> Foreign:
 
 
 def read_deepspeed(raw: dict[str, Any], where: str) -> Foreign:
-    keys = Keys(raw, DEEPSPEED, where)
+    keys = Keys(raw, known_keys("deepspeed"), where)
     zero = keys.number("zero_optimization.stage", least=0)
     offload = _offload(keys, zero or 0)
     not_planned = list(keys.not_planned)
@@ -159,7 +159,7 @@ def _nvme_folder(keys: Keys, what: str) -> str:
 
 
 def _recipe(keys: Keys) -> tuple[Recipe, list[str]]:
-    """What the optimizer keeps, and what could not be told."""
+    """The recipe of the optimizer, and remarks on what is costed otherwise."""
     parameters = keys.values.get("optimizer.params")
     parameters = parameters if isinstance(parameters, dict) else {}
     clips = bool(keys.share("gradient_clipping") or parameters.get("max_grad_norm"))

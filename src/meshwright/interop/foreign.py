@@ -8,8 +8,6 @@ said so where it is on), or refused by name. `auto` leaves a part open. Batch si
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -23,18 +21,19 @@ from meshwright.core.graph import Graph
 from meshwright.core.plan import Offload, Plan
 from meshwright.core.recipe import Recipe
 from meshwright.core.request import PlanRequest
+from meshwright.interop.foreign_keys import KnownKeys
 from meshwright.rules.plain_plan import plain_plan
 
 AUTO = "auto"
 
 
 class Foreign(Value, kw_only=True):
-    """A file of another library, as far as a plan can say it."""
+    """A configuration of another library, as far as a plan can express it."""
 
     where: str
     request: PlanRequest
     num_microbatches: int | None = None
-    """Steps of gradient accumulation; open where nobody says."""
+    """Steps of gradient accumulation; None where it is left open."""
     offload: Offload = Offload()
     recipe: Recipe = Recipe()
     num_ranks: int | None = None
@@ -42,59 +41,36 @@ class Foreign(Value, kw_only=True):
     without_effect: tuple[str, ...] = ()
     """Keys that change nothing a plan decides, each with the reason."""
     not_planned: tuple[str, ...] = ()
-    """What it asks for that a plan does not do, and what is costed in its place."""
-
-
-@dataclass(frozen=True)
-class Unneeded:
-    """A known key that changes nothing a plan decides."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Lacking:
-    """A known key that asks, where it is on, for something a plan does not do."""
-
-    why: str
-
-
-class Used:
-    """A key that is read."""
-
-
-Known = Mapping[str, "Used | Unneeded | Lacking | Known"]
+    """Features it asks for that a plan does not have, and what is costed instead."""
 
 
 class Keys:
     """The keys of a file after a strict look at all of them."""
 
-    def __init__(self, raw: object, known: Known, where: str) -> None:
-        self.where = where
+    def __init__(self, raw: object, known: KnownKeys, where: str) -> None:
+        self.where, self._known = where, known
         self.values: dict[str, Any] = {}
         self.without_effect: list[str] = []
         self.not_planned: list[str] = []
-        self._walk(raw, known, "")
+        self._read(raw, "")
 
-    def _walk(self, raw: object, known: Known, path: str) -> None:
+    def _read(self, raw: object, section: str) -> None:
         if not isinstance(raw, dict):
-            raise InputError(f"{self.where}: {path or 'the file'} holds {_shown(raw)}, not keys with values")
+            raise InputError(f"{self.where}: {section or 'the file'} holds {_shown(raw)}, not keys with values")
+        known = self._known[section]
         for key, value in raw.items():
-            name = f"{path}.{key}" if path else str(key)
+            name = f"{section}.{key}" if section else str(key)
             if key not in known:
                 raise InputError(f"{self.where}: {name}: unknown key '{key}': {nearest(str(key), known)}")
-            self._take(name, value, known[key])
-
-    def _take(self, name: str, value: object, mark: Used | Unneeded | Lacking | Known) -> None:
-        if isinstance(mark, Used):
-            self.values[name] = value
-        elif isinstance(mark, Unneeded):
-            self.without_effect.append(f"{name}: {mark.why}")
-        elif isinstance(mark, Lacking):
-            if _is_on(value):
-                self.not_planned.append(f"{name}: {mark.why}")
-        elif value is not None:
-            self._walk(value, mark, name)
+            kind, why = known[key]
+            if kind == "used":
+                self.values[name] = value
+            elif kind == "without effect":
+                self.without_effect.append(f"{name}: {why}")
+            elif kind == "section" and value is not None:
+                self._read(value, name)
+            elif kind == "not planned" and _is_on(value):
+                self.not_planned.append(f"{name}: {why}")
 
     def number(self, name: str, least: int = 1) -> int | None:
         """A whole number; None where it is not given or `auto`."""
@@ -135,20 +111,6 @@ class Keys:
         return found
 
 
-def used(names: str) -> Known:
-    """Several keys that are read."""
-    return dict.fromkeys(names.split(), Used())
-
-
-def unneeded(names: str, why: str) -> Known:
-    """Several keys with one reason."""
-    return dict.fromkeys(names.split(), Unneeded(why))
-
-
-def lacking(names: str, why: str) -> Known:
-    return dict.fromkeys(names.split(), Lacking(why))
-
-
 def foreign_plan(foreign: Foreign, flags: PlanRequest, graph: Graph, num_devices: int, cluster: str) -> Plan:
     """The file's plan. Flags give what it leaves open; one that says otherwise than the file is refused."""
     world = foreign.num_ranks or num_devices
@@ -161,10 +123,10 @@ def foreign_plan(foreign: Foreign, flags: PlanRequest, graph: Graph, num_devices
 
 
 def filled(foreign: Foreign, flags: PlanRequest) -> PlanRequest:
-    """What the file says, and the flags for what it leaves open."""
-    said, given = msgspec.structs.asdict(foreign.request), msgspec.structs.asdict(flags)
-    for name, value in given.items():
-        if value is not None and said[name] is not None and said[name] != value:
+    """The file's request, with the flags for the parts that it leaves open."""
+    said = foreign.request.fixed
+    for name, value in flags.fixed.items():
+        if said.get(name, value) != value:
             flag = f"--{name.replace('_', '-')}"
             raise InputError(
                 f"{foreign.where} says {name.replace('_', ' ')} {said[name]}, but {flag} is {value}: leave the flag out, or "
@@ -174,7 +136,7 @@ def filled(foreign: Foreign, flags: PlanRequest) -> PlanRequest:
 
 
 def batch_of(foreign: Foreign, request: PlanRequest, dp: int) -> tuple[int, int]:
-    """Global batch and microbatch, from any two of batch, microbatch and their number; one microbatch where nobody says."""
+    """Global batch and microbatch, from any two of batch, microbatch and their number; one microbatch where that is open."""
     where, count = foreign.where, foreign.num_microbatches
     batch, size = request.global_batch, request.microbatch
     if batch is None and size is None:

@@ -25,7 +25,7 @@ from meshwright.core.files.given_file import read_given
 
 
 class Measured(Value, kw_only=True):
-    """What a row says was measured; None where it does not."""
+    """The measured columns of a row; None where they are empty."""
 
     id: str
     source_table: str
@@ -69,7 +69,7 @@ class Run(Measured, kw_only=True):
 
     @property
     def sweep(self) -> tuple[object, ...]:
-        """What runs of one sweep have in common."""
+        """The columns that runs of one sweep have in common."""
         return (
             self.model, self.layers, self.hidden, self.heads, self.vocab, self.seq, self.cluster, self.num_gpus,
             self.global_batch, self.precision, self.compiled,
@@ -86,7 +86,7 @@ _NEEDED = {
 
 
 def read_runs(path: str | Path) -> tuple[Run | Unreadable, ...]:
-    """All rows of a file, those that cannot be read with the reason; a file without rows or a needed column is refused."""
+    """All rows of a file, unreadable ones with the reason; a file without rows or a needed column is refused."""
     text = read_given(path, encoding="utf-8-sig")  # spreadsheets begin with a mark
     reader = csv.DictReader(io.StringIO(text))
     columns = set(reader.fieldnames or ())
@@ -122,7 +122,7 @@ def _run(cells: dict[str, str], where: str) -> Run:
 
 
 def _measured(cells: dict[str, str], where: str) -> dict[str, Any]:
-    """Of a row that cannot be read, what can."""
+    """The cells of an unreadable row that can be read."""
     found: dict[str, Any] = {}
     for name in _MEASURED:
         with suppress(InputError, KeyError):

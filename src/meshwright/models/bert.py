@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,23 +12,29 @@ NORM_EPSILON = 1e-12
 
 
 @dataclass(frozen=True)
-class BERTOptions:
+class TransformerOptions:
+    """A transformer whose heads share out its width."""
+
     layers: int = 12
     hidden: int = 768
     heads: int = 12
     mlp: int = 4
     """Width of the MLP in multiples of hidden."""
-    seq: int = 512
-    vocab: int = 30522
-    kinds: int = 2
-    """Kinds of segments a token may belong to."""
     dropout: float = 0.0
-    tied: bool = True
-    """Whether the head shares the token embedding's weight."""
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
             raise ValueError(f"hidden={self.hidden} does not divide into heads={self.heads}")
+
+
+@dataclass(frozen=True)
+class BERTOptions(TransformerOptions):
+    seq: int = 512
+    vocab: int = 30522
+    kinds: int = 2
+    """Kinds of segments a token may belong to."""
+    tied: bool = True
+    """Whether the head shares the token embedding's weight."""
 
 
 class Embedding(nn.Module):
@@ -49,25 +54,22 @@ class Embedding(nn.Module):
         return self.dropout(self.norm(self.token(input_ids) + self.position(positions) + self.kind(kinds)))
 
 
-class Widths(Protocol):
-    """What attention and MLP need to know of a transformer."""
+def split_heads(x: Tensor, head_width: int) -> Tensor:
+    """[batch, tokens, width] → [batch, heads, tokens, head width]"""
+    return x.unflatten(-1, (-1, head_width)).transpose(1, 2)
 
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def mlp(self) -> int: ...
-    @property
-    def dropout(self) -> float: ...
+
+def joined_heads(x: Tensor) -> Tensor:
+    """[batch, heads, tokens, head width] → [batch, tokens, width]"""
+    return x.transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
     """Every position sees every other, or those that a mask leaves it. ViT has the same, GPT a causal one."""
 
-    def __init__(self, options: Widths) -> None:
+    def __init__(self, options: TransformerOptions) -> None:
         super().__init__()
-        self.heads = options.heads
+        self.head_width = options.hidden // options.heads
         self.dropout = options.dropout
         self.query = nn.Linear(options.hidden, options.hidden)
         self.key = nn.Linear(options.hidden, options.hidden)
@@ -75,20 +77,16 @@ class Attention(nn.Module):
         self.output = nn.Linear(options.hidden, options.hidden)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        query, key, value = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
-        return self.output(self.mix(query, key, value, mask).transpose(1, 2).flatten(2))
+        query, key, value = (split_heads(project(x), self.head_width) for project in (self.query, self.key, self.value))
+        return self.output(joined_heads(self.mix(query, key, value, mask)))
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
 
-    def split_heads(self, x: Tensor) -> Tensor:
-        """[batch, seq, hidden] → [batch, heads, seq, hidden / heads]"""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
 
 class MLP(nn.Module):
-    def __init__(self, options: Widths) -> None:
+    def __init__(self, options: TransformerOptions) -> None:
         super().__init__()
         self.expand = nn.Linear(options.hidden, options.mlp * options.hidden)
         self.contract = nn.Linear(options.mlp * options.hidden, options.hidden)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.core.bounds import MOST_LAYERS, MOST_WIDTH
 from meshwright.core.errors import shortened
+from meshwright.models.bert import joined_heads, split_heads
 
 EXPANSION = 4
 """Inner width of a bottleneck and of an MLP, in multiples of the block's channels."""
@@ -98,15 +99,11 @@ class Attention(nn.Module):
         self.bias = nn.Embedding((2 * grid - 1) ** 2, outputs // head_width)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
+        query, key, value = (split_heads(project(x), self.head_width) for project in (self.query, self.key, self.value))
         scores = query @ key.transpose(-2, -1) * self.head_width**-0.5
         bias = self.bias(grid_offsets(self.grid, x.device)).permute(2, 0, 1)
         mixed = (scores + bias).softmax(dim=-1) @ value
-        return self.output(mixed.transpose(1, 2).flatten(2))
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """[batch, places, channels] → [batch, heads, places, head width]"""
-        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        return self.output(joined_heads(mixed))
 
 
 class MLP(nn.Module):

@@ -9,31 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models import bert
-from meshwright.models.bert import MLP
+from meshwright.models.bert import MLP, TransformerOptions
 
 ATTENTIONS = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
-class GPTOptions:
-    layers: int = 12
-    hidden: int = 768
-    heads: int = 12
+class GPTOptions(TransformerOptions):
     seq: int = 1024
     vocab: int = 50304
-    mlp: int = 4
-    """Width of the MLP in multiples of hidden."""
-    dropout: float = 0.0
     tied: bool = False
     """Whether the head shares the token embedding's weight."""
     attention: str = "sdpa"
     """sdpa: torch's fused attention. eager: scores, mask, softmax and dropout as ops of their own."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention='{self.attention}' is not one of {', '.join(ATTENTIONS)}")
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden={self.hidden} does not divide into heads={self.heads}")
 
 
 class Attention(bert.Attention):
@@ -79,18 +72,23 @@ def initialise_plainly(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-class GPT(nn.Module):
+class Decoder(nn.Module):
+    """Embeddings, blocks, norm and head of a decoder."""
+
     def __init__(self, options: GPTOptions) -> None:
         super().__init__()
         self.options = options
         self.token_embedding = nn.Embedding(options.vocab, options.hidden)
         self.position_embedding = nn.Embedding(options.seq, options.hidden)
-        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(self.make_block(number) for number in range(options.layers))
         self.norm = nn.LayerNorm(options.hidden)
         self.head = nn.Linear(options.hidden, options.vocab, bias=False)
         self.apply(self.initialise)
         if options.tied:
             self.head.weight = self.token_embedding.weight
+
+    def make_block(self, number: int) -> nn.Module:
+        return Block(self.options)
 
     def initialise(self, module: nn.Module) -> None:
         """GPT-2's: normal with deviation 0.02, smaller on the way back into the residual stream, biases zero."""
@@ -99,6 +97,8 @@ class GPT(nn.Module):
             for project in (module.attention.output, module.mlp.contract):
                 nn.init.normal_(project.weight, std=0.02 / (2 * self.options.layers) ** 0.5)
 
+
+class GPT(Decoder):
     def forward(self, input_ids: Tensor) -> Tensor:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.token_embedding(input_ids) + self.position_embedding(positions)

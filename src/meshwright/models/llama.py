@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.bert import joined_heads, split_heads
+
 ROTARY_BASE = 10000.0
 NORM_EPSILON = 1e-5
 
@@ -50,14 +52,10 @@ class Attention(nn.Module):
         self.output = linear(options.hidden, options.hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        query, key, value = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
+        query, key, value = (split_heads(project(x), self.head_width) for project in (self.query, self.key, self.value))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return self.output(mixed.transpose(1, 2).flatten(2))
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """[batch, seq, width] → [batch, heads, seq, head width]"""
-        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        return self.output(joined_heads(mixed))
 
 
 class MLP(nn.Module):

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.bert import MLP
-from meshwright.models.gpt import Attention, GPTOptions, initialise_plainly
+from meshwright.models.gpt import Attention, Decoder, GPTOptions, initialise_plainly
 from meshwright.models.objective import Batch, Objective, default_count, default_loss, widened
 
 
@@ -163,22 +163,13 @@ class Block(nn.Module):
         return x + self.dropout(made), uneven
 
 
-class MoEGPT(nn.Module):
+class MoEGPT(Decoder):
     """Returns logits and the weighted load-balancing loss."""
 
-    def __init__(self, options: MoEOptions) -> None:
-        super().__init__()
-        self.options = options
-        self.token_embedding = nn.Embedding(options.vocab, options.hidden)
-        self.position_embedding = nn.Embedding(options.seq, options.hidden)
-        self.blocks = nn.ModuleList(
-            Block(options, has_experts=(number + 1) % options.every == 0) for number in range(options.layers)
-        )
-        self.norm = nn.LayerNorm(options.hidden)
-        self.head = nn.Linear(options.hidden, options.vocab, bias=False)
-        self.apply(self.initialise)
-        if options.tied:
-            self.head.weight = self.token_embedding.weight
+    options: MoEOptions
+
+    def make_block(self, number: int) -> nn.Module:
+        return Block(self.options, has_experts=(number + 1) % self.options.every == 0)
 
     def initialise(self, module: nn.Module) -> None:
         """GPT-2's: normal with deviation 0.02, smaller on the way back into the residual stream, biases zero."""

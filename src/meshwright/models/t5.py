@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.bert import joined_heads, split_heads
+
 NORM_EPSILON = 1e-6
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128
@@ -84,16 +86,12 @@ class Attention(nn.Module):
         self.output = linear(width, options.hidden, std=width**-0.5)
 
     def forward(self, x: Tensor, seen: Tensor, bias: Tensor | None = None) -> Tensor:
-        query = self.split_heads(self.query(x))
-        key, value = self.split_heads(self.key(seen)), self.split_heads(self.value(seen))
+        query = split_heads(self.query(x), self.head_width)
+        key, value = split_heads(self.key(seen), self.head_width), split_heads(self.value(seen), self.head_width)
         scores = query @ key.transpose(-2, -1)
         weights = (scores if bias is None else scores + bias).softmax(dim=-1)
         mixed = F.dropout(weights, self.dropout, self.training) @ value
-        return self.output(mixed.transpose(1, 2).flatten(2))
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """[batch, seq, width] → [batch, heads, seq, head width]"""
-        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        return self.output(joined_heads(mixed))
 
 
 class MLP(nn.Module):

@@ -7,28 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.models.bert import MLP, Attention
+from meshwright.models.bert import MLP, Attention, TransformerOptions
 
 NORM_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class ViTOptions:
-    layers: int = 12
-    hidden: int = 768
-    heads: int = 12
-    mlp: int = 4
-    """Width of the MLP in multiples of hidden."""
+class ViTOptions(TransformerOptions):
     image: int = 224
     """Height and width of the image."""
     patch: int = 16
     """Height and width of a patch."""
     classes: int = 1000
-    dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden={self.hidden} does not divide into heads={self.heads}")
+        super().__post_init__()
         if self.image % self.patch:
             raise ValueError(f"image={self.image} does not divide into patches of patch={self.patch}")
 

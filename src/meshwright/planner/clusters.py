@@ -78,7 +78,7 @@ def probed(nproc: int | None, device: str, backend: str, fresh: bool = False, sa
     if cluster.others_share > BUSY_SHARE:
         say(
             f"other programs took {cluster.others_share:.0%} of the cores while this machine was measured: predictions are "
-            "those of a busy machine. It is measured again once it is quieter, or by `meshwright probe --fresh`"
+            "for a busy machine. It is measured again once it is quieter, or by `meshwright probe --fresh`"
         )
     return cluster
 

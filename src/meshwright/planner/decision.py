@@ -54,7 +54,7 @@ def decide(settings: Settings, graphs: tuple[Graph, Graph | None], cluster: Clus
 
 
 def _given(settings: Settings, graph: Graph, cluster: Cluster, world: int | None) -> Plan:
-    """Of a file, or as asked with plain defaults for the rest."""
+    """The plan of a file, or the request with plain defaults for the rest."""
     if settings.plan_file is None:
         plain = plain_plan(settings.plan, graph, world or cluster.num_devices, cluster.hash)
         return with_legal_sharding(plain, settings.model)

@@ -1,4 +1,4 @@
-"""What a plan would cost: given as a value, as a file, or by plan flags with plain defaults for the rest."""
+"""The cost of a plan that is given as a value, as a file, or by plan flags with plain defaults for the rest."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def given_plan(plan: Plan | str | PathLike[str]) -> Plan:
 
 
 def name_of(plan: Plan | str | PathLike[str]) -> str:
-    """Of a given plan, in what is said about it."""
+    """The name of a given plan in messages."""
     return "the plan" if isinstance(plan, Plan) else fspath(plan)
 
 
@@ -138,7 +138,7 @@ def _plain(subject: Subject, request: PlanRequest, cluster: Cluster, devices: in
 
 
 def _world(request: PlanRequest, devices: int) -> int:
-    """Degrees that were given in full say how many ranks; else all devices are used."""
+    """Number of ranks: the product of the degrees where dp is given; otherwise all devices."""
     if request.dp is None:
         return devices
     return prod(request.degrees[axis] or 1 for axis in RANK_AXES)

@@ -43,7 +43,7 @@ class SweptFlags(TypedDict, total=False):
 
 
 class PlanFlags(SweptFlags, total=False):
-    """What can be fixed of a plan. What is left out is searched, or takes its plain default."""
+    """The parts of a plan that can be fixed. Parts that are left out are searched, or take their plain defaults."""
 
     global_batch: int | None
 

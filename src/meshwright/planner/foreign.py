@@ -1,4 +1,4 @@
-"""What a configuration of another library costs, and the search that keeps its numbers: would another plan be better?"""
+"""The cost of another library's configuration, and a search with the same batch and precision for a better plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.planner.subject import Subject
 
 @dataclass(frozen=True)
 class ForeignQuestion:
-    """A configuration as a plan with its cost, and the question whose answer stands beside it."""
+    """A configuration as a plan with its cost, and the search for a better one."""
 
     foreign: Foreign
     plan: Plan
@@ -41,7 +41,7 @@ class ForeignQuestion:
 
 
 def _kept(theirs: Plan, flags: PlanRequest) -> PlanRequest:
-    """What the search must not change: the numbers that are computed. Flags told what the file leaves to the script."""
+    """The request of that search: batch and precision stay, so that the same numbers are computed."""
     return PlanRequest(
         global_batch=theirs.global_batch,
         precision=theirs.precision,

@@ -44,7 +44,7 @@ def both_castings(model: str, precision: Precision) -> tuple[Graph, Graph | None
 
 
 def _may_fork(model: str) -> bool:
-    """Whether another process may go on from here: nothing runs beside this thread, and no code of the user's has run."""
+    """Whether the process may fork: this is its only thread, and no code of the user has run."""
     is_ours = graph_file(model, "fp32") is not None and "torch" not in sys.modules
     return is_ours and hasattr(os, "fork") and (os.cpu_count() or 1) > 1 and threading.active_count() == 1
 
@@ -66,7 +66,7 @@ def _capture_both(model: str, precision: Precision) -> tuple[Graph, Graph]:
 
 
 def _captured(model: str, precision: Precision) -> bytes:
-    """What the capture has to say about the model, the other one says."""
+    """The capture of the second casting, encoded; its warnings are those of the first, and are not repeated."""
     with warnings.catch_warnings(action="ignore", category=GuessWarning):
         return msgspec.json.encode(capture_now(model, precision, "parameters"))
 

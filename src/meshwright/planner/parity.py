@@ -118,13 +118,13 @@ class ParityQuestion:
         return cls(model, plan_of_small(model, whole, name))
 
     def payload(self, steps: int, device: str, backend: str, timeout: float | None) -> dict[str, Any]:
-        """What each rank is told."""
+        """The payload that each rank gets."""
         check_comparison(steps, timeout)
         told = {"model": self.model, "plan": msgspec.to_builtins(self.plan), "steps": steps}
         return {**told, "device": device, "backend": backend, **({} if timeout is None else {"timeout": timeout})}
 
     def answer(self, payload: dict[str, Any]) -> ParityResult:
-        """Of ranks that are started here."""
+        """The comparison, by ranks that are started here."""
         return msgspec.convert(launch("meshwright.measure.parity:parity_rank", payload, self.plan.world), ParityResult)
 
 
@@ -144,12 +144,12 @@ def _compare_live(live: LiveModel, plan: Plan, steps: int, timeout: float | None
 
 
 def plain_plan_of_small(model: str, request: PlanRequest, num_ranks: int) -> Plan:
-    """What was asked for, with plain defaults."""
+    """The requested plan of the small model, with plain defaults."""
     return msgspec.structs.replace(small_plan(resolve(model).small(), request, num_ranks), model=model)
 
 
 def plan_of_small(model: str, plan: Plan, file: str) -> Plan:
-    """The whole plan of a file: its shardings, stages and recompute, laid on the small model's blocks."""
+    """The plan of a file for the small model: its shardings, stages and recompute, applied to the small model's blocks."""
     whole = graph_of(model, plan.precision, plan.casting)
     _check_file(plan, whole, file)
     small = resolve(model).small()
@@ -187,7 +187,7 @@ def _check_sizes(plan: Plan, whole: Graph, file: str) -> None:
 
 
 def _check_runs_as_written(laid: Plan, tried: Plan, graph: Graph, file: str) -> None:
-    """What does not run as the file says is refused, but for rows that only the small model's sizes do not divide."""
+    """Refuses tensors that do not run as the file says, except dims that only the small model's sizes do not divide."""
     shapes = {(parameter.block, parameter.own_name): parameter.shape for parameter in graph.parameters}
     for rule, found in zip(laid.sharding, tried.sharding, strict=True):
         block = expand_names(rule.for_blocks)[0]

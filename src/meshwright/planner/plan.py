@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a question is asked about beside the plan itself: how many devices, how much memory, and how to search."""
+    """The limits of a search beside the plan flags: how many devices, how much memory, and which method."""
 
     devices: int | None = None
-    """Use exactly so many."""
+    """Number of devices to use; without it, the search chooses."""
     memory: str | int | None = None
     """Budget per device, in bytes or as people write it; without it, all the device has."""
     search: str = "joint"
     prefer_fastest: bool = False
     """Whether the fastest plan is taken even where a simpler one is as fast within the estimate's error."""
     recipe: Recipe | None = None
-    """What training adds to the model."""
+    """The optimizer's state and clipping, which training adds to the model."""
 
     def __post_init__(self) -> None:
         check_number("--devices", self.devices)
@@ -78,11 +78,11 @@ def plan(
 
     model: a name (`meshwright models`), a module with batch=, or a Graph from `mw.capture`, which is planned in the precision it
     was captured in. batch, loss, count: of a module, as for `mw.capture`.
-    cluster: a value, a name (`meshwright clusters`), a file, or "local": this machine, measured. hosts: how many, where not the
-    cluster's own number; nproc: of "local", how many ranks; devices: use exactly so many. memory: budget per device, like "72GiB".
+    cluster: a value, a name of the catalogue, a file, or "local": this machine, measured. hosts: how many, where not the
+    cluster's own number; nproc: of "local", how many ranks; devices: how many to use. memory: budget per device, like "72GiB".
     search: which method. prefer_fastest: take the fastest plan even where a simpler one is as fast within the estimate's error.
-    recipe: what training adds, such as another optimizer. say: takes a line when something takes long. watch: told
-    how far the search has come, a SearchProgress each time.
+    recipe: what training adds, such as another optimizer. say: takes a line when something takes long. watch: called
+    with a SearchProgress, again and again.
     Every plan flag is a keyword and fixes that part: dp, tp, pp, cp, ep, virtual, ends, zero, hybrid, sequence_parallel,
     context, microbatch, global_batch, schedule, recompute, precision, offload, offload_share, offload_moments, offload_delayed,
     compile, sync_batch_norm.
@@ -109,17 +109,17 @@ class PlanQuestion:
 
     @classmethod
     def ask(cls, subject: Subject, cluster: Cluster, request: PlanRequest, limits: Limits = NO_LIMITS) -> PlanQuestion:
-        """With the model captured as the plan will run it."""
+        """The question with the model captured as the plan will run it."""
         budget = checked_budget(limits.memory, cluster)
         graphs = subject.both_castings(subject.precision(request.precision, plain_precision(cluster)))
         return cls(subject, *graphs, cluster, request, budget, limits)
 
     def graph_run_by(self, plan: Plan) -> Graph:
-        """Of both castings, the one that a plan runs."""
+        """The graph of the casting that a plan runs."""
         return graph_run_by(plan, self.graph, self.other_casting)
 
     def answer(self, watch: Watch | None = None) -> SearchResult:
-        """watch: told how far the search has come, again and again."""
+        """watch: called with the progress of the search, again and again."""
         from meshwright.searching.legality import search_legal
         from meshwright.searching.search import search  # numpy and scipy are loaded while the model is captured
 
@@ -137,12 +137,12 @@ class PlanQuestion:
 
 
 def graph_run_by(plan: Plan, graph: Graph, other_casting: Graph | None) -> Graph:
-    """Of both castings, the one that a plan runs."""
+    """The graph of the casting that a plan runs."""
     return other_casting if other_casting is not None and other_casting.casting == plan.casting else graph
 
 
 def plain_precision(cluster: Cluster) -> Precision:
-    """Where nobody says: 16 bits on a device with units for it, as everyone trains there; fp32 on a CPU."""
+    """The default precision: 16 bits on a device with units for them, fp32 on a CPU."""
     if cluster.device.kind == "cpu":
         return "fp32"
     has_bf16 = "bf16" in cluster.device.peaks or any(rate.dtype == "bf16" for rate in cluster.device.rates)

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from meshwright.models.objective import Batch, Objective
 
 SHARDING_VERSION = 3
-"""Raised when other shardings become legal: those kept from before are then tried again."""
+"""Raised when other shardings become legal: cached ones are then tried again."""
 _CAPTURED: dict[str, tuple[weakref.ref[nn.Module], Batch, Objective]] = {}
 """Models that were captured in this process, by the identity of their graph."""
 
 
 def with_legal_sharding(plan: Plan, model: str) -> Plan:
-    """Proposed shardings tried on fake tensors; what was found is kept beside the model's graph."""
+    """Proposed shardings tried on fake tensors; the legal ones are cached with the model's graph."""
     if plan.mesh.tp == 1 and plan.mesh.cp == 1:
         return plan
     path = _file(plan, model)

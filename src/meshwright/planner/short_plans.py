@@ -2,7 +2,7 @@
 
 one          one rank, nothing spread                  zeroN        ZeRO stage N over the ranks
 ddp          replicas                                  tpN ppN cpN epN   N ranks along that axis, the others data parallel
-recompute    every block redoes its forward            compile      blocks are compiled
+recompute    every block is recomputed                 compile      blocks are compiled
 search       what the search chooses
 Words are joined by `+`. What a name leaves open stays as the settings have it.
 """
@@ -29,7 +29,7 @@ _DEGREE = re.compile(r"(tp|pp|cp|ep)([1-9]\d*)")
 
 
 class Contender(Value, kw_only=True):
-    """A plan by its short name, on so many ranks."""
+    """A plan by its short name, on a number of ranks."""
 
     short: str
     num_ranks: int
@@ -46,7 +46,7 @@ class Contender(Value, kw_only=True):
 
 
 def parse_short(text: str) -> PlanRequest:
-    """What a short name fixes."""
+    """The request that a short name stands for."""
     found: dict[str, object] = {}
     for word in text.split("+"):
         for name, value in _meaning(word, text).items():

@@ -24,7 +24,7 @@ from meshwright.core.plan import BlockSharding, Plan, Recompute, RecomputeMode, 
 
 @dataclass(frozen=True)
 class _Treatment:
-    """What a plan does to one block."""
+    """The sharding and recompute of one block in a plan."""
 
     tensors: tuple[TensorSharding, ...]
     recompute: RecomputeMode | None
@@ -107,7 +107,7 @@ def _of_list(name: str, blocks: list[Block], planned: dict[str, list[_Planned]])
 
 
 def _spread(count: int, sizes: list[int]) -> list[int]:
-    """So many blocks over stages that hold these numbers of the whole model's: one each, then where most are left out."""
+    """Shares `count` blocks out over stages that hold `sizes` blocks of the whole model: one each, then where most are left out."""
     if count < len(sizes):
         last = max(1, count - 1)
         chosen = {round(number * (len(sizes) - 1) / last) for number in range(count)}

@@ -1,4 +1,4 @@
-"""What is planned for: a model by name, a module with an example batch, or a graph that was captured before.
+"""The subject of a plan: a model by name, a module with an example batch, or a graph that was captured before.
 
 In 16 bits a model has two graphs (`Casting`): replicas cast as they go, sharded parameters are gathered in 16 bits. A plan is
 costed with the one it runs, so a search wants both.
@@ -38,7 +38,7 @@ class Subject(ABC):
         """The graph that replicas run, and, in 16 bits, the one that sharded plans run."""
 
     def precision(self, asked: Precision | None, plain: Precision) -> Precision:
-        """Of the plan: what was asked for, or else what is plain on the cluster."""
+        """The precision of the plan: as asked, or else the plain choice on the cluster."""
         return asked or plain
 
 
@@ -121,7 +121,7 @@ class GivenGraph(Subject):
 
 
 def subject_of(model: str | nn.Module | Graph, batch: Any = None, loss: Any = None, count: Any = None) -> Subject:
-    """What a person gave as the model."""
+    """The subject for a model as it was given."""
     if isinstance(model, (str, Graph)):
         if any(given is not None for given in (batch, loss, count)):
             raise InputError("batch, loss and count go with a module; a model's name or a graph has its own")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
@@ -14,11 +14,10 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InfeasibleError, InputError, PlanError
 from meshwright.core.graph import Graph
 from meshwright.core.recipe import Recipe
-from meshwright.core.request import PlanRequest
 from meshwright.planner.clusters import LOCAL, Say, asked_cluster, silent
 from meshwright.planner.flags import SweptFlags, request_of
 from meshwright.planner.plan import Limits, PlanQuestion, check_offload
-from meshwright.planner.subject import Subject, subject_of
+from meshwright.planner.subject import subject_of
 from meshwright.report.sweep import Sweep, SweepPoint
 from meshwright.searching.problem import SAMPLES_PER_DEVICE
 
@@ -44,74 +43,38 @@ def sweep(
     prefer_fastest: bool = False,
     recipe: Recipe | None = None,
     say: Say = silent,
+    watch: Watch | None = None,
     **flags: Unpack[SweptFlags],
 ) -> Sweep:
     """The best plan at each of several numbers of hosts, or of several global batches, as `meshwright sweep` prints it.
 
         mw.sweep("gpt:layers=24,hidden=2048,heads=16,seq=1024,vocab=50304", "a100-80g-selene", hosts=[1, 2, 4], price=2.0)
 
-    hosts, global_batch: a number, or a list for one of the two. price: money per device-hour. All else as for `mw.plan`.
-    A point where nothing fits has no plan, and says why.
+    hosts, global_batch: a number, or a list for one of the two. price: money per device-hour. watch: told before each point.
+    All else as for `mw.plan`. A point where nothing fits has no plan, and says why.
     """
     subject, request = subject_of(model, batch, loss, count), request_of(flags, sweep)
     check_offload(request)
-    axes = Axes(_listed(hosts), _listed(global_batch))
-    limits = Limits(None, memory, search, prefer_fastest, recipe)
-    return SweepQuestion.ask(subject, axes.clusters(cluster, say), request, axes, limits).answer(price)
-
-
-@dataclass(frozen=True)
-class Axes:
-    """What is swept: one of the two has several numbers."""
-
-    hosts: tuple[int, ...] = ()
-    global_batches: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.hosts) > 1 and len(self.global_batches) > 1:
-            raise InputError("--hosts and --global-batch are both lists: sweep one, and give one number for the other")
-
-    def clusters(self, cluster: Cluster | str | PathLike[str], say: Say) -> list[Cluster]:
-        """At each number of hosts; as it is where none is given."""
-        if cluster == LOCAL and self.hosts not in ((), (1,)):
-            raise InputError("'local' is this machine alone: sweep --global-batch, or name a cluster for --hosts")
-        return [asked_cluster(cluster, size, say=say) for size in self.hosts or (None,)]
-
-
-@dataclass(frozen=True)
-class SweepQuestion:
-    """One question for each point; the model is captured once."""
-
-    points: tuple[PlanQuestion, ...]
-
-    @classmethod
-    def ask(
-        cls,
-        subject: Subject,
-        clusters: Sequence[Cluster],
-        request: PlanRequest,
-        axes: Axes,
-        limits: Limits,
-    ) -> SweepQuestion:
-        first = PlanQuestion.ask(subject, clusters[0], request, limits)
-        points = [
-            replace(first, cluster=cluster, request=msgspec.structs.replace(request, global_batch=size))
-            for cluster in clusters
-            for size in axes.global_batches or (request.global_batch,)
-        ]
-        return cls(tuple(points))
-
-    def answer(self, price: float | None = None, watch: Watch | None = None) -> Sweep:
-        """price: money per device-hour. watch: told before each point."""
-        if price is not None and not 0 <= price < inf:
-            raise InputError(f"--price is {price}: give money per device-hour, 0 or more")
-        found = []
-        for number, point in enumerate(self.points, start=1):
-            if watch is not None:
-                watch(number, len(self.points), point.cluster)
-            found.append(_best_at(point))
-        first = self.points[0]
-        return Sweep(model=first.graph.model, cluster=first.cluster.name, points=tuple(found), price=price)
+    if price is not None and not 0 <= price < inf:
+        raise InputError(f"--price is {price}: give money per device-hour, 0 or more")
+    sizes, batches = _listed(hosts), _listed(global_batch)
+    if len(sizes) > 1 and len(batches) > 1:
+        raise InputError("--hosts and --global-batch are both lists: sweep one, and give one number for the other")
+    if cluster == LOCAL and sizes not in ((), (1,)):
+        raise InputError("'local' is this machine alone: sweep --global-batch, or name a cluster for --hosts")
+    clusters = [asked_cluster(cluster, size, say=say) for size in sizes or (None,)]
+    first = PlanQuestion.ask(subject, clusters[0], request, Limits(None, memory, search, prefer_fastest, recipe))
+    asked = [
+        replace(first, cluster=found, request=msgspec.structs.replace(request, global_batch=size))
+        for found in clusters
+        for size in batches or (None,)
+    ]
+    points = []
+    for number, question in enumerate(asked, start=1):
+        if watch is not None:
+            watch(number, len(asked), question.cluster)
+        points.append(_best_at(question))
+    return Sweep(model=first.graph.model, cluster=first.cluster.name, points=tuple(points), price=price)
 
 
 def _best_at(asked: PlanQuestion) -> SweepPoint:

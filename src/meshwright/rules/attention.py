@@ -1,4 +1,4 @@
-"""Which ops of a forward form an attention core. Capture marks a graph by it, and selective recompute runs by it.
+"""The ops of a forward that form an attention core. Capture marks a graph by it, and selective recompute runs by it.
 
 From the ops that mix positions (a fused attention, or a softmax between two products of activations), to both sides along
 the edges, as long as an op runs in the same module and reads no parameter. So the projections end it, and rotary positions,
@@ -47,7 +47,7 @@ def reading_parameters(ops: Sequence[Step]) -> set[int]:
 
 
 def attention_core(ops: Sequence[Step], outside: set[int]) -> set[int]:
-    """Numbers of the forward ops of the core. `outside`: ops that cannot be in it, such as those that read parameters."""
+    """Numbers of the forward ops of the core. `outside`: ops that cannot be in it, such as ops that read parameters."""
     inside = {number for number, op in enumerate(ops) if op.phase == "forward" and number not in outside}
     before: dict[int, list[int]] = defaultdict(list)
     after: dict[int, list[int]] = defaultdict(list)

@@ -6,7 +6,7 @@
             of its sum of exponentials. No head is divided; heads of keys that several of queries share travel once
 
 heads: where fewer heads of keys and values than of queries are exchanged, each is sent as often as it takes for every rank to
-get those its queries read:
+get the heads that its queries read:
 
     q query heads, k key heads, c ranks:   lcm(k, c) / k times      q is a multiple of k and of c, so also of lcm(k, c)
 
@@ -23,9 +23,9 @@ from meshwright.core.graph import Graph, Op
 from meshwright.core.plan import ContextWay
 
 FUSED_DIMS = 4
-"""What fused attention reads: [samples, heads, tokens, width]."""
+"""Dims of the inputs of fused attention: [samples, heads, tokens, width]."""
 ACCUMULATED_BYTES = 4
-"""Gradients that are added up on their way round are of so many bytes an element at least."""
+"""Least bytes of an element of the gradients that are added up while they go round the ring."""
 
 
 def context_way(graph: Graph, tp: int, cp: int) -> ContextWay:
@@ -42,7 +42,7 @@ def num_pieces(cp: int, context: ContextWay) -> int:
 
 
 def key_repeats(num_key_heads: int, cp: int) -> int:
-    """How often each head of keys and values is sent. num_key_heads: those of one tp rank."""
+    """How often each head of keys and values is sent. num_key_heads: heads of one tp rank."""
     return lcm(num_key_heads, cp) // num_key_heads
 
 

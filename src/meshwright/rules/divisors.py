@@ -18,7 +18,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def near_divisors(number: int, wish: int) -> tuple[int, ...]:
-    """The largest below a wish that no divisor meets, and the smallest above it."""
+    """The largest divisor below `wish`, which is none itself, and the smallest above it."""
     found = divisors(number)
     below = [part for part in found if part < wish]
     above = [part for part in found if part > wish]

@@ -1,4 +1,4 @@
-"""Which parameters go together. The runtime shards by it, the cost model counts by it.
+"""Groups of parameters that are gathered and reduced together. The runtime shards by them, the cost model counts by them.
 
 ZeRO gathers and reduces a block at a time: an item of a list (`blocks.3`) is a group of its own, unless it shares a parameter with
 something outside it; all else is one group, named ''.                                            -> shard_groups
@@ -24,7 +24,7 @@ FIRST_BUCKET_BYTES = 1 * MIB
 BUCKET_BYTES = 25 * MIB
 """torch's DistributedDataParallel closes its first bucket at 1 MiB and the others at 25 MiB; ours do as well."""
 PIECE_BYTES = 256 * 2**20
-"""Room for one piece of logits in fp32: large enough that each product fills a device, small beside what a model keeps."""
+"""Bytes of one piece of logits in fp32: large enough that each product fills a device, small against a model's activations."""
 
 
 def shard_groups(parameters: Iterable[Parameter], blocks: Iterable[str]) -> dict[str, tuple[Parameter, ...]]:

@@ -1,4 +1,4 @@
-"""What a search asks for many times is kept where it follows from, as in a kind of block; walks along the ops of a kind."""
+"""A cache that lives in the value its results follow from, such as a kind of block; walks along the ops of a kind."""
 
 from __future__ import annotations
 

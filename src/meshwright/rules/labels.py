@@ -26,7 +26,7 @@ Way = Literal["column", "row", "table", "heads"]
 
 @dataclass(frozen=True)
 class Labels:
-    """What tp does to the ops of one kind."""
+    """The labels of the ops of one kind under tp."""
 
     results: tuple[Label, ...]
     """One label an op: of the tensor it makes."""
@@ -37,10 +37,10 @@ class Labels:
     reduced_backward: tuple[int, ...]
     """Ops (one per tensor that weights split by outputs read) whose first input's gradient is added up in backward."""
     outside: dict[Source, Label]
-    """Of tensors that other blocks made; whole where not named."""
+    """Labels of tensors that other blocks made; whole where not named."""
 
     def of(self, source: Source) -> Label:
-        """Of a tensor an op reads."""
+        """The label of a tensor that an op reads."""
         return self.results[source] if isinstance(source, int) else self.outside.get(source, "whole")
 
 

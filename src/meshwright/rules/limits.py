@@ -1,4 +1,4 @@
-"""What the Plan value can say, and the cost model can cost, but this version cannot run yet; and what runs in its place."""
+"""Plans that can be written and costed, but that this version cannot run yet; and the alternatives."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def not_yet(plan: Plan) -> dict[str, str]:
             schedule != "1f1b" and plan.mesh.pp == 1,
         ),
         (
-            f"ZeRO 3 with schedule {schedule}, which makes gradients of weights after their parameters are given up",
+            f"ZeRO 3 with schedule {schedule}, which makes gradients of weights after their parameters are freed",
             f"use ZeRO 2, or one of the schedules {whole}",
             plan.zero == 3 and splits,
         ),
@@ -68,7 +68,7 @@ def not_yet(plan: Plan) -> dict[str, str]:
 
 
 def _streaming(plan: Plan) -> list[tuple[str, str, bool]]:
-    """What streamed parameters cannot be combined with."""
+    """Parts of a plan that streamed parameters cannot be combined with."""
     if plan.offload.what != "parameters":
         return []
     mesh, offload = plan.mesh, plan.offload

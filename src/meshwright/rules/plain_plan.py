@@ -23,7 +23,7 @@ def recompute_rules(text: str, blocks: tuple[str, ...]) -> tuple[Recompute, ...]
     if mode == "none":
         return ()
     if not blocks:
-        raise PlanError(f"recompute '{text}' redoes repeated blocks, and the model has none: leave it out")
+        raise PlanError(f"recompute '{text}' is for repeated blocks, and the model has none: leave it out")
     return (Recompute(mode="selective" if mode == "selective" else "full", blocks=compact_names(blocks[::stride])),)
 
 
@@ -34,9 +34,9 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
     microbatch = request.microbatch or share_of_batch(global_batch, mesh.dp)
     schedule = request.schedule or "1f1b"
     virtual = request.virtual or plain_virtual(schedule)
-    # a model that asks for activation checkpointing itself gets the plan's in its place; streamed blocks are redone anyway
-    is_redone = graph.own_recompute and graph.repeated_blocks and request.offload != "parameters"
-    own_recompute = "full" if is_redone else "none"
+    # a model that asks for activation checkpointing itself gets the plan's in its place; streamed blocks are recomputed anyway
+    uses_own = graph.own_recompute and graph.repeated_blocks and request.offload != "parameters"
+    own_recompute = "full" if uses_own else "none"
     return Plan(
         model=graph.model,
         graph=graph.identity,
@@ -65,9 +65,7 @@ def plain_plan(request: PlanRequest, graph: Graph, world: int, cluster: str) -> 
 def _plain_offload(request: PlanRequest) -> Offload:
     how = (request.offload_share, request.offload_moments, request.offload_delayed or None)
     if request.offload is None and any(answer is not None for answer in how):
-        raise PlanError(
-            "offload_share, offload_moments and offload_delayed say how to offload, but not what: set offload too"
-        )
+        raise PlanError("offload_share, offload_moments and offload_delayed need a kind of offload: set offload too")
     return request.offloading()
 
 

@@ -81,7 +81,7 @@ def _stages(coordinate: int, num_coordinates: int, virtual: int, placement: Plac
 
 
 def _counted(words: list[str], stages: Sequence[int], num_microbatches: int) -> tuple[Action, ...]:
-    """Words → actions: each word counts its own microbatches, whole backwards and those for inputs together."""
+    """Words → actions: each word counts its own microbatches; whole backwards and backwards for inputs count together."""
     meanings = {word: (MEANINGS[word[0]], int(word[1:])) for word in set(words) - {"W"}}
     counts = Counter[tuple[bool, int]]()
     owed: deque[Action] = deque()
@@ -138,7 +138,7 @@ def with_transfers(order: Order, num_stages: int, placement: Placement) -> tuple
 
 
 def receives_ahead(row: tuple[Action, ...]) -> dict[int, tuple[Action, ...]]:
-    """Which receives to post before each piece of work: those of the next piece. By the work's place in the row."""
+    """The receives to post before each piece of work, by its place in the row: the receives of the next piece."""
     found: dict[int, tuple[Action, ...]] = {}
     place = None
     for number, action in enumerate(row):
@@ -150,8 +150,8 @@ def receives_ahead(row: tuple[Action, ...]) -> dict[int, tuple[Action, ...]]:
 
 
 def receipts(rows: tuple[tuple[Action, ...], ...], coordinate: int) -> dict[Action, tuple[Action, ...]]:
-    """Which sends of a coordinate have arrived when one of its receives has: those that the other side had taken before it sent
-    this message. Each send stands at the first receive that tells."""
+    """The sends of a coordinate that have arrived when one of its receives has: the sends that the other side had received before
+    it sent this message. Each send stands at the first receive that proves its arrival."""
     homes = {action.stage: number for number, row in enumerate(rows) for action in row}
     own = [action for action in rows[coordinate] if action.kind in RECEIVES]
     sent = {other_side(action): action for action in rows[coordinate] if action.kind in SENDS.values()}

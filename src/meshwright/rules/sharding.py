@@ -1,4 +1,4 @@
-"""Which weights lie over tp: the plain choice, and what a plan says. What follows for the ops: rules/labels.py.
+"""The weights that are sharded over tp: the plain choice, and the sharding of a plan. Consequences for the ops: rules/labels.py.
 
 The plain choice follows a block in order: a weight that reads a whole tensor is split by its outputs if a later weight reads
 what came of it, and that one is split by its inputs. For a transformer this is Megatron's: query, key, value and the MLP's
@@ -19,7 +19,7 @@ from meshwright.rules.context import num_heads
 from meshwright.rules.labels import Way, labels_of, way_of, weight_copies
 
 WHOLE = "@whole"
-"""Where a tensor comes of that must not be split; no weight is called so."""
+"""Origin of a tensor that must stay whole; no weight has this name."""
 VOCABULARY_ROWS = 1024
 """A table or head of fewer rows is not worth splitting: it is a table of positions, a router or a small classifier."""
 
@@ -50,7 +50,7 @@ def _by_inputs(kind: Kind, parameters: dict[str, Parameter], tp: int) -> dict[st
 
 
 def _rules(graph: Graph, choose: Callable[[Kind, dict[str, Parameter]], dict[str, Way]]) -> tuple[BlockSharding, ...]:
-    """What a plan writes for every kind, by the names of its blocks."""
+    """The sharding rules of every kind, by the names of its blocks."""
     found = []
     for kind, parameters in _kinds(graph):
         names = [block.name for block in graph.blocks if block.kind == kind.name and block.name]
@@ -61,7 +61,7 @@ def _rules(graph: Graph, choose: Callable[[Kind, dict[str, Parameter]], dict[str
 def block_sharding(
     blocks: Iterable[str], kind: Kind, parameters: dict[str, Parameter], ways: dict[str, Way]
 ) -> BlockSharding | None:
-    """What a plan writes for blocks of a kind whose weights are split in these ways; None where none is."""
+    """The sharding rule of blocks whose weights are split in these ways; None where none is."""
     names = compact_names(blocks)
     along = _along_columns(ways, kind, parameters) if ways else set()
     split = []
@@ -85,7 +85,7 @@ def _kinds(graph: Graph) -> Iterator[tuple[Kind, dict[str, Parameter]]]:
 
 
 def plain_ways(kind: Kind, parameters: dict[str, Parameter], table_rows: int = 0, tp: int = 1) -> dict[str, Way]:
-    """Which weights to split, and how: columns that some row reads, the table of tokens (`table_rows`), the head."""
+    """The weights to split, and how: columns that a row-parallel weight reads, the table of tokens (`table_rows`), the head."""
     ways: dict[str, Way] = {}
     origins: dict[int, set[str]] = {}
     used: set[str] = set()
@@ -162,7 +162,7 @@ def num_inputs(op: Op) -> float:
 
 
 def _along_columns(ways: dict[str, Way], kind: Kind, parameters: dict[str, Parameter]) -> set[str]:
-    """What goes with columns and channels that are split: biases, and what batch norm and depthwise filters keep for each."""
+    """Parameters that are split with their columns or channels: biases, batch norms and depthwise filters."""
     labels, copies = labels_of(kind, ways), weight_copies(kind)
     found: set[str] = set()
     for _, op in kind.forward_ops:
@@ -176,7 +176,7 @@ def _along_columns(ways: dict[str, Way], kind: Kind, parameters: dict[str, Param
 
 
 def split_dim(way: Way, outputs_first: bool) -> int:
-    """Which dim of a weight lies over tp. Linear keeps [outputs, inputs]; a few models keep [inputs, outputs]."""
+    """The dim of a weight that is sharded over tp. Linear keeps [outputs, inputs]; a few models keep [inputs, outputs]."""
     if way == "table":
         return 0
     if way == "heads":

@@ -49,7 +49,7 @@ Cuts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Units:
-    """What stages are made of, in order."""
+    """The units that stages are made of, in order."""
 
     blocks: tuple[tuple[str, ...], ...]
     """The blocks of every unit."""
@@ -78,7 +78,7 @@ def units_of(graph: Graph) -> Units:
 
 
 def even_stages(graph: Graph, pp: int, virtual: int, schedule: ScheduleKind, ends: Ends = "even") -> tuple[Stage, ...]:
-    """All named blocks on pp · virtual stages, laid in a loop or a V as the schedule asks."""
+    """All named blocks on pp · virtual stages, placed in a loop or a V as the schedule needs."""
     units = units_of(graph)
     check_ends(graph, ends)
     _check_number(graph, units, pp, virtual, ends)
@@ -122,7 +122,7 @@ def even_counts(num_units: int, num_stages: int) -> list[int]:
 
 
 def may_have(units: Units, num_stages: int, ends: Ends | None) -> bool:
-    """Whether units can be shared out over so many stages. ends: None where they may be cut in any way."""
+    """Whether units can be shared out over `num_stages`. ends: None where they may be cut in any way."""
     return num_stages <= most_stages(units, ends) and (ends != "own" or num_stages >= FEWEST_OWN)
 
 
@@ -143,7 +143,7 @@ def check_blocks(graph: Graph, plan: Plan) -> None:
 
 
 def plain_virtual(schedule: ScheduleKind) -> int:
-    """Stages on each coordinate where nobody says: the fewest the schedule runs."""
+    """The default number of stages on each coordinate: the fewest the schedule runs."""
     return kind_of(schedule).turns[0]
 
 

@@ -29,7 +29,7 @@ STREAM_DIMS = 3
 
 
 class TokenBlocks(NamedTuple):
-    """What a graph's blocks say of tokens that nobody looks up."""
+    """The blocks that cut tokens which the model does not look up."""
 
     runs: tuple[tuple[str, ...], ...] = ()
     refusal: str = ""
@@ -41,18 +41,18 @@ class TokenBlocks(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As a plan has them: one entry a run."""
+        """The runs as a plan writes them: one entry a run."""
         return tuple(pattern for run in self.runs for pattern in compact_names(run))
 
 
 def looked_up_tokens(graph: Graph) -> int:
-    """Of what the model looks up for a sample; the fewest, where it has several inputs. 0: it looks up nothing."""
+    """Tokens of a sample that the model looks up; the fewest, where it has several inputs. 0: it looks up nothing."""
     return min(looked_up_counts(graph), default=0)
 
 
 @cached_in_value
 def looked_up_counts(graph: Graph) -> frozenset[int]:
-    """Of each of the inputs whose ids the model looks up, the tokens of a sample."""
+    """Tokens of a sample, of each input whose ids the model looks up."""
     return frozenset(
         round(shape[-1].fixed)
         for kind in graph.kinds
@@ -64,19 +64,19 @@ def looked_up_counts(graph: Graph) -> frozenset[int]:
 
 
 def cut_in_blocks(graph: Graph, cp: int) -> TokenBlocks | None:
-    """Which blocks cut their tokens over cp; None where those that are looked up are cut, and so all blocks have parts."""
+    """The blocks that cut their tokens over cp; None where the looked-up tokens are cut, so that all blocks have parts of them."""
     return tokens_in_blocks(graph) if cp > 1 and not looked_up_tokens(graph) else None
 
 
 def token_names(graph: Graph, cp: int) -> tuple[str, ...]:
-    """What a plan with this degree says in `token_blocks`."""
+    """The `token_blocks` of a plan with this degree."""
     found = cut_in_blocks(graph, cp)
     return found.names if found is not None else ()
 
 
 @cached_in_value
 def tokens_in_blocks(graph: Graph) -> TokenBlocks:
-    """Of a graph that looks up no tokens."""
+    """The blocks that cut tokens over cp, in a graph that looks up no tokens."""
     kinds = graph.kind_by_block
     attending = [name for name in graph.repeated_blocks if _attentions(kinds[name])]
     if not attending:
@@ -94,7 +94,7 @@ def tokens_in_blocks(graph: Graph) -> TokenBlocks:
 
 
 def _runs(flow: Flow, attending: list[str]) -> list[list[str]]:
-    """In the order of their calls; a block whose result is read by others too ends a run."""
+    """Runs of attending blocks, in the order of their calls; a block whose result other blocks read too ends a run."""
     order = [event.block for event in flow.events if event.block in attending and event.reads]
     makers = {number: event.block for event in flow.events for number in event.makes if event.reads}
     readers: dict[str, set[str]] = {name: set() for name in order}
@@ -127,8 +127,8 @@ def stream_of(kind: Kind) -> Shape | None:
 
 
 @cached_in_value
-def handed_on(kind: Kind) -> tuple[FlowTensor, ...]:
-    """Of what a block of a run makes, the tensor [samples, tokens, width]: the last that is made."""
+def output_tensors(kind: Kind) -> tuple[FlowTensor, ...]:
+    """The output of a block of a run: the last tensor [samples, tokens, width] that it makes."""
     stream = stream_of(kind)
     made = [op for _, op in kind.forward_ops if stream and _size(op.result_shape) == _size(stream)]
     needs_gradient = any(op.phase == "backward" for op in kind.ops)
@@ -136,7 +136,7 @@ def handed_on(kind: Kind) -> tuple[FlowTensor, ...]:
 
 
 def _result_bytes(op: Op) -> Affine:
-    """Of its first result; a norm writes its statistics beside it."""
+    """Bytes of an op's first result; a norm writes its statistics in addition."""
     elements = _size(op.result_shape)
     item = next((item for item in (8, 4, 2) if item * elements <= op.written_bytes.at(1)), 1)
     return Affine(0.0, item * elements)
@@ -153,7 +153,7 @@ def _attentions(kind: Kind) -> tuple[Op, ...]:
 
 
 def _refusal(kind: Kind) -> str:
-    """Why a block that attends is none of a run; empty where it is."""
+    """Why an attending block cannot be part of a run; empty where it can."""
     stream = stream_of(kind)
     if stream is None:
         return "is not called with one tensor [samples, tokens, width]"
@@ -167,14 +167,14 @@ def _refusal(kind: Kind) -> str:
                 f"attends over {' and '.join(map(str, sorted(counts)))} tokens (windows, or reduced keys) of {tokens}"
             )
     if any(_is_grid(shape, tokens) for op in kind.ops for shape in (*op.input_shapes, op.result_shape)):
-        return f"lays its {tokens} tokens out in a grid"
-    if not handed_on(kind):
+        return f"arranges its {tokens} tokens in a grid"
+    if not output_tensors(kind):
         return "hands on no tensor as large as the one it is called with"
     return ""
 
 
 def _is_grid(shape: Shape, tokens: int) -> bool:
-    """Of a sample, four dims none of which is the tokens: rows and columns of an image, or windows."""
+    """Whether a shape has four dims none of which is the tokens: rows and columns of an image, or windows."""
     of_samples = len(shape) > STREAM_DIMS and shape[0].per_sample > 0
     return of_samples and all(round(dim.fixed) != tokens for dim in shape[1:])
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.core.errors import PlanError
@@ -16,7 +13,6 @@ from meshwright.models.experts import find_experts
 from meshwright.models.objective import DEFAULT, Objective
 from meshwright.models.old_norms import without_computed_weights
 from meshwright.rules.limits import check_runs
-from meshwright.rules.schedules import make_schedule
 from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.communicators import data_mesh, noted
 from meshwright.runtime.compile import compile_blocks, compile_loss
@@ -24,7 +20,7 @@ from meshwright.runtime.data_parallel import agree_on_values, inner, spread
 from meshwright.runtime.deferred import check_can_be_divided, divides, materialise, materialise_hidden
 from meshwright.runtime.draws.program import SampleDraws, check_draws
 from meshwright.runtime.experts import spread_experts
-from meshwright.runtime.lowered import Values, lower
+from meshwright.runtime.lowered import lower
 from meshwright.runtime.mesh import build_mesh, check_model, check_precision, check_same_plan, local_device
 from meshwright.runtime.nan import NanFinder
 from meshwright.runtime.offload.activations import offload_activations
@@ -40,10 +36,10 @@ from meshwright.runtime.pipeline.cut import cut
 from meshwright.runtime.pipeline.draw import draw
 from meshwright.runtime.pipeline.pipeline import Pipeline
 from meshwright.runtime.precision import compute_context, store
-from meshwright.runtime.program import Program
+from meshwright.runtime.program import Program, Spread
 from meshwright.runtime.ranks import join
 from meshwright.runtime.recompute import mark_recompute
-from meshwright.runtime.split.model import SplitModel, split_model
+from meshwright.runtime.split.model import split_model
 from meshwright.runtime.split.own_rows import run_on_own_rows
 from meshwright.runtime.state_dicts import mark_states
 from meshwright.runtime.watch import Recorder, Watch
@@ -82,9 +78,12 @@ def apply(
                 module, plan, optimizer, objective, max_norm, watch, device or join().device, host_link
             )
         else:
-            program = _program(
-                module, plan, optimizer, objective, max_norm, watch, device, find_nan, host_link, sample_seed
-            )
+            device = device or join().device
+            draws = None if sample_seed is None else SampleDraws(module, plan, device, sample_seed)
+            found = _spread(module, plan, optimizer, device, watch, objective)
+            host = _offload(found, plan, host_link, max_norm)
+            finder = NanFinder(inner(found.module), plan, dist.get_rank()) if find_nan else None
+            program = Program(found, plan, compile_loss(objective, plan), max_norm, watch, finder, host, draws)
     program.groups = groups
     return program
 
@@ -100,31 +99,6 @@ def _check_not_traced(find_nan: bool) -> None:
             "find_nan looks at the gradients of every block, and those of streamed parameters have left for the host: leave it "
             "out, or look for the origin with a plan that keeps parameters on the device (offload none or optimizer)"
         )
-
-
-def _program(
-    module: nn.Module,
-    plan: Plan,
-    optimizer: Optimizer | OptimizerFactory,
-    objective: Objective,
-    max_norm: float | None,
-    watch: Watch,
-    device: torch.device | None,
-    find_nan: bool,
-    host_link: float | None,
-    sample_seed: int | None,
-) -> Program:
-    device = device or join().device
-    draws = None if sample_seed is None else SampleDraws(module, plan, device, sample_seed)
-    spread = _spread(module, plan, optimizer, device, watch, objective)
-    host = _offload(spread, plan, host_link, max_norm)
-    schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
-    finder = NanFinder(inner(spread.module), plan, dist.get_rank()) if find_nan else None
-    loss = compile_loss(objective, plan)
-    return Program(
-        spread.module, spread.optimizer, plan, schedule, spread.mesh, loss, max_norm, watch, spread.split, finder,
-        spread.pipeline, host, draws,
-    )  # fmt: skip
 
 
 def wrap(
@@ -163,18 +137,8 @@ def wrap(
     return found.module, found.optimizer
 
 
-class _Spread(NamedTuple):
-    module: nn.Module
-    optimizer: Optimizer
-    mesh: DeviceMesh
-    split: SplitModel | None
-    pipeline: Pipeline | None
-    values: Values | None
-    """Of parameters that are stored in 16 bits, what the optimizer's masters start with."""
-
-
 def _offload(
-    found: _Spread, plan: Plan, host_link: float | None = None, max_norm: float | None = None, is_own_loop: bool = False
+    found: Spread, plan: Plan, host_link: float | None = None, max_norm: float | None = None, is_own_loop: bool = False
 ) -> HostOptimizer | None:
     """What updates on the host, where the plan says so."""
     if plan.offload.what == "none":
@@ -194,7 +158,7 @@ def _spread(
     device: torch.device | None,
     watch: Watch,
     objective: Objective,
-) -> _Spread:
+) -> Spread:
     device = device or join().device
     check_same_plan(plan)
     check_runs(plan)
@@ -234,4 +198,4 @@ def _spread(
     check_optimizer(made, plan)
     if values is None:
         mark_states(module, made, mesh)
-    return _Spread(spread_module, made, mesh, split, pipeline, values)
+    return Spread(spread_module, made, mesh, split, pipeline, values)

@@ -10,7 +10,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.core.errors import RunError
-from meshwright.core.pipeline.schedule import Action, Schedule
+from meshwright.core.pipeline.schedule import Action
 from meshwright.core.plan import Plan
 from meshwright.core.run.trace import Trace
 from meshwright.models.objective import Batch, Objective, call
 from meshwright.models.one_process import seen_under
+from meshwright.rules.schedules import make_schedule
 from meshwright.runtime.answers import Answers
 from meshwright.runtime.clock import Mark, mark
 from meshwright.runtime.communicators import take_down
@@ -36,6 +37,7 @@ from meshwright.runtime.draws.program import SampleDraws
 from meshwright.runtime.dropped import Dropped
 from meshwright.runtime.gate import Gate
 from meshwright.runtime.history import History
+from meshwright.runtime.lowered import Values
 from meshwright.runtime.mesh import local_device
 from meshwright.runtime.nan import NanFinder, not_finite
 from meshwright.runtime.offload.optimizer import HostOptimizer
@@ -55,29 +57,37 @@ from meshwright.runtime.update import Update
 from meshwright.runtime.watch import Watch
 
 
+class Spread(NamedTuple):
+    """A module that is spread over the ranks, with its optimizer."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    mesh: DeviceMesh
+    split: SplitModel | None = None
+    pipeline: Pipeline | None = None
+    values: Values | None = None
+    """The first master weights of parameters that are stored in 16 bits."""
+
+
 class Program:
     """Made by `apply`. It owns the spread module and its optimizer, until it is closed; `with` closes it."""
 
     def __init__(
         self,
-        module: nn.Module,
-        optimizer: Optimizer,
+        spread: Spread,
         plan: Plan,
-        schedule: Schedule,
-        mesh: DeviceMesh,
         objective: Objective,
         max_norm: float | None = None,
         watch: Watch | None = None,
-        split: SplitModel | None = None,
         finder: NanFinder | None = None,
-        pipeline: Pipeline | None = None,
         host: HostOptimizer | None = None,
         draws: SampleDraws | None = None,
     ) -> None:
+        module, optimizer, mesh, split, pipeline, _ = spread
         self.spread_module = module
         self.optimizer = optimizer
         self.plan = plan
-        self.schedule = schedule
+        self.schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
         self.mesh = mesh
         self.objective = objective if split is None else split.whole_loss(objective)
         self.device = local_device(mesh)

@@ -113,7 +113,7 @@ def usual_folder() -> Path:
 
 
 def read_kept(path: Path, kind: type[T]) -> T | None:
-    """What was kept; None where nothing is, or it was cut short or written by another hand: it is then made again."""
+    """A cached value; None where there is none, or its file was cut short or has another content: it is then made again."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError):

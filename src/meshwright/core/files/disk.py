@@ -18,7 +18,7 @@ PIECE_BYTES = 8 << 20
 
 
 class FileFacts(Value, kw_only=True):
-    """What a file must be, to be the one that was written."""
+    """Size and checksum of a file that was written: a file with others is not that file."""
 
     size_bytes: CountOrZero
     checksum: str
@@ -45,7 +45,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileFacts:
 
 
 def read_facts(path: Path) -> FileFacts:
-    """Of a file as it is now."""
+    """Size and checksum of a file as it is now."""
     size, checksum = 0, 0
     with path.open("rb", buffering=0) as file:
         while piece := file.read(PIECE_BYTES):

@@ -60,7 +60,7 @@ def given_lines(file: BinaryIO) -> Iterator[bytes]:
 
 @contextmanager
 def open_given(path: str | os.PathLike[str], most_bytes: int = LARGEST_RECORD_BYTES) -> Iterator[BinaryIO]:
-    """A plain file of at most so many bytes, open for reading; anything else is an `InputError`."""
+    """A plain file of at most `most_bytes`, open for reading; anything else is an `InputError`."""
     source = Path(path)
     try:
         handle = os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # to open a pipe without it would wait for a writer

@@ -1,1 +1,1 @@
-"""The schedule as a value: its kinds, its actions, and where its stages lie."""
+"""The schedule as a value: its kinds, its actions, and the placement of its stages."""

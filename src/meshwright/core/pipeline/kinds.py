@@ -62,17 +62,17 @@ class Kind:
     """One kind of schedule. No field has a default: a kind that lacks one fails when this package is loaded."""
 
     title: str
-    """As people write it."""
+    """Its name in words."""
     placement: Placement
-    """How stages lie on coordinates."""
+    """The placement of stages on coordinates."""
     turns: tuple[int, int]
     """The fewest and the most stages on a coordinate."""
     splits_backward: bool
-    """Whether gradients of weights are made apart from those of inputs."""
+    """Whether backward comes in halves: gradients of inputs, and later gradients of weights."""
     is_searched: bool
-    """Whether a search proposes it where nobody asks for it."""
+    """Whether a search proposes it where the request leaves the schedule open."""
     keeps_all: bool
-    """Whether all microbatches are in flight before the first leaves, however many there are."""
+    """Whether all microbatches are in flight before the first backward, however many there are."""
     order: Callable[[int, int, int, int], Words]
     """(c, p, m, v) → the work of a coordinate, in words."""
     least_microbatches: Callable[[int], int]
@@ -80,7 +80,7 @@ class Kind:
     filling: Callable[[int], int]
     """p → how many microbatches have begun when the first one's backward begins; not asked of kinds that keep all."""
     round_size: Callable[[int, int], int]
-    """(p, m) → in a full pipeline every so many microbatches are like the ones before; 0 where rounds are not alike."""
+    """(p, m) → microbatches in a round of a full pipeline, after which the order repeats; 0 where rounds are not alike."""
     in_flight: Callable[[int, int, int, int], int]
     """(c, p, m, v) → the most microbatches that a coordinate keeps, counted for each of its stages."""
     idle: Callable[[float, float, float, int], float]
@@ -110,7 +110,7 @@ def placement_of(name: ScheduleKind) -> Placement:
 
 
 def check_virtual(name: ScheduleKind, virtual: int, error: type[ValueError]) -> None:
-    """Which schedule runs how many stages a coordinate."""
+    """Refuses a number of stages a coordinate that the schedule does not run."""
     kind = KINDS[name]
     if kind.runs(virtual):
         return

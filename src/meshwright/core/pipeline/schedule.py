@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from meshwright.core.bounds import Degree, Samples
-from meshwright.core.codec import Value, check_fields
+from meshwright.core.codec import CheckedValue
 from meshwright.core.errors import ScheduleError
 from meshwright.core.pipeline.kinds import ScheduleKind
 from meshwright.core.pipeline.placement import Placement, coordinate_of
@@ -43,7 +43,7 @@ Order: TypeAlias = tuple[tuple[Action, ...], ...]
 """The forwards and backwards of each coordinate, in order; transfers and updates follow from it."""
 
 
-class Schedule(Value, kw_only=True):
+class Schedule(CheckedValue, kw_only=True):
     """The order of all stage work in a step: one list of actions for each pp coordinate.
 
     Stages are numbered along the model. An action is a forward or backward of one stage for one microbatch, a transfer of what
@@ -57,8 +57,8 @@ class Schedule(Value, kw_only=True):
     placement: Placement
     actions: tuple[tuple[Action, ...], ...]
 
-    def __post_init__(self) -> None:
-        check_fields(self, ScheduleError)
+    def refusal(self, problem: str) -> ScheduleError:
+        return ScheduleError(problem)
 
     @property
     def num_coordinates(self) -> int:

@@ -1,1 +1,1 @@
-"""What a run says of itself: its trace, its faults, the state of its ranks; and the forecast it is compared with."""
+"""Values of a run: its trace, its faults, the state of its ranks; and the forecast that it is compared with."""

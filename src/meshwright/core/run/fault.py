@@ -1,5 +1,5 @@
-"""What ranks of a running job say: each its state (RankState), and where one fails, a Fault: what, when, and whether to start again
-may help."""
+"""The state of each rank of a running job (RankState), and a Fault where one fails: its kind, its step, and whether a restart may
+help."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from meshwright.core.codec import Value
 
 FaultKind = Literal["killed", "hung", "lost", "raised", "corrupt", "refused"]
 """killed: ended by a signal. hung: others waited for it in vain. lost: its connection to others broke. raised: an error of the
-model, the data or torch. corrupt: its parameters are not those of the others. refused: what Meshwright raises on purpose."""
+model, the data or torch. corrupt: its parameters differ from the other ranks'. refused: what Meshwright raises on purpose."""
 PASSING: tuple[FaultKind, ...] = ("killed", "hung", "lost", "raised", "corrupt")
-"""Kinds that may not come again when the run goes on from its last checkpoint."""
+"""Transient kinds: they may not recur when the run restarts from its last checkpoint."""
 
 
 class Fault(Value, kw_only=True):
-    """What went wrong with which rank, when, and in which words."""
+    """A failure of some ranks: its kind, its step and its message."""
 
     kind: FaultKind
     ranks: tuple[int, ...]
     num_ranks: int
     host: str
     step: int | None = None
-    """As far as somebody could say: none before the first step."""
+    """The step at which it happened, as far as it is known; None before the first step."""
     collective: str | None = None
-    """The last one that the rank, or those that lost it, called."""
+    """The last collective that the rank called, or that the ranks that lost it called."""
     words: str
-    """What a person is told."""
+    """The message for the user."""
 
     @property
     def may_pass(self) -> bool:
@@ -52,19 +52,19 @@ class Fault(Value, kw_only=True):
 
 
 class RankState(Value, kw_only=True):
-    """What one rank of a running job says about itself."""
+    """The state of one rank of a running job."""
 
     format: Literal[1] = 1
     rank: CountOrZero
     step: CountOrZero
-    """The last one that is done."""
+    """The last finished step."""
     seconds: NotNegative
-    """It took."""
+    """Seconds of that step."""
     memory_bytes: CountOrZero
-    """In use now: the allocator's on a GPU, the process's on a CPU."""
+    """Memory in use now: the allocator's on a GPU, the process's on a CPU."""
     peak_bytes: CountOrZero | None = None
-    """Of its last sampled step."""
+    """Peak of its last sampled step."""
     waiting_share: NotNegative | None = None
-    """Of its last sampled step, that it waited for others. Who waits least is whom the others wait for."""
+    """Share of its last sampled step in which it waited for others. The rank that waits least is the one the others wait for."""
     at: Number
-    """Seconds since 1970 when it said so."""
+    """Time of the report, in seconds since 1970."""

@@ -38,7 +38,7 @@ class StepRecord(Value, kw_only=True):
 
 
 def steps_that_count(records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
-    """Without warm-up and sampled steps, where enough others remain."""
+    """The steps that are timed: without warm-up and sampled steps, where enough others remain."""
     plain = tuple(record for record in records if not record.sampled)
     return plain[WARMUP_STEPS:] if len(plain) > 2 * WARMUP_STEPS else plain[1:] or plain
 
@@ -56,11 +56,11 @@ class Interval(Value, kw_only=True):
     stream: Stream
     part: Part
     start_seconds: Number
-    """Since the step began."""
+    """Seconds since the step began."""
     seconds: Number
     axis: Axis | None = None
     num_bytes: CountOrZero | None = None
-    """Of a collective's input tensor, or of a copy."""
+    """Bytes of a collective's input tensor, or of a copy."""
 
 
 class PartSeconds(Value, kw_only=True):
@@ -77,7 +77,7 @@ class MemoryPoint(Value, kw_only=True):
     """Bytes in use from one moment of the sampled step to the next point."""
 
     at_seconds: Number
-    """Since the step began."""
+    """Seconds since the step began."""
     memory_bytes: MemoryParts
 
 
@@ -106,17 +106,17 @@ class Trace(Value, kw_only=True):
     """Median over the steps that count."""
     time_seconds: TimeParts
     peak_bytes: CountOrZero | None = None
-    """Of the worst rank, at the allocator; None when no step was sampled."""
+    """Peak of the worst rank's allocator; None when no step was sampled."""
     memory_bytes: MemoryParts | None = None
     host_bytes: CountOrZero
     """Peak resident memory of the process."""
     tokens_per_second: Number
     collectives: tuple[Collective, ...] = ()
     timeline: tuple[Interval, ...] = ()
-    """Of the last sampled step, like the three fields around it."""
+    """Intervals of the last sampled step; `collectives`, `part_seconds` and `sampled_at` are of the same step."""
     part_seconds: tuple[PartSeconds, ...] = ()
     sampled_at: Number | None = None
-    """When that step began on this rank, in seconds of the host's clock since 1970: it lays all ranks on one clock."""
+    """When that step began on this rank, in seconds of the host's clock since 1970, so that all ranks are on one clock."""
     memory_over_time: tuple[MemoryPoint, ...] = ()
     """As many moments as a picture can show (rules/downsampling.py); the peak is one of them."""
     num_steps: CountOrZero
@@ -143,7 +143,7 @@ class Forecast(Value, kw_only=True):
     format: Literal[1] = 1
     step_seconds: NotNegative
     num_microbatches: Samples
-    """How many are shown: fewer than the plan's where the rest of a long step goes on alike."""
+    """Number of microbatches shown: fewer than the plan's where the rest of a long step repeats."""
     work: tuple[tuple[Planned, ...], ...]
     """One row a pp coordinate."""
     memory_over_time: tuple[tuple[MemoryPoint, ...], ...]

@@ -1,4 +1,4 @@
-"""Which collectives one rank calls inside the blocks, in each microbatch, and again where the forward is recomputed.
+"""The collectives that one rank calls inside the blocks, in each microbatch, and again where the forward is recomputed.
 
     tp       all-reduce where labels say so (rules/labels.py)                              -> _tensor_calls
     sp       sequence parallel: instead, an all-gather before and a reduce-scatter after each split part
@@ -11,7 +11,7 @@
     cp       heads: all-to-all of query, key, value and result, from tokens to heads and back, and backward the same; heads
              of keys that are too few for the ranks go several times (rules/context.py)   -> _exchange_calls
              blocks that cut tokens nobody looks up: the last of a run gathers them, backward by a reduce-scatter
-                                                                                          -> _hand_on_calls
+                                                                                          -> _gathered_output_calls
              ring: keys and values go round in one message, cp - 1 sends; backward once more, and with them the sums of
              their gradients, cp sends. Explicit attention gathers keys and values, and scatters their gradients
                                                                                           -> _ring_calls
@@ -49,7 +49,7 @@ EXPERT_COUNT_BYTES = 8
 LOSS_CALLS, LOSS_ITEM_BYTES = 3, 4
 """Largest logit, sum and target of each token, in fp32."""
 KEY_AND_VALUE = (1, 2)
-"""Which inputs of an attention they are."""
+"""The positions of keys and values among the inputs of an attention."""
 
 
 def block_calls(
@@ -70,7 +70,7 @@ def block_calls(
     found = [*_tensor_calls(own, recomputed), *_loss_calls(own), *_lookup_calls(own), *token_calls(own)]
     if own.cp > 1:
         found += _exchange_calls(own) if plan.context == "heads" else _ring_calls(own)
-    return (*found, *(() if again else _hand_on_calls(own)), *_expert_calls(own))
+    return (*found, *(() if again else _gathered_output_calls(own)), *_expert_calls(own))
 
 
 # ---------------------------------------------------------------- tp
@@ -93,7 +93,7 @@ def _tensor_calls(own: BlockOps, recomputed: bool) -> Iterator[Call]:
 
 
 def _loss_calls(own: BlockOps) -> Iterator[Call]:
-    """A softmax over what lies split over tp (attention's is over the tokens), and the sum over tokens."""
+    """A softmax over a dim that is sharded over tp (attention's is over tokens), and the sum over tokens."""
     plan, label_of = own.plan, own.local_block.labels.of
     for _, op in own:
         is_softmax = "softmax" in op.name and op.region != "attention"
@@ -117,7 +117,7 @@ def _lookup_calls(own: BlockOps) -> Iterator[Call]:
 
 
 def is_whole_lookup(op: Op) -> bool:
-    """Whether it looks up something else than tokens of the batch, such as positions."""
+    """Whether an embedding looks up something else than tokens of the batch, such as positions."""
     return op.name == "embedding" and "@batch" not in op.inputs
 
 
@@ -128,7 +128,7 @@ def _result_bytes(op: Op, own: BlockOps) -> int:
 # ---------------------------------------------------------------- cp
 
 
-def _hand_on_calls(own: BlockOps) -> Iterator[Call]:
+def _gathered_output_calls(own: BlockOps) -> Iterator[Call]:
     """The last of a run of blocks that cut their tokens gathers what it hands on; nothing in it is kept, so that no second forward
     does."""
     for tensor in own.local_block.gathered:

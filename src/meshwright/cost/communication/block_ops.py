@@ -38,7 +38,7 @@ class BlockOps:
 
     @property
     def cp(self) -> int:
-        """Over how many ranks the block's tokens lie."""
+        """Number of ranks that the block's tokens are sharded over."""
         return self.local_block.degrees.cp
 
     @property

@@ -107,7 +107,7 @@ def ring_link(group: Group, cluster: Cluster) -> tuple[float, float]:
 
 
 def send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """From one rank to the next along an axis, over the slowest hop, while the parallel groups do the same."""
+    """Seconds of a send to the next rank along an axis, over the slowest hop, while the parallel groups do the same."""
     if group.size == 1:
         return 0.0
     crossed = _hops(group, cluster)
@@ -115,13 +115,13 @@ def send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
 
 
 class Hop(NamedTuple):
-    """From one rank of a group to the next, inside a host or to another."""
+    """A hop from one rank of a group to the next, inside a host or between hosts."""
 
     is_outer: bool
     latency_seconds: float
     """The link's own, or the family's."""
     bytes_per_second: float
-    """What collectives reach of the link's."""
+    """The part of the link's bandwidth that collectives reach."""
     num_sharing: int
     """How many parallel groups along the same axis share the link."""
 

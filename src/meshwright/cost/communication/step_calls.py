@@ -1,4 +1,4 @@
-"""Which collectives one rank calls for parameters, gradients, and the numbers of a step.
+"""The collectives that one rank calls for parameters, gradients, and the numbers of a step.
 
 Gradients come of all samples and tokens: they are added up over the dp · cp ranks that hold the same parameters, N below.
 m microbatches, one row per group of parameters (a block, or all that is in none):
@@ -75,8 +75,8 @@ def step_calls(graph: Graph, plan: Plan, recipe: Recipe, coordinate: int) -> tup
 def stage_calls(
     graph: Graph, plan: Plan, recipe: Recipe, number: int, splits: dict[tuple[str, str], int] | None = None
 ) -> Iterator[Call]:
-    """Those of one stage's parameters: what lies in no group of its own is a group of each stage. Under ZeRO on one rank these are
-    calls in a group of one, which only cast and pack.
+    """Collectives of one stage's parameters: parameters outside the blocks are a group of each stage. Under ZeRO on one rank
+    they are calls in a group of one, which only cast and pack.
 
     splits: `split_dims`, where many stages are asked for.
     """
@@ -100,7 +100,7 @@ def _state_calls(
     if plan.offload.what == "parameters" and plan.zero == 3:
         yield from _streamed(plan, parameters, items, everyone)
     elif plan.zero == 0:
-        for size in bucket_bytes(_as_filled(graph, plan, parameters), items.reduced):
+        for size in bucket_bytes(_in_bucket_order(graph, plan, parameters), items.reduced):
             yield Call("all_reduce", size, 1, "backward", "dp", everyone)
     elif plan.zero == 1 and recipe.system.reduces_whole:
         elements = total_elements(parameters, trainable_only=True)
@@ -120,7 +120,7 @@ def with_cp(plan: Plan, group: Group) -> Group:
     return Group(group.size * plan.mesh.cp, group.stride // plan.mesh.cp)
 
 
-def _as_filled(graph: Graph, plan: Plan, parameters: tuple[Parameter, ...]) -> list[Parameter]:
+def _in_bucket_order(graph: Graph, plan: Plan, parameters: tuple[Parameter, ...]) -> list[Parameter]:
     """The trained parameters in the order of their buckets."""
     trained = [parameter for parameter in parameters if parameter.trainable]
     if plan.mesh.ep > 1 and any(parameter.expert for parameter in trained):
@@ -165,13 +165,13 @@ def _streamed(plan: Plan, parameters: tuple[Parameter, ...], items: Items, group
     """As runtime/offload/shards.py has it: of a tensor whose first dim divides, each rank has its rows."""
     own = [one for one in parameters if one.tied_to is None]
     blocks = {name: members for name, members in groups_of(own, plan).items() if is_list_item(name)}
-    still_there = list(blocks)[-plan.offload.window :]
+    in_window = list(blocks)[-plan.offload.window :]
     for name, members in blocks.items():
         cut = total_elements(one for one in members if one.shape and one.shape[0] % group.size == 0)
         whole = total_elements(members) - cut
         if cut:
             yield Call("all_gather", cut // group.size * items.gathered, 1, "forward", "dp", group, name)
-        if cut and name not in still_there:
+        if cut and name not in in_window:
             yield Call("all_gather", cut // group.size * items.gathered, 1, "backward", "dp", group, name)
         if any(one.trainable for one in members):
             if cut:
@@ -191,7 +191,7 @@ def _streamed(plan: Plan, parameters: tuple[Parameter, ...], items: Items, group
 def _tied_calls(
     graph: Graph, plan: Plan, recipe: Recipe, parameters: tuple[Parameter, ...], coordinate: int
 ) -> Iterator[Call]:
-    """What each rank holds of the gradient, its shard under ZeRO, once dp has added it up."""
+    """All-reduce of each rank's part of the gradient (its shard under ZeRO), after the reduction over dp."""
     if plan.mesh.pp == 1:
         return
     first_name = {p.name: p.tied_to or p.name for p in graph.parameters}

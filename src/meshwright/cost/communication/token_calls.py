@@ -33,7 +33,7 @@ NOT_DIFFERENTIATED = (
 
 
 def token_calls(own: BlockOps) -> Iterator[Call]:
-    """Of one microbatch through one block."""
+    """Collectives of one microbatch through one block."""
     if own.cp == 1 and not own.plan.sequence_parallel:
         return
     kind = own.local_block.kind
@@ -66,7 +66,7 @@ def _gather_calls(own: BlockOps, op: Op, needs_gradient: bool) -> Iterator[Call]
 
 
 def _axes(own: BlockOps, op: Op) -> list[Axis]:
-    """Over which the tokens that the op reads lie."""
+    """The axes that the tokens which the op reads are sharded over."""
     found: list[Axis] = ["cp"] if own.cp > 1 else []
     is_whole = all(own.local_block.labels.of(source) == "whole" for source in op.inputs)
     return [*found, "tp"] if own.plan.sequence_parallel and is_whole else found
@@ -105,7 +105,7 @@ def _is_differentiated(kind: Kind, number: int) -> bool:
 
 
 def _upstream(kind: Kind, number: int, stops: tuple[str, ...]) -> set[Source]:
-    """What an op's result comes of, in its block; not beyond ops of these names."""
+    """The sources that an op's result follows from, in its block; not beyond ops of these names."""
 
     def read(source: Source) -> tuple[Source, ...]:
         if isinstance(source, int) and kind.ops[source].name not in stops:

@@ -39,14 +39,14 @@ class Fused:
     kept_ops: frozenset[int]
     """Ops of forward whose results are kept for backward."""
     added_ops: frozenset[int]
-    """Of these, those that plain code does not keep."""
+    """The part of `kept_ops` that plain code does not keep."""
     keeps_input: bool
     """Whether the block's input is kept, which plain code drops."""
 
     def bytes_at(self, group: int, samples: float) -> float:
         return self.moved[group].at(samples)
 
-    def is_gone(self, number: int) -> bool:
+    def is_never_written(self, number: int) -> bool:
         """Whether a fused op's result is never in memory."""
         return number in self.group_of and number not in self.written
 
@@ -159,7 +159,7 @@ def _moved(
 def _kept(
     kind: Kind, group_of: dict[int, int], written: frozenset[int], first_of: dict[int, int]
 ) -> tuple[frozenset[int], bool]:
-    """What backward needs itself, or what it computes that from; and whether it computes something from the block's input."""
+    """Ops whose results backward needs, or recomputes others from; and whether it recomputes something from the block's input."""
     kept: set[int] = set()
     reads_input = False
     for number, op in kind.forward_ops:
@@ -195,7 +195,7 @@ def output_ops(kind: Kind) -> frozenset[int]:
 
 
 def _sources(kind: Kind, number: int, group_of: dict[int, int]) -> set[Source]:
-    """What a fused result is computed from, through ops of its group."""
+    """The tensors that a fused result is computed from, through ops of its group."""
     group = {other for other, its in group_of.items() if its == group_of[number]}
     inside = reached([number], lambda made: group.intersection(kind.ops[made].inputs))
     return {source for made in inside for source in kind.ops[made].inputs}

@@ -42,7 +42,7 @@ def recomputed_ops(kind: Kind, mode: ActivationMode) -> frozenset[int]:
     if mode == "full":
         return frozenset(number for number, _ in kind.forward_ops)
     if mode == "selective":
-        return _makers(kind, dropped_ops(kind))
+        return _recomputed_for(kind, dropped_ops(kind))
     if mode == "selective core":
         return core_ops(kind)
     if mode == "selective ops":
@@ -61,7 +61,9 @@ def core_ops(kind: Kind) -> frozenset[int]:
 @cached_in_value
 def dropped_ops(kind: Kind) -> frozenset[int]:
     """Core ops whose results selective recompute drops; none where dropping them would free nothing."""
-    found = frozenset(number for number in core_ops(kind) - read_behind(kind) if kind.ops[number].saved_bytes.at(1) > 0)
+    found = frozenset(
+        number for number in core_ops(kind) - read_after_core(kind) if kind.ops[number].saved_bytes.at(1) > 0
+    )
     freed = sum(kind.ops[number].saved_bytes.at(1) for number in found)
     kept = sum(kind.ops[number].written_bytes.at(1) for number in _read_by(kind, found))
     return found if freed > kept else frozenset()
@@ -74,26 +76,26 @@ def kept_for_core(kind: Kind) -> frozenset[int]:
 
 
 def _read_by(kind: Kind, dropped: frozenset[int]) -> frozenset[int]:
-    recomputed = _makers(kind, dropped)
+    recomputed = _recomputed_for(kind, dropped)
     read = {source for number in recomputed for source in kind.ops[number].inputs if isinstance(source, int)}
     return frozenset(number for number in read - recomputed if not kind.ops[number].saved_bytes.at(1))
 
 
 @cached_in_value
-def read_behind(kind: Kind) -> frozenset[int]:
+def read_after_core(kind: Kind) -> frozenset[int]:
     """Ops whose results are read in forward outside the attention core; ops there (the projection) need them in backward too."""
     core = core_ops(kind)
     outside = (op for number, op in kind.forward_ops if number not in core)
     return frozenset(source for op in outside for source in op.inputs if isinstance(source, int))
 
 
-def _makers(kind: Kind, wanted: frozenset[int]) -> frozenset[int]:
+def _recomputed_for(kind: Kind, wanted: frozenset[int]) -> frozenset[int]:
     """Core ops that compute these results from kept results and from tensors outside the core."""
-    made = core_ops(kind) - read_behind(kind)
+    made = core_ops(kind) - read_after_core(kind)
     return frozenset(reached(wanted, lambda number: made.intersection(kind.ops[number].inputs)))
 
 
-KEEP_NOTHING = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack")
+SAVE_NO_INPUT = ("add", "sub", "clone", "_to_copy", "sum", "mean", "cat", "stack")
 """Ops whose backward needs none of their inputs."""
 
 
@@ -118,6 +120,6 @@ def last_needed(kind: Kind) -> int:
     readers = readers_of(kind)
     for number, op in kind.forward_ops:
         if op.is_saved and number in readers:
-            keepers = [reader for reader in readers[number] if kind.ops[reader].name not in KEEP_NOTHING]
+            keepers = [reader for reader in readers[number] if kind.ops[reader].name not in SAVE_NO_INPUT]
             last = max(last, *(keepers or [number]))
     return last

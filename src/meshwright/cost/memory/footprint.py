@@ -2,7 +2,7 @@
 
 plain       the memory events of the pass; each tensor counts with the share of it that this rank has
 recompute   forward keeps the block's output and the results that are not recomputed; backward first rebuilds the others
-fused       results that stay inside fused groups take no memory; backward computes those it needs again
+fused       results that stay inside fused groups take no memory; backward recomputes the ones it needs
 gradients   of parameters are not among the memory events: backward makes them one by one         -> GradientLiveness
 """
 
@@ -22,10 +22,11 @@ from meshwright.cost.compute.recomputed_ops import (
     activation_modes,
     dropped_ops,
     kept_for_core,
-    read_behind,
+    read_after_core,
     recomputed_ops,
 )
 from meshwright.cost.local_block import LocalBlock
+from meshwright.rules.kinds import cached_in_value
 from meshwright.rules.labels import weight_copies
 
 
@@ -39,7 +40,7 @@ class Footprint:
     """The part of the peak that a recompute rebuilds."""
     pending_gradient_share: float = 0.0
     """The share of the block's parameter gradients that is not made yet at the fullest moment."""
-    given_back: float = 0.0
+    freed_outside: float = 0.0
     """Bytes of other blocks' results that a forward pass outside the blocks frees."""
     cached: float = 0.0
     """Copies of weights that autocast keeps until forward ends, though the block is recomputed."""
@@ -57,7 +58,7 @@ class Step(NamedTuple):
     gradient_share_before: float
     """The share of the block's parameter gradients that is made before that op."""
     not_kept: bool
-    given_late: bool
+    freed_late: bool
     """Whether the tensor is freed when the pass ends, and not before: another block's result that fused code reads again."""
 
 
@@ -121,17 +122,16 @@ class _BlockFootprints:
         self.local_block, self.fused, self.samples = local_block, fused, samples
         self.kind = local_block.kind
         self._known: dict[tuple[int, ActivationMode], Footprint] = {}
-        self._plain: dict[int, Footprint] = {}
 
     def of(self, number: int, mode: ActivationMode, *, is_outside: bool) -> Footprint:
         """is_outside: whether the pass is outside all named blocks."""
         key = (number, mode)
         if key not in self._known:
             found = self._recomputed(number, mode)
-            self._known[key] = replace(found, given_back=self._given_back(number)) if is_outside else found
+            self._known[key] = replace(found, freed_outside=self._freed_outside(number)) if is_outside else found
         return self._known[key]
 
-    def _given_back(self, number: int) -> float:
+    def _freed_outside(self, number: int) -> float:
         one = self.kind.passes[number]
         if one.phase == "backward":
             return 0.0
@@ -163,31 +163,27 @@ class _BlockFootprints:
         if mode == "selective ops":  # results that are not recomputed are kept, needed or not
             return kept - self._output(one) - sum(self._written(op) for op in one.op_range if op not in again)
         # the core's output is kept: ops after the core need it
-        dropped = _in_pass(one, dropped_ops(kind) if mode == "selective" else again - read_behind(kind))
+        dropped = _in_pass(one, dropped_ops(kind) if mode == "selective" else again - read_after_core(kind))
         freed = sum(self._saved(op) for op in dropped if self.fused is None or op in self.fused.kept_ops)
         if mode == "selective" and self.fused is None:  # inputs are kept to recompute the core
             freed -= sum(self._written(op) for op in _in_pass(one, kept_for_core(kind)))
         return min(kept, freed)
 
+    @cached_in_value
     def _without_recompute(self, number: int) -> Footprint:
         """Gradients count when the fullest moment is chosen, but are not in the bytes."""
-        if number not in self._plain:
-            self._plain[number] = self._walk(number)
-        return self._plain[number]
-
-    def _walk(self, number: int) -> Footprint:
-        steps, samples = self._steps(number), self.samples
+        steps, samples = _steps_of(self.local_block, number, self.fused is not None), self.samples
         total, has_messages = steps.gradient_bytes, self.local_block.degrees.is_ring
-        level = gone = late = 0.0
+        level = not_kept = freed_late = 0.0
         fullest = (0.0, 0.0, steps.pending_gradient_share)
         for step in steps.taken:
             size = (step.fixed + step.per_sample * samples) * step.share
-            if size < 0 and step.given_late:
-                late += size
+            if size < 0 and step.freed_late:
+                freed_late += size
                 continue
             level += size
             if step.not_kept:
-                gone += size
+                not_kept += size
             if size > 0 and step.maker is not None:
                 inside = level
                 if has_messages:
@@ -198,7 +194,7 @@ class _BlockFootprints:
         added = self._added(number)
         at_the_end = (level + added + total, level + added, 0.0)
         _, peak, pending = max(fullest, at_the_end)
-        return Footprint(level - gone + late + added, max(0.0, peak), pending_gradient_share=pending)
+        return Footprint(level - not_kept + freed_late + added, max(0.0, peak), pending_gradient_share=pending)
 
     def _added(self, number: int) -> float:
         """Bytes that fused code keeps from forward to backward and plain code does not."""
@@ -223,20 +219,13 @@ class _BlockFootprints:
         return one.output_bytes.at(self.samples) * self.local_block.result_share("@input")
 
     def _share(self, source: Source) -> float:
-        if self.fused is not None and isinstance(source, int) and self.fused.is_gone(source):
+        if self.fused is not None and isinstance(source, int) and self.fused.is_never_written(source):
             return 0.0
         return self.local_block.result_share(source)
 
     # ------------------------------------------------------------ steps
 
-    def _steps(self, number: int) -> Steps:
-        """The steps are the same for any number of samples: the local block keeps them."""
-        key = (number, self.fused is not None)
-        if key not in self.local_block.memory_steps:
-            self.local_block.memory_steps[key] = self._make_steps(number)
-        return self.local_block.memory_steps[key]  # type: ignore[return-value]
-
-    def _make_steps(self, number: int) -> Steps:
+    def steps(self, number: int) -> Steps:
         one = self.kind.passes[number]
         liveness = GradientLiveness(self.kind, one)
         steps = (self._step(event, one, liveness) for event in one.events)
@@ -252,7 +241,7 @@ class _BlockFootprints:
             maker=source if isinstance(source, int) else None,
             gradient_share_before=liveness.share_made_before(source) if isinstance(source, int) else 0.0,
             not_kept=self._is_not_kept(source),
-            given_late=one.phase == "backward" and self.fused is not None and isinstance(source, str) and "#" in source,
+            freed_late=one.phase == "backward" and self.fused is not None and isinstance(source, str) and "#" in source,
         )
 
     def _is_not_kept(self, source: Source) -> bool:
@@ -262,8 +251,14 @@ class _BlockFootprints:
         return source not in self.fused.kept_ops and source not in output_ops(self.kind)
 
 
+@cached_in_value
+def _steps_of(local_block: LocalBlock, number: int, is_fused: bool) -> Steps:
+    """The steps of a pass are the same for any number of samples: the local block keeps them."""
+    return _BlockFootprints(local_block, local_block.fused if is_fused else None, samples=0).steps(number)
+
+
 def _in_pass(one: Pass, ops: frozenset[int]) -> list[int]:
-    """In the order they run."""
+    """The ops that the pass runs, in order."""
     return sorted(op for op in ops if op in one.op_range)
 
 

@@ -85,7 +85,7 @@ def stage_parameters(
 
 
 def split_dims(graph: Graph, plan: Plan) -> dict[tuple[str, str], int]:
-    """(block, tensor) → the dim that lies over tp."""
+    """(block, tensor) → the dim that is sharded over tp."""
     return {
         (block, tensor.tensor): tensor.dims.index("tp")
         for block, rule in rules_by_block(plan, graph).items()
@@ -95,7 +95,7 @@ def split_dims(graph: Graph, plan: Plan) -> dict[tuple[str, str], int]:
 
 
 def cut_shape(parameter: Parameter, mesh: Mesh, split_dim: int | None) -> tuple[int, ...]:
-    """The shape of a rank's part of a tensor before ZeRO. split_dim: the dim that lies over tp."""
+    """The shape of a rank's part of a tensor before ZeRO. split_dim: the dim that is sharded over tp."""
     if split_dim is None and not parameter.expert:
         return parameter.shape
     shape = list(parameter.shape)

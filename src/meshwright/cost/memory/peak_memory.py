@@ -30,6 +30,7 @@ from meshwright.cost.local_block import LocalBlock
 from meshwright.cost.memory.footprint import Footprint, Footprints
 from meshwright.cost.memory.rank_state import RankState
 from meshwright.cost.passes import StagePasses, handed_on_bytes
+from meshwright.rules.kinds import cached_in_value
 
 PHASES = ("forward", "backward")
 
@@ -59,7 +60,7 @@ class Moment(NamedTuple):
     """The pass that runs; None in an update, and while gradients are reduced."""
 
 
-Walked = dict[tuple[object, ...], Moment]
+KnownMoments = dict[tuple[object, ...], Moment]
 """(work of a coordinate, bytes its microbatches hold) → its fullest moment."""
 
 
@@ -86,15 +87,15 @@ class LiveActivations:
 
     def forward(self, block: str, footprint: Footprint, behind: str, *, keeps_input: bool) -> None:
         """After a forward pass. behind: the last named block, whose input a pass outside the blocks may free."""
-        given_back = footprint.given_back
+        freed_outside = footprint.freed_outside
         change = footprint.kept
-        if given_back and keeps_input:
-            self._late[behind] = self._late.get(behind, 0.0) + given_back
-            change, given_back = change + given_back, 0.0
+        if freed_outside and keeps_input:
+            self._late[behind] = self._late.get(behind, 0.0) + freed_outside
+            change, freed_outside = change + freed_outside, 0.0
         self.in_use += change
         self.cached += footprint.cached
-        self._book(block, change + given_back)
-        self._book(behind, -given_back)
+        self._book(block, change + freed_outside)
+        self._book(behind, -freed_outside)
 
     def returned(self, num_bytes: float) -> None:
         """When the gradient from the next stage has arrived."""
@@ -122,25 +123,24 @@ class MemoryCost:
         rank_state: Callable[[int], RankState],
         like: Footprints | None = None,
         modes: dict[str, ActivationMode] | None = None,
-        walked: Walked | None = None,
+        known_moments: KnownMoments | None = None,
     ) -> None:
-        """like: footprints of a plan with the same microbatch, sharding and compile setting. modes: as in Footprints. walked:
-        fullest moments of plans that differ in their recompute only."""
+        """like: footprints of a plan with the same microbatch, sharding and compile setting. modes: as in Footprints.
+        known_moments: fullest moments of plans that differ in their recompute only."""
         self.plan, self.recipe = plan, recipe
         self.local_blocks, self.stages, self.rank_state = local_blocks, stages, rank_state
         self.footprints = Footprints(plan, recipe, like, modes)
-        self._kept: dict[int, float] = {}
         self._held_by_row: dict[int, tuple[Held, ...]] = {}
         self._peaks: dict[int, tuple[object, Moment]] = {}
         """Coordinate → (its row of actions, its fullest moment)."""
-        self._walked: Walked = {} if walked is None else walked
+        self._known_moments: KnownMoments = {} if known_moments is None else known_moments
 
     def worst(self, order: Order, device: Device) -> Moment:
         """The fullest moment of the fullest coordinate."""
-        peaks = (self.peak(coordinate, order, device) for coordinate in self._unlike(order))
+        peaks = (self.peak(coordinate, order, device) for coordinate in self._distinct_coordinates(order))
         return max(peaks, key=lambda moment: moment.memory.total)
 
-    def _unlike(self, order: Order) -> list[int]:
+    def _distinct_coordinates(self, order: Order) -> list[int]:
         """Among coordinates with the same work, the ones whose microbatches hold most, before there are gradients and after."""
         fullest: dict[tuple[object, ...], tuple[float, int]] = {}
         for coordinate, row in enumerate(order):
@@ -154,7 +154,7 @@ class MemoryCost:
 
     def peaks(self, order: Order, device: Device) -> list[Moment]:
         """The fullest moment of every coordinate; coordinates that do the same work and hold the same bytes are computed once."""
-        known, found = self._walked, []
+        known, found = self._known_moments, []
         for coordinate, row in enumerate(order):
             held = self._held(row)
             sizes = tuple((one.has_gradients, one.forward, one.backward) for one in held)
@@ -223,14 +223,13 @@ class MemoryCost:
             later = Held(stage, True, forward[1], backward[1])
             yield from (held for held in (first, later) if held.forward is not None or held.backward is not None)
 
+    @cached_in_value
     def stage_kept(self, number: int) -> float:
         """Bytes that one microbatch keeps on a stage between its forward and its backward, its received activation included."""
-        if number not in self._kept:
-            live = LiveActivations(self._received(number))
-            for segment, behind in self._forward(number):
-                live.forward(segment.block, self._footprint(segment), behind, keeps_input=self._keeps_input(behind))
-            self._kept[number] = live.in_use
-        return self._kept[number]
+        live = LiveActivations(self._received(number))
+        for segment, behind in self._forward(number):
+            live.forward(segment.block, self._footprint(segment), behind, keeps_input=self._keeps_input(behind))
+        return live.in_use
 
     def own_kept(self, number: int) -> float:
         """The same without the activation it received."""
@@ -302,7 +301,7 @@ class MemoryCost:
             if rank_state.reduces and block:
                 sizes = {"activations": held + live.activations, "temporaries": live.in_use - live.activations}
                 yield Moment(
-                    coordinate, f"reduction of {block}", rank_state.while_reducing(block, done, device, **sizes)
+                    coordinate, f"reduction of {block}", rank_state.during_reduction(block, done, device, **sizes)
                 )
 
 

@@ -27,6 +27,7 @@ from meshwright.cost.memory.local_parameters import (
     total_elements,
 )
 from meshwright.rules.groups import num_kept, order_of_need
+from meshwright.rules.kinds import cached_in_value
 
 
 class RankState:
@@ -46,8 +47,6 @@ class RankState:
             graph.casting == "parameters" and recipe.system.packs and self.items.gathered < self.items.parameter
         )
         """Whether 16-bit copies of all parameters are kept in addition to the ones the optimizer updates."""
-        self._padded: dict[tuple[str, bool], int] = {}
-        """Elements of a group in flat form, where every shard is as long as the longest."""
         self._whole = {name: total_elements(group) for name, group in self.groups.items()}
         self._all_whole = sum(self._whole.values())
         by_block: dict[str, list[Parameter]] = {parameter.block: [] for parameter in self.parameters}
@@ -147,7 +146,7 @@ class RankState:
             communication_buffers=self.buffers(block, phase),
         )
 
-    def while_reducing(
+    def during_reduction(
         self, block: str, done: set[str], device: Device, *, activations: float, temporaries: float
     ) -> MemoryParts:
         """Memory while a block's gradients are reduced in flat form; gloo copies them once more."""
@@ -180,7 +179,7 @@ class RankState:
             largest = max((self._whole[name] for name in backward_done if name in self._whole), default=0)
             return largest * self.items.gradient
         if self.leaves_early:
-            return self._leaving(backward_done, block, pending_gradient_share)
+            return self._gradients_in_transfer(backward_done, block, pending_gradient_share)
         missing = round(pending_gradient_share * self._of({block}, sharded=False)) if block in backward_done else 0
         if plan.zero == 0:
             replicas = plan.mesh.dp * plan.mesh.cp > 1
@@ -202,7 +201,7 @@ class RankState:
         reduced = 0 if self.accumulates else self._of(backward_done - {block, ""}, sharded=True)
         return left + reduced + self._of(backward_done & {block, ""}, sharded=False) - missing
 
-    def _leaving(self, backward_done: set[str], block: str, pending_gradient_share: float) -> int:
+    def _gradients_in_transfer(self, backward_done: set[str], block: str, pending_gradient_share: float) -> int:
         """Where gradients are copied to the host early: gradients of the block in backward, and of the block before it, which are
         in transfer. Gradients whose state stays on the device are updated as they come. Their sums over microbatches stay, in the
         master weights' dtype; with clipping all of them stay, since the norm must be known first."""
@@ -243,15 +242,13 @@ class RankState:
         flat = self._flat(gathered, self.items.gathered) if gathered else 0
         return flat + (self._flat(reduced, self.items.reduced, trainable_only=True) if reduced or carried else 0)
 
+    @cached_in_value
     def _flat(self, group: str, item: int, trainable_only: bool = False) -> int:
-        key = (group, trainable_only)
-        if key not in self._padded:
-            self._padded[key] = sum(
-                shard_degree(parameter, self.plan)
-                * held_elements([parameter], self.plan, trainable_only=trainable_only)
-                for parameter in self.groups.get(group, ())
-            )
-        return self._padded[key] * item
+        """Bytes of a group in flat form, where every shard is as long as the longest."""
+        return item * sum(
+            shard_degree(parameter, self.plan) * held_elements([parameter], self.plan, trainable_only=trainable_only)
+            for parameter in self.groups.get(group, ())
+        )
 
     def during_update(self, device: Device) -> MemoryParts:
         """An optimizer that loops over tensors needs temporaries of one tensor; one that batches them (CUDA), of all tensors."""

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.runtime.draws.mode import Drawing, Size
 from meshwright.runtime.split.rules.arguments import Args, Options, by_name
-from meshwright.runtime.split.rules.decomposed import silent
+from meshwright.runtime.split.rules.decomposed import follow_inside
 
 How = Callable[[Drawing, Any, Args, Options], Any]
 UNBATCHED = {"dropout1d": 2, "dropout3d": 4}
@@ -94,15 +93,6 @@ def attention(mode: Drawing, function: Any, args: Args, kwargs: Options) -> Any:
     kept = _kept(mode, function.__name__, tuple(weights.shape), weights, p)
     made: Tensor = _dropped(weights, kept, p, inplace=False).to(value.dtype) @ value
     return made
-
-
-def inside(mode: Drawing, function: Any, args: Args, kwargs: Options) -> Any:
-    """A function that is written in Python, and draws by others."""
-    TorchFunctionMode.__enter__(mode)
-    try:
-        return silent(function)(*args, **kwargs)
-    finally:
-        TorchFunctionMode.__exit__(mode, None, None, None)
 
 
 # -------------------------------------------------------------------- new tensors, and tensors that are filled
@@ -206,7 +196,7 @@ HOWS: dict[Any, How] = {
     **dict.fromkeys((F.dropout, torch.dropout, torch.dropout_), dropout),
     **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.feature_dropout_), dropout_of_channels),
     F.scaled_dot_product_attention: attention,
-    **dict.fromkeys((F.multi_head_attention_forward, F.gumbel_softmax), inside),
+    **dict.fromkeys((F.multi_head_attention_forward, F.gumbel_softmax), follow_inside),
     **dict.fromkeys((torch.rand, torch.randn), new),
     torch.randint: new_whole_numbers,
     **dict.fromkeys(LIKE, like),

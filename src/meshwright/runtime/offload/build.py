@@ -16,7 +16,6 @@ from meshwright.core.names import is_list_item
 from meshwright.core.plan import Plan
 from meshwright.models.head_loss import postpone_logits
 from meshwright.models.objective import Objective
-from meshwright.rules.schedules import make_schedule
 from meshwright.runtime.batch_norm import sync_batch_norms
 from meshwright.runtime.compile import compile_blocks
 from meshwright.runtime.deferred import materialise
@@ -37,6 +36,7 @@ from meshwright.runtime.offload.window import Window
 from meshwright.runtime.optimizer import OptimizerFactory, check_optimizer, make_optimizer, named_parameters
 from meshwright.runtime.places import Place, note_place
 from meshwright.runtime.precision import LOWER, STORED, store
+from meshwright.runtime.program import Spread
 from meshwright.runtime.watch import Watch
 
 ASSUMED_STATES = 2
@@ -94,8 +94,7 @@ def stream(
         group=group,
     )
     module.register_load_state_dict_post_hook(lambda *_: streaming.refresh())
-    schedule = make_schedule(plan.schedule, plan.mesh.pp, plan.num_microbatches, plan.virtual)
-    return StreamedProgram(module, made, plan, schedule, mesh, objective, max_norm, watch, streams)
+    return StreamedProgram(Spread(module, made, mesh), plan, objective, max_norm, watch, streams)
 
 
 def _homes(module: nn.Module, plan: Plan) -> dict[str, BlockHome]:

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch import Tensor
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.pipeline.schedule import Schedule
 from meshwright.core.plan import Plan
 from meshwright.models.objective import Batch, Objective, map_batch
 from meshwright.runtime.clock import Mark, mark
@@ -27,7 +24,7 @@ from meshwright.runtime.offload.host_updates import HostUpdates, clip_together
 from meshwright.runtime.offload.stash import Stash
 from meshwright.runtime.offload.streaming import Holdings, Streaming
 from meshwright.runtime.precision import LOWER
-from meshwright.runtime.program import Program
+from meshwright.runtime.program import Program, Spread
 from meshwright.runtime.samples import microbatches_of
 from meshwright.runtime.step import StepOutput
 from meshwright.runtime.synced_buffers import SyncedBuffers
@@ -54,18 +51,9 @@ class Streams:
 
 class StreamedProgram(Program):
     def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        plan: Plan,
-        schedule: Schedule,
-        mesh: DeviceMesh,
-        objective: Objective,
-        max_norm: float | None,
-        watch: Watch,
-        streams: Streams,
+        self, spread: Spread, plan: Plan, objective: Objective, max_norm: float | None, watch: Watch, streams: Streams
     ) -> None:
-        super().__init__(module, optimizer, plan, schedule, mesh, objective, max_norm, watch)
+        super().__init__(spread, plan, objective, max_norm, watch)
         self.streams, self.max_norm = streams, max_norm
         self._buffers = SyncedBuffers(self.module, self._dp, without=streams.streaming.order)
         self._is_torn = False

@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.runtime.split.rules.arguments import Args, Options
-from meshwright.runtime.split.splitter import Splitter
 
 ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-def follow_inside(split: Splitter, function: Any, args: Args, kwargs: Options) -> Any:
-    TorchFunctionMode.__enter__(split)
+def follow_inside(mode: TorchFunctionMode, function: Any, args: Args, kwargs: Options) -> Any:
+    """The mode sees the functions that this one calls."""
+    TorchFunctionMode.__enter__(mode)
     try:
         return silent(function)(*args, **kwargs)
     finally:
-        TorchFunctionMode.__exit__(split, None, None, None)
+        TorchFunctionMode.__exit__(mode, None, None, None)
 
 
 @cache
