@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from random import Random
 
@@ -56,6 +57,35 @@ def _refuse(config: str, fields: dict[str, object], folder: Path) -> None:
 def test_blocks_of_a_stage_are_limited(blocks: str) -> None:
     with pytest.raises(MeshwrightError, match="blocks"):
         resolve(f"coatnet:blocks={blocks}")
+
+
+def planted_sleep(number: int) -> None:
+    if number == 1:
+        time.sleep(3600)
+
+
+def test_who_sleeps_is_found_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PATIENCE_SECONDS", 0.5)
+    _, asleep, after = limits.read_all(range(3), lambda slot: (planted_sleep, lambda: None))
+    assert (asleep.kind, after.kind) == ("hang", "accepted")
+    assert "in planted_sleep" in asleep.words
+
+
+def test_who_gets_no_core_is_waited_for() -> None:
+    """As beside other work: it is runnable, or further than at the last look. A minute of the CPU is too long, though."""
+
+    class Seen(limits.Life):
+        looks = iter([("S", 1), ("S", 1), ("R", 1), ("S", 2), ("S", 2), ("R", 10**6)])
+
+        def _look(self) -> tuple[str, int]:
+            return next(self.looks)
+
+    life = Seen(0)
+    found = []
+    for _ in range(5):
+        time.sleep(0.01)
+        found.append(life.silent_seconds() >= 0.01)
+    assert found == [True, False, False, True, True]
 
 
 def planted(number: int) -> None:
