@@ -180,6 +180,19 @@ def test_the_update_is_compiled_as_a_run_compiles_it(tmp_path: Path, monkeypatch
         kernel.try_kernel.cache_clear()
 
 
+def test_a_cache_that_cannot_be_written_is_not_the_compilers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be written under /proc, whoever asks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/self/cache")
+    kernel.try_kernel.cache_clear()
+    try:
+        finding = software.check_update()
+    finally:
+        kernel.try_kernel.cache_clear()
+    assert finding.status == "warning"
+    assert "/proc/self/cache/meshwright cannot be written" in finding.found
+    assert finding.fix.startswith("set XDG_CACHE_HOME to a folder that can be written")
+
+
 def test_a_check_that_fails_is_a_problem_and_not_the_end() -> None:
     def fail() -> Finding:
         raise OSError("no such thing")
