@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,10 +54,12 @@ def test_ranks_with_different_plans_under_torchrun(cli: Cli, tmp_path: Path) -> 
     """One message for all ranks, that names the odd one."""
     for number in range(3):
         plan_of(Case("gpt", zero=2 if number == 2 else 0), 3).save(tmp_path / f"plan{number}.json")
-    own = tmp_path / "own.sh"
-    own.write_text(f'exec "{sys.executable}" -m meshwright parity "{MODELS["gpt"]}" --plan plan$RANK.json\n')
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python", "sh")
-    ended = cli(own, launcher=launcher)
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import os, sys\nfrom meshwright.cli import main\n"
+        f"sys.argv = ['meshwright', 'parity', '{MODELS['gpt']}', '--plan', f'plan{{os.environ[\"RANK\"]}}.json']\nmain()\n"
+    )
+    ended = cli(own, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"))
     assert ended.code == 1
     assert ended.err.count("error: ranks hold different plans: rank 2 differs from the others") == 1, ended.err
     assert ended.err.count("error: ") == 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from cases import ASSETS
 from command import PATIENCE_SECONDS, Cli, Started, has_saved, losses, wait_for
+from forked import forked_on_host
 from hosts import INTERFACE, Hosts, call, two_hosts
 from hosts import why_not as hosts_missing
 from injection import alive, children, drafts, inject, ranks_of, shared_memory, why_not
@@ -27,6 +28,7 @@ from meshwright.runtime import standing
 from meshwright.runtime.hang_report import differences
 from meshwright.runtime.rank import without_chatter
 from meshwright.runtime.standing import Call, Standing
+from meshwright.runtime.template import Template
 from meshwright.training.checkpoint import latest
 
 STEPS = 70
@@ -247,11 +249,13 @@ def test_a_host_is_lost_under_torchrun(
 
 
 @pytest.mark.skipif(bool(hosts_missing()), reason=hosts_missing())
-def test_a_link_between_hosts_is_cut_and_restored(settings: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_link_between_hosts_is_cut_and_restored(
+    settings: Callable[..., Path], template: Template, tmp_path: Path
+) -> None:
     """Packets vanish, nothing is closed: both sides notice by the time limit, each for itself, and go on when the link is back."""
     file = settings(**RUN)
     file.write_text(file.read_text().replace("nproc = 2\n", ""))
-    with two_hosts() as hosts:
+    with two_hosts(spawn=forked_on_host(template)) as hosts, contextlib.ExitStack() as files:
         for number, host in enumerate(hosts.hosts):
             address = ("--local-addr", host.address)
             command = [
@@ -260,7 +264,7 @@ def test_a_link_between_hosts_is_cut_and_restored(settings: Callable[..., Path],
                 "train",
                 str(file),
             ]
-            hosts.start(number, ["sh", "-c", f"exec {shlex.join(command)} > {tmp_path}/host{number}.log 2>&1"])
+            hosts.start(number, command, output=files.enter_context((tmp_path / f"host{number}.log").open("wb")))
         patient(lambda: num_lines(tmp_path / "run") >= 8, hosts)
         ranks = [process for one in hosts.processes for process in ranks_of(one.pid).values()]
         assert len(ranks) == 2
