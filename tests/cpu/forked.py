@@ -76,10 +76,10 @@ class ForkedProcess:
 
 
 class ForkedCommand(ForkedProcess):
-    """A running `python -m MODULE ARGUMENTS`."""
+    """A running `python -m MODULE ARGUMENTS` or `python -c CODE ARGUMENTS`."""
 
     def __init__(self, template: Template, arguments: list[str], environment: Mapping[str, str], folder: Path) -> None:
-        """arguments: the module's name first."""
+        """arguments: the module's name first, or -c and code."""
         self._files = [folder / f".{name}-{time.monotonic_ns()}" for name in ("out", "err")]
         before = Path.cwd()
         os.chdir(folder)
@@ -133,6 +133,11 @@ def main_on_host() -> None:
 def run(module: str, arguments: list[str]) -> None:
     from forked_agent import forking_ranks
 
+    if module == "-c":
+        code, *others = arguments
+        sys.argv = ["-c", *others]
+        exec(code, {"__name__": "__main__"})
+        return
     sys.argv = [module, *arguments]
     with forking_ranks(module):
         runpy.run_module(module, run_name="__main__", alter_sys=True)

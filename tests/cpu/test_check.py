@@ -168,6 +168,7 @@ def test_a_module_in_memory_is_checked_at_its_first_batch(pool: Pools, how: str,
 # ---------------------------------------------------------------- models of many blocks
 
 
+@pytest.mark.usefixtures("_ranks_are_forked")
 def test_a_model_of_many_blocks_is_compared_with_few_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = f"{ASSETS}/strangers.py:deep"

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,8 +50,8 @@ def test_under_torchrun_hosts_are_told_apart_and_one_rank_speaks(cli: Cli) -> No
     assert "clocks of 2 ranks agree to" in ended.out
 
 
-def test_a_clock_that_is_ahead_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+@pytest.mark.usefixtures("_ranks_are_forked")
+def test_a_clock_that_is_ahead_is_named() -> None:
     found = launch("test_doctor:skewed", {"ahead": 3.0}, 2)
     assert (found["status"], found["found"]) == ("warning", "the clock of rank 1 is 3.00 s off that of rank 0")
     assert launch("test_doctor:skewed", {"ahead": 0.0}, 2)["status"] == "ok"
