@@ -32,9 +32,13 @@ from meshwright.runtime.template import Template
 from meshwright.training.checkpoint import latest
 
 STEPS = 70
+MANY = 20
+"""Restarts: more than a busy machine uses up."""
 RUN: dict[str, Any] = {
-    "model": f"{ASSETS}/faulty.py:told", "steps": STEPS, "timeout": 5.0, "checkpoint": {"every": 5},
+    "model": f"{ASSETS}/faulty.py:told", "steps": STEPS, "timeout": 60.0, "checkpoint": {"every": 5},
 }  # fmt: skip
+IMPATIENT = {**RUN, "timeout": 5.0}
+"""Where a rank is to hang. On a busy machine one that gets no core for so long counts as one that hangs, too."""
 SAID = {
     "kill": "was killed from outside (SIGKILL",
     "stop": "rank 1 of 2 hangs: others have waited for 5 s",
@@ -64,7 +68,7 @@ def put_upon(kind: str, run: Started) -> None:
 
 
 def is_written(file: Path) -> bool:
-    return file.exists() and "Rank 1" in file.read_text()
+    return file.exists() and "Rank 1 (it did not answer)" in file.read_text()
 
 
 def faults_of(folder: Path) -> list[dict[str, Any]]:
@@ -76,10 +80,10 @@ def test_every_kind_of_fault(
 ) -> None:
     """One after another upon one run; its losses are those of a run that nothing happened to."""
     kinds = [kind for kind in SAID if not why_not(kind)]
-    file = settings(**RUN)
+    file = settings(**IMPATIENT)
     assert cli("train", file, "--out", "whole").code == 0
     memory, folder = shared_memory(), tmp_path / "run"
-    run = start("train", file, "--restarts", len(kinds) + 2, "--json")
+    run = start("train", file, "--restarts", MANY, "--json")
     for kind in kinds:
         past_a_checkpoint(folder, run)
         put_upon(kind, run)
@@ -89,16 +93,18 @@ def test_every_kind_of_fault(
     ended = run.end()
     assert ended.code == 0, ended.err
     assert losses(folder) == losses(tmp_path / "whole")
-    found = faults_of(folder)
+    noted = faults_of(folder)
+    assert ended.json["restarts"] == len(noted)
+    left = iter(noted)
+    found = [next(fault for fault in left if SAID[kind] in fault["words"]) for kind in kinds]
     assert [fault["kind"] for fault in found] == [KINDS[kind] for kind in kinds]
-    assert ended.json["restarts"] == len(kinds)
-    for kind, fault in zip(kinds, found, strict=True):
-        assert SAID[kind] in fault["words"]
+    assert {fault["kind"] for fault in noted if fault not in found} <= {"hung"}, "what nobody put upon it"
+    for fault in found:
         assert fault["host"] == socket.gethostname()
         assert fault["resumed_step"] <= fault["step"] <= STEPS
         assert " over dp, " in fault["collective"]
         assert f"host {fault['host']}, step {fault['step']}, last collective: {fault['collective']}" in fault["words"]
-    assert f"restart 1 of {len(kinds) + 2}: 2 ranks go on from step" in ended.err
+    assert f"restart 1 of {MANY}: 2 ranks go on from step" in ended.err
     assert (drafts(folder / "checkpoints"), shared_memory() - memory) == ([], set())
     if "stop" in kinds:
         assert f"are in {folder}/hang.txt" in ended.err.replace("\n", "")
@@ -253,7 +259,7 @@ def test_a_link_between_hosts_is_cut_and_restored(
     settings: Callable[..., Path], template: Template, tmp_path: Path
 ) -> None:
     """Packets vanish, nothing is closed: both sides notice by the time limit, each for itself, and go on when the link is back."""
-    file = settings(**RUN)
+    file = settings(**IMPATIENT)
     file.write_text(file.read_text().replace("nproc = 2\n", ""))
     with two_hosts(spawn=forked_on_host(template)) as hosts, contextlib.ExitStack() as files:
         for number, host in enumerate(hosts.hosts):
