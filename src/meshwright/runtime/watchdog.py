@@ -138,7 +138,7 @@ class Watchdog:
                     self.bark(self._cut_off())
 
     def _pause(self) -> bool:
-        """One tick; returns whether the watch has ended. What this process did not hear while it was stopped, or got no core, is not
+        """One tick; returns whether the watch has ended. What this process did not hear while it was stopped or got no core is not
         the store's silence: a stopped rank is continued for a moment, for its stacks."""
         before = time.monotonic()
         has_ended = self._ended.wait(self.tick_seconds)
