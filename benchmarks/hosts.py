@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,12 +60,31 @@ class Host:
     cores: tuple[int, ...]
 
 
+Spawn = Callable[[Host, Sequence[str], Mapping[str, str], IO[bytes] | None], Any]
+"""Start a command on a host, with this environment, output into a file or where ours goes. Returns a Popen, or what is like one."""
+
+
+def spawned(
+    host: Host, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, host.cores)  # which the process inherits
+    try:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", host.name, *command], env=environment, stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+        )  # fmt: skip
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 @dataclass
 class Hosts:
     """Hosts that are up. Made by `two_hosts`."""
 
     hosts: tuple[Host, ...]
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    spawn: Spawn = spawned
+    processes: list[Any] = field(default_factory=list)
     num_meetings: int = 0
 
     def start(
@@ -74,27 +93,14 @@ class Hosts:
         command: Sequence[str],
         environment: Mapping[str, str] | None = None,
         output: IO[bytes] | None = None,
-    ) -> subprocess.Popen[bytes]:
+    ) -> Any:
         """A process on one host, on its cores; output goes where ours goes, or into a file."""
-        found = self.hosts[host]
         own = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
-        cores = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, found.cores)  # which the process inherits
-        try:
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", found.name, *command],
-                env={**os.environ, **own, **(environment or {})},
-                stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
-            )
-        finally:
-            os.sched_setaffinity(0, cores)
+        process = self.spawn(self.hosts[host], command, {**os.environ, **own, **(environment or {})}, output)
         self.processes.append(process)
         return process
 
-    def torchrun(
-        self, arguments: Sequence[str], ranks_per_host: int = 1, output: IO[bytes] | None = None
-    ) -> list[subprocess.Popen[bytes]]:
+    def torchrun(self, arguments: Sequence[str], ranks_per_host: int = 1, output: IO[bytes] | None = None) -> list[Any]:
         """`meshwright ARGUMENTS` on every rank of every host, as `meshwright launch` starts it: one process a host."""
         self.num_meetings += 1
         command = [
@@ -124,9 +130,7 @@ class Hosts:
             self._wait(ranks, Path(folder))
             return json.loads(result_file.read_text()) if result_file.exists() else None
 
-    def _start_rank(
-        self, number: int, ranks_per_host: int, command: list[str], error_file: Path
-    ) -> subprocess.Popen[bytes]:
+    def _start_rank(self, number: int, ranks_per_host: int, command: list[str], error_file: Path) -> Any:
         """The environment is torchrun's."""
         host, local = divmod(number, ranks_per_host)
         environment = {
@@ -136,7 +140,7 @@ class Hosts:
         }  # fmt: skip
         return self.start(host, command, {name: str(value) for name, value in environment.items()})
 
-    def _wait(self, ranks: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    def _wait(self, ranks: list[Any], folder: Path) -> None:
         """Until all have ended well, or one has not: then the others are ended too."""
         codes: list[int | None] = [None] * len(ranks)
         while None in codes and not any(codes):
@@ -155,8 +159,9 @@ class Hosts:
 
 
 @contextmanager
-def two_hosts(bits_per_second: float | None = None) -> Iterator[Hosts]:
-    """Two hosts joined by a link of so many bits per second each way; without a figure, as fast as the machine is."""
+def two_hosts(bits_per_second: float | None = None, spawn: Spawn = spawned) -> Iterator[Hosts]:
+    """Two hosts joined by a link of so many bits per second each way; without a figure, as fast as the machine is. spawn: how
+    processes are started on them."""
     reason = why_not()
     if reason:
         raise InputError(reason)
@@ -165,7 +170,8 @@ def two_hosts(bits_per_second: float | None = None) -> Iterator[Hosts]:
     hosts = Hosts(
         tuple(
             Host(name, f"10.77.0.{number + 1}", tuple(cores_of(number, NUM_HOSTS))) for number, name in enumerate(names)
-        )
+        ),
+        spawn,
     )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGTERM, _leave)
@@ -255,7 +261,7 @@ def remove(name: str) -> None:
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def end(processes: list[subprocess.Popen[bytes]]) -> None:
+def end(processes: list[Any]) -> None:
     """In good order, or after a while outright."""
     for process in processes:
         if process.poll() is None:

@@ -8,7 +8,7 @@ Each row is what a user would do, by the command line, with nothing cached:
     blocks         1,000 blocks over two ranks with ZeRO 3
     microbatches   64 of them through two stages
     checkpoints    one after every step, 50 kept; then the run goes on from the last
-    lines          a run of so many steps, each with its line of metrics; then it is reported and goes on
+    lines          a run of so many steps on one core, each with its line of metrics; then it is reported and goes on
     slow disk      a checkpoint every five steps where every fsync takes 0.2 s longer (strace puts the delay in)
 
 Printed: seconds from the command to the first step's line, seconds of a step (median, of the second half), seconds and processor
@@ -178,6 +178,8 @@ def many_checkpoints(run: Run, _: int, every: int = 1) -> Took:
 
 
 def many_lines(run: Run, num_steps: int) -> Took:
+    """On one core: threads that wait for one another after every op of so small a model would take longer than the steps."""
+    run.before = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
     run.settings = {
         "model": "mlp:inputs=8,hidden=16,layers=2,classes=4", "nproc": 1, "steps": num_steps, "plan": {"global_batch": 4},
         "checkpoint": {"every": max(1, num_steps // 10)},

@@ -1,7 +1,7 @@
 """Reading many inputs in child processes, each within a limit of time and memory.
 
     seconds    of the process's own CPU time: a machine that is busy with other things makes nothing look like a hang. A child that
-               waits without using the CPU is ended after PATIENCE_SECONDS
+               sleeps without using the CPU is ended after PATIENCE_SECONDS; one that would run, and gets no core, is waited for
     memory     resident, its peak reset before every input; and the address space may not grow past the limit, so that no input
                can take the machine down
 
@@ -11,13 +11,16 @@ the next child goes on behind it.
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import math
 import os
 import re
 import resource
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections import deque
@@ -30,7 +33,11 @@ from meshwright.core.errors import MeshwrightError
 
 MOST_SECONDS = 5.0
 PATIENCE_SECONDS = 120.0
+NATIVE_SECONDS = 60.0
+"""Of CPU time, for an input whose reading sees no signal: it is in native code."""
 MOST_BYTES = 1 << 30
+TELL, TELLING_SECONDS = signal.SIGUSR2, 2.0
+"""What has a child write down where its threads stand."""
 BATCH = 250
 """Inputs a child reads before a fresh one takes its place: what one leaves in caches is not the next one's."""
 
@@ -64,7 +71,7 @@ def read_all(numbers: range, reader: Callable[[int], tuple[Read, Prepare]], at_o
                 child = _Child(slot, batches.popleft(), *reader(slot))
                 busy[child.pipe] = child
             ready = select.select(list(busy), [], [], 1.0)[0]
-            for pipe in [one for one in busy if one in ready or busy[one].is_silent]:
+            for pipe in [one for one in busy if one in ready or busy[one].sleeps]:
                 child = busy[pipe]
                 yield from child.outcomes(pipe in ready)
                 if child.has_ended:
@@ -77,30 +84,57 @@ def read_all(numbers: range, reader: Callable[[int], tuple[Read, Prepare]], at_o
             child.kill()
 
 
+class Life:
+    """Whether a process still does something: it has used the CPU since the last look, or would if it got a core."""
+
+    def __init__(self, process: int) -> None:
+        self._stat = Path(f"/proc/{process}/stat")
+        self._ticks, self._at = self._look()[1], time.monotonic()
+        self._most_ticks = self._ticks + NATIVE_SECONDS * os.sysconf("SC_CLK_TCK")
+
+    def silent_seconds(self) -> float:
+        state, ticks = self._look()
+        if ticks > self._most_ticks:
+            return math.inf
+        if state == "R" or ticks > self._ticks:
+            self._ticks, self._at = ticks, time.monotonic()
+        return time.monotonic() - self._at
+
+    def _look(self) -> tuple[str, int]:
+        try:
+            fields = self._stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            return "gone", 0
+        return fields[0], int(fields[11]) + int(fields[12])
+
+
 class _Child:
     """Reads a batch. One that dies or hangs is said of the input that it had; what is left is for the next."""
 
     def __init__(self, slot: int, numbers: list[int], read: Read, prepare: Prepare) -> None:
         self.slot, self.left, self.has_ended = slot, numbers, False
+        self._stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until the child has ended)
         sys.stdout.flush()
         self.pipe, writing = os.pipe()
         self.process = os.fork()
         if self.process == 0:
             os.close(self.pipe)
+            faulthandler.register(TELL, self._stacks)
             _child(numbers, read, prepare, writing)
         os.close(writing)
-        self._rest, self._heard = b"", time.monotonic()
+        self._rest, self._life = b"", Life(self.process)
 
     @property
-    def is_silent(self) -> bool:
-        return time.monotonic() - self._heard > PATIENCE_SECONDS
+    def sleeps(self) -> bool:
+        return self._life.silent_seconds() > PATIENCE_SECONDS
 
     def outcomes(self, is_ready: bool) -> Iterator[Outcome]:
         if not is_ready:
+            words = f"asleep for {PATIENCE_SECONDS:.0f} s\n{self._where()}"
             self.kill()
-            yield Outcome(self.left.pop(0), "hang", f"no answer for {PATIENCE_SECONDS:.0f} s")
+            yield Outcome(self.left.pop(0), "hang", words)
             return
-        self._heard = time.monotonic()
+        self._life = Life(self.process)
         found = os.read(self.pipe, 1 << 16)
         *whole, self._rest = (self._rest + found).split(b"\n")
         for line in whole:
@@ -110,12 +144,20 @@ class _Child:
         if not found and (status := self._wait()) and self.left:
             yield Outcome(self.left.pop(0), "traceback", f"the process ended with status {status}")
 
+    def _where(self) -> str:
+        """The stacks of its threads, the one that reads last."""
+        os.kill(self.process, TELL)
+        time.sleep(TELLING_SECONDS)
+        self._stacks.seek(0)
+        return self._stacks.read()
+
     def kill(self) -> None:
         os.kill(self.process, signal.SIGKILL)
         self._wait()
 
     def _wait(self) -> int:
         os.close(self.pipe)
+        self._stacks.close()
         self.has_ended = True
         return os.waitpid(self.process, 0)[1]
 

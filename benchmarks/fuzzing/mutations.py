@@ -49,7 +49,7 @@ def mutate(text: bytes, suffix: str, random: Random) -> bytes:
 def _mutate_tree(text: bytes, suffix: str, random: Random) -> bytes:
     tree = READERS[suffix](text.decode())
     for _ in range(_few(random)):
-        tree = change(tree, random)
+        tree = _change(tree, random)
     try:
         return WRITERS[suffix](tree).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, RecursionError, AttributeError, yaml.YAMLError):  # what TOML or YAML has no form for
@@ -71,11 +71,15 @@ def _mutate_lines(text: bytes, random: Random) -> bytes:
 
 
 def change(tree: Any, random: Random) -> Any:
-    """One change somewhere in a tree of builtins."""
-    tree = copy.deepcopy(tree)
+    """One change somewhere in a tree of builtins, which stays as it is."""
+    return _change(copy.deepcopy(tree), random)
+
+
+def _change(tree: Any, random: Random) -> Any:
+    """The same in the tree itself."""
     path = random.choice(list(_paths(tree)))
     if not path:
-        return random.choice([tree, [tree], random.choice(OTHERS)]) if random.random() < 0.1 else tree
+        return random.choice([tree, [tree], copy.deepcopy(random.choice(OTHERS))]) if random.random() < 0.1 else tree
     parent = _at(tree, path[:-1])
     random.choices(CHANGES, WEIGHTS)[0](tree, parent, path[-1], random)
     return tree

@@ -22,7 +22,7 @@ from cases import ASSETS, hand_cluster
 from forked import ForkedCommand, command_template
 from injection import ranks_of
 
-from meshwright.runtime.template import Template
+from meshwright.runtime.template import Template, _at_hand
 from meshwright.training.metrics import read_metrics
 
 PATIENCE_SECONDS = 500.0
@@ -89,25 +89,34 @@ def template() -> Iterator[Template]:
 
 
 @pytest.fixture
+def _ranks_are_forked(template: Template) -> Iterator[None]:
+    """Ranks that the test's own process starts come from what has loaded torch, as those of a command do."""
+    before = _at_hand.set(template)
+    yield
+    _at_hand.reset(before)
+
+
+@pytest.fixture
 def start(
     environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Started]]:
     """Start `meshwright ARGUMENTS` in an empty folder. launcher: what stands before the arguments.
 
-    `-m MODULE` is forked from a process that has loaded torch; fresh=True starts a new Python, which loads all for itself.
+    `-m MODULE` and `-c CODE` are forked from a process that has loaded torch; fresh=True starts a new Python.
     """
     running: list[Started] = []
 
     def begin(*arguments: object, launcher: tuple[str, ...] = ("-m", "meshwright"), fresh: bool = False) -> Started:
         words = [*launcher, *map(str, arguments)]
         process: ForkedCommand | subprocess.Popen[str]
-        if fresh or words[0] != "-m":
+        if fresh or words[0] not in ("-m", "-c"):
             process = subprocess.Popen(
                 [sys.executable, *words], cwd=tmp_path, env=environment, text=True, start_new_session=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
         else:
-            process = ForkedCommand(request.getfixturevalue("template"), words[1:], environment, tmp_path)
+            command = words[1:] if words[0] == "-m" else words
+            process = ForkedCommand(request.getfixturevalue("template"), command, environment, tmp_path)
         running.append(Started(process))
         return running[-1]
 

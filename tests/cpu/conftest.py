@@ -7,11 +7,21 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from command import cli, environment, here, settings, start, template
+from command import _ranks_are_forked, cli, environment, here, settings, start, template
 from matrix import matrix_lines, recorded
 from pool import RankPool
 
-__all__ = ["cli", "environment", "here", "leaves_nothing_behind", "pool", "settings", "start", "template"]
+__all__ = [
+    "_ranks_are_forked",
+    "cli",
+    "environment",
+    "here",
+    "leaves_nothing_behind",
+    "pool",
+    "settings",
+    "start",
+    "template",
+]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -20,7 +20,8 @@ import meshwright as mw
 from meshwright.capturing.capture import capture_source
 from meshwright.core.plan import Mesh, Offload, Plan
 from meshwright.core.request import PlanRequest
-from meshwright.measure.checking.check import MOST_PARAMETERS, check
+from meshwright.measure.checking import check as checking
+from meshwright.measure.checking.check import check
 from meshwright.measure.checking.kept import Kept, code_of
 from meshwright.measure.checking.live import skeleton
 from meshwright.measure.checking.reduced import needs_check, reduced
@@ -168,18 +169,21 @@ def test_a_module_in_memory_is_checked_at_its_first_batch(pool: Pools, how: str,
 # ---------------------------------------------------------------- models of many blocks
 
 
+@pytest.mark.usefixtures("_ranks_are_forked")
 def test_a_model_of_many_blocks_is_compared_with_few_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = f"{ASSETS}/strangers.py:deep"
     whole, few = (capture_source(source, "fp64") for source in (resolve(model), shortened(resolve(model))))
     assert len(few.repeated_blocks) == BLOCKS
-    assert few.num_parameters < MOST_PARAMETERS < whole.num_parameters
+    assert 10 * few.num_parameters < whole.num_parameters
+    monkeypatch.setattr(checking, "MOST_PARAMETERS", whole.num_parameters // 2)
     plan = plain_plan(PlanRequest(tp=2, global_batch=4, microbatch=2), whole, 2, "by hand")
     assert check(resolve(model), plan, {"model": model}, Kept("code"), lambda _: None).status == "same"
 
 
-def test_a_model_that_counts_its_blocks_itself_is_not_checked() -> None:
+def test_a_model_that_counts_its_blocks_itself_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     source = resolve(f"{ASSETS}/strangers.py:deep_counted")
+    monkeypatch.setattr(checking, "MOST_PARAMETERS", 500_000)
     plan = plain_plan(PlanRequest(tp=2, global_batch=4, microbatch=2), capture_source(source, "fp64"), 2, "by hand")
     found = check(source, plan, {}, Kept("code"), lambda _: None)
     assert found.status == "not checked"

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -336,3 +337,14 @@ def test_a_process_that_is_killed_while_it_writes(pool: Pools, tmp_path: Path, p
 def test_nothing_there_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no checkpoint to resume from"):
         checkpoint.check_same_model(tmp_path, "graph", dict)
+
+
+def test_where_none_can_be_read_each_is_named_before_ranks_start(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(two_checkpoints, CASE, tmp_path)
+    for path in tmp_path.iterdir():
+        file = path / "progress.json"
+        file.write_text(re.sub(r'"step": \d+', '"step": -5', file.read_text()))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check_same_model(tmp_path, "graph", dict)
+    for step in (NEWEST, "step-00000002"):
+        assert f"{tmp_path}/{step}/progress.json" in str(caught.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,10 +54,12 @@ def test_ranks_with_different_plans_under_torchrun(cli: Cli, tmp_path: Path) -> 
     """One message for all ranks, that names the odd one."""
     for number in range(3):
         plan_of(Case("gpt", zero=2 if number == 2 else 0), 3).save(tmp_path / f"plan{number}.json")
-    own = tmp_path / "own.sh"
-    own.write_text(f'exec "{sys.executable}" -m meshwright parity "{MODELS["gpt"]}" --plan plan$RANK.json\n')
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python", "sh")
-    ended = cli(own, launcher=launcher)
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import os, sys\nfrom meshwright.cli import main\n"
+        f"sys.argv = ['meshwright', 'parity', '{MODELS['gpt']}', '--plan', f'plan{{os.environ[\"RANK\"]}}.json']\nmain()\n"
+    )
+    ended = cli(own, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"))
     assert ended.code == 1
     assert ended.err.count("error: ranks hold different plans: rank 2 differs from the others") == 1, ended.err
     assert ended.err.count("error: ") == 1
@@ -96,3 +97,36 @@ def test_who_hangs_is_said_before_what_came_of_it() -> None:
     watchdog._thread.start()
     watchdog.speak_first()
     assert said.is_set()
+
+
+class Clock:
+    """In place of an Event and of the time: a wait takes as long as the next of these."""
+
+    def __init__(self, waits: list[float]) -> None:
+        self.now, self.waits = 1000.0, waits
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        if self.waits:
+            self.now += self.waits.pop(0)
+        return not self.waits
+
+    def is_set(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("waits", "is_cut_off"), [([1.0, 30.0, 1.0, 1.0], False), ([1.0] * 12, True)])
+def test_who_was_stopped_is_not_cut_off(monkeypatch: pytest.MonkeyPatch, waits: list[float], is_cut_off: bool) -> None:
+    """The store was silent while nobody listened; only a store that is silent to who listens cannot be reached."""
+    said: list[object] = []
+    watchdog, clock = Watchdog(1, 2, 5.0, said.append, "attempt"), Clock(waits)
+    monkeypatch.setattr("meshwright.runtime.watchdog.time", clock)
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    watchdog._ended, watchdog._heard = clock, clock.now  # type: ignore[assignment]
+    watchdog._lengthen = lambda: None  # type: ignore[method-assign]
+    watchdog._waited_seconds = lambda: 60.0 if clock.now > 1001 else 0.0  # type: ignore[method-assign]
+    watchdog._strike = lambda: said.append("strike")  # type: ignore[method-assign]
+    watchdog._run()
+    assert any("cannot reach the job's store" in str(one) for one in said) == is_cut_off

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+from command import Cli
 from torch import Tensor
 
 from meshwright.core.errors import DiskError, InfeasibleError, InputError
@@ -83,10 +82,11 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("moment", ["one", "two", "manifest", "rename", "never"])
-def test_a_crash_leaves_the_last_commit(tmp_path: Path, moment: str) -> None:
-    crashed = subprocess.run([sys.executable, "-c", CRASHING, str(tmp_path), moment], env=os.environ, check=False)
-    assert crashed.returncode == (0 if moment == "never" else 9)
-    store = DiskStore.reopen(tmp_path)
+def test_a_crash_leaves_the_last_commit(cli: Cli, tmp_path: Path, moment: str) -> None:
+    (tmp_path / "store").mkdir()
+    crashed = cli(tmp_path / "store", moment, launcher=("-c", CRASHING))
+    assert crashed.code == (0 if moment == "never" else 9)
+    store = DiskStore.reopen(tmp_path / "store")
     value = 2.0 if moment == "never" else 1.0
     assert read_all(store) == {"one": {value}, "two": {value}}
     store.close()

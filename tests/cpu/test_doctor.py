@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,8 +50,8 @@ def test_under_torchrun_hosts_are_told_apart_and_one_rank_speaks(cli: Cli) -> No
     assert "clocks of 2 ranks agree to" in ended.out
 
 
-def test_a_clock_that_is_ahead_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+@pytest.mark.usefixtures("_ranks_are_forked")
+def test_a_clock_that_is_ahead_is_named() -> None:
     found = launch("test_doctor:skewed", {"ahead": 3.0}, 2)
     assert (found["status"], found["found"]) == ("warning", "the clock of rank 1 is 3.00 s off that of rank 0")
     assert launch("test_doctor:skewed", {"ahead": 0.0}, 2)["status"] == "ok"
@@ -178,6 +177,19 @@ def test_the_update_is_compiled_as_a_run_compiles_it(tmp_path: Path, monkeypatch
             find_rule(optimizer, torch.float32, 1)
     finally:
         kernel.try_kernel.cache_clear()
+
+
+def test_a_cache_that_cannot_be_written_is_not_the_compilers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be written under /proc, whoever asks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/self/cache")
+    kernel.try_kernel.cache_clear()
+    try:
+        finding = software.check_update()
+    finally:
+        kernel.try_kernel.cache_clear()
+    assert finding.status == "warning"
+    assert "/proc/self/cache/meshwright cannot be written" in finding.found
+    assert finding.fix.startswith("set XDG_CACHE_HOME to a folder that can be written")
 
 
 def test_a_check_that_fails_is_a_problem_and_not_the_end() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from cases import ASSETS
 from command import PATIENCE_SECONDS, Cli, Started, has_saved, losses, wait_for
+from forked import forked_on_host
 from hosts import INTERFACE, Hosts, call, two_hosts
 from hosts import why_not as hosts_missing
 from injection import alive, children, drafts, inject, ranks_of, shared_memory, why_not
@@ -27,12 +28,17 @@ from meshwright.runtime import standing
 from meshwright.runtime.hang_report import differences
 from meshwright.runtime.rank import without_chatter
 from meshwright.runtime.standing import Call, Standing
+from meshwright.runtime.template import Template
 from meshwright.training.checkpoint import latest
 
 STEPS = 70
+MANY = 20
+"""Restarts: more than a busy machine uses up."""
 RUN: dict[str, Any] = {
-    "model": f"{ASSETS}/faulty.py:told", "steps": STEPS, "timeout": 5.0, "checkpoint": {"every": 5},
+    "model": f"{ASSETS}/faulty.py:told", "steps": STEPS, "timeout": 60.0, "checkpoint": {"every": 5},
 }  # fmt: skip
+IMPATIENT = {**RUN, "timeout": 5.0}
+"""Where a rank is to hang. On a busy machine one that gets no core for so long counts as one that hangs, too."""
 SAID = {
     "kill": "was killed from outside (SIGKILL",
     "stop": "rank 1 of 2 hangs: others have waited for 5 s",
@@ -62,7 +68,7 @@ def put_upon(kind: str, run: Started) -> None:
 
 
 def is_written(file: Path) -> bool:
-    return file.exists() and "Rank 1" in file.read_text()
+    return file.exists() and "Rank 1 (it did not answer)" in file.read_text()
 
 
 def faults_of(folder: Path) -> list[dict[str, Any]]:
@@ -74,10 +80,10 @@ def test_every_kind_of_fault(
 ) -> None:
     """One after another upon one run; its losses are those of a run that nothing happened to."""
     kinds = [kind for kind in SAID if not why_not(kind)]
-    file = settings(**RUN)
+    file = settings(**IMPATIENT)
     assert cli("train", file, "--out", "whole").code == 0
     memory, folder = shared_memory(), tmp_path / "run"
-    run = start("train", file, "--restarts", len(kinds) + 2, "--json")
+    run = start("train", file, "--restarts", MANY, "--json")
     for kind in kinds:
         past_a_checkpoint(folder, run)
         put_upon(kind, run)
@@ -87,16 +93,18 @@ def test_every_kind_of_fault(
     ended = run.end()
     assert ended.code == 0, ended.err
     assert losses(folder) == losses(tmp_path / "whole")
-    found = faults_of(folder)
+    noted = faults_of(folder)
+    assert ended.json["restarts"] == len(noted)
+    left = iter(noted)
+    found = [next(fault for fault in left if SAID[kind] in fault["words"]) for kind in kinds]
     assert [fault["kind"] for fault in found] == [KINDS[kind] for kind in kinds]
-    assert ended.json["restarts"] == len(kinds)
-    for kind, fault in zip(kinds, found, strict=True):
-        assert SAID[kind] in fault["words"]
+    assert {fault["kind"] for fault in noted if fault not in found} <= {"hung"}, "what nobody put upon it"
+    for fault in found:
         assert fault["host"] == socket.gethostname()
         assert fault["resumed_step"] <= fault["step"] <= STEPS
         assert " over dp, " in fault["collective"]
         assert f"host {fault['host']}, step {fault['step']}, last collective: {fault['collective']}" in fault["words"]
-    assert f"restart 1 of {len(kinds) + 2}: 2 ranks go on from step" in ended.err
+    assert f"restart 1 of {MANY}: 2 ranks go on from step" in ended.err
     assert (drafts(folder / "checkpoints"), shared_memory() - memory) == ([], set())
     if "stop" in kinds:
         assert f"are in {folder}/hang.txt" in ended.err.replace("\n", "")
@@ -247,11 +255,13 @@ def test_a_host_is_lost_under_torchrun(
 
 
 @pytest.mark.skipif(bool(hosts_missing()), reason=hosts_missing())
-def test_a_link_between_hosts_is_cut_and_restored(settings: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_link_between_hosts_is_cut_and_restored(
+    settings: Callable[..., Path], template: Template, tmp_path: Path
+) -> None:
     """Packets vanish, nothing is closed: both sides notice by the time limit, each for itself, and go on when the link is back."""
-    file = settings(**RUN)
+    file = settings(**IMPATIENT)
     file.write_text(file.read_text().replace("nproc = 2\n", ""))
-    with two_hosts() as hosts:
+    with two_hosts(spawn=forked_on_host(template)) as hosts, contextlib.ExitStack() as files:
         for number, host in enumerate(hosts.hosts):
             address = ("--local-addr", host.address)
             command = [
@@ -260,7 +270,7 @@ def test_a_link_between_hosts_is_cut_and_restored(settings: Callable[..., Path],
                 "train",
                 str(file),
             ]
-            hosts.start(number, ["sh", "-c", f"exec {shlex.join(command)} > {tmp_path}/host{number}.log 2>&1"])
+            hosts.start(number, command, output=files.enter_context((tmp_path / f"host{number}.log").open("wb")))
         patient(lambda: num_lines(tmp_path / "run") >= 8, hosts)
         ranks = [process for one in hosts.processes for process in ranks_of(one.pid).values()]
         assert len(ranks) == 2

@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import forked_on_host
 from hosts import two_hosts, why_not
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import InputError, RunError
+from meshwright.runtime.template import Template
 
 MISSING = why_not()
 needs_hosts = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -84,8 +86,8 @@ def test_the_link_keeps_to_its_rate() -> None:
 
 @needs_hosts
 @pytest.mark.usefixtures("_on_path")
-def test_ranks_of_two_hosts_are_one_job() -> None:
-    with two_hosts() as hosts:
+def test_ranks_of_two_hosts_are_one_job(template: Template) -> None:
+    with two_hosts(spawn=forked_on_host(template)) as hosts:
         found = hosts.launch("test_hosts:whoami", {"word": "hello"}, ranks_per_host=2)
     assert found == {"word": "hello", "sum": 6.0, "ranks": [[0, 0], [0, 1], [1, 0], [1, 1]]}
 
@@ -107,8 +109,8 @@ def whoami(payload: dict[str, str]) -> dict[str, object]:
 
 @needs_hosts
 @pytest.mark.usefixtures("_on_path")
-def test_a_rank_that_fails_is_named_and_the_others_end() -> None:
-    with two_hosts() as hosts:
+def test_a_rank_that_fails_is_named_and_the_others_end(template: Template) -> None:
+    with two_hosts(spawn=forked_on_host(template)) as hosts:
         with pytest.raises(RunError, match=r"rank 1 of 2 failed: .*on purpose"):
             hosts.launch("test_hosts:fail_on_one", {})
         assert all(process.poll() is not None for process in hosts.processes)
@@ -176,9 +178,9 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_hosts
 @pytest.mark.usefixtures("_on_path")
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
-def test_a_probe_over_two_hosts_sees_the_link_between_them(ranks_per_host: int) -> None:
+def test_a_probe_over_two_hosts_sees_the_link_between_them(ranks_per_host: int, template: Template) -> None:
     """At 200 Mbit/s an all-reduce of 1 MiB between two hosts cannot take less than 0.035 s."""
-    with two_hosts(bits_per_second=200e6) as hosts:
+    with two_hosts(bits_per_second=200e6, spawn=forked_on_host(template)) as hosts:
         found = hosts.launch("test_hosts:probe_few_sizes", {}, ranks_per_host)
     cluster = Cluster.from_json(found)
     assert (cluster.num_hosts, cluster.devices_per_host) == (2, ranks_per_host)

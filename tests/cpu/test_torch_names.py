@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from cases import ROOT
+from pool import RankPool, this_rank
 
+from meshwright.capturing.capture import capture_source
+from meshwright.core.request import PlanRequest
+from meshwright.models.source import resolve
+from meshwright.rules.plain_plan import plain_plan
 from meshwright.runtime import _torch, _torch_distributed
+from meshwright.runtime.apply import apply
 
 SOURCES = sorted((ROOT / "src" / "meshwright").rglob("*.py"))
 HOME = ROOT / "src" / "meshwright" / "runtime" / "_torch.py"
@@ -83,7 +92,7 @@ def test_all_private_imports_are_listed(home: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "src/meshwright/capture").glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "src/meshwright/capturing").glob("*.py")), ids=lambda p: p.name)
 def test_capture_does_not_know_torch_distributed(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     used = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -102,3 +111,33 @@ def test_the_check_itself() -> None:
     assert not is_private_torch("torch.__version__")
     assert not is_private_torch("torch.nn.Module")
     assert not is_private_torch("meshwright._api")
+
+
+def looks_of_an_update_on_rank(num_layers: int) -> int:
+    """How often torch goes through all tensors of the first update."""
+    from torch.distributed.tensor._op_schema import OpSchema
+
+    num_looks, every_spec = 0, OpSchema.args_spec.fget  # type: ignore[attr-defined]
+
+    def look(schema: OpSchema) -> Any:
+        nonlocal num_looks
+        num_looks += "adam" in schema.op.name()
+        return every_spec(schema)
+
+    model = resolve(f"mlp:inputs=8,hidden=8,layers={num_layers},classes=4")
+    plan = plain_plan(PlanRequest(dp=2, zero=2, global_batch=4), capture_source(model), 2, "")
+    fused = partial(torch.optim.AdamW, fused=True)
+    program = apply(model.build(), plan, optimizer=fused, objective=model.objective, device=this_rank().device)
+    assert model.example is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpSchema, "args_spec", property(look))
+        program.step(model.example(4))
+    return num_looks
+
+
+def test_the_first_update_of_a_deep_model_goes_through_its_tensors_a_few_times(
+    pool: Callable[[int], RankPool],
+) -> None:
+    """Not once for each of them: with 1,000 blocks under ZeRO that took most of an hour."""
+    few, many = (pool(2).run(looks_of_an_update_on_rank, num_layers)[0] for num_layers in (4, 40))
+    assert few == many

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 from command import losses
+from forked import forked_on_host
 from hosts import Hosts, two_hosts, why_not
 
 from meshwright.core.cluster import Link
 from meshwright.core.run.trace import Trace
 from meshwright.measure.host_links import HostLink, notes_on, pairs_of
+from meshwright.runtime.template import Template
 from meshwright.training.folder import RunFolder
 
 MISSING = why_not()
@@ -40,11 +42,11 @@ def run(hosts: Hosts, log: Path, *arguments: object) -> str:
 @needs_hosts
 @pytest.mark.usefixtures("_ranks_find_us")
 def test_one_settings_file_trains_on_two_hosts_and_the_doctor_sees_both(
-    settings: Callable[..., Path], tmp_path: Path
+    settings: Callable[..., Path], template: Template, tmp_path: Path
 ) -> None:
     """At 80 Mbit/s each way, a message of 2 MiB cannot pass at more than 10 MB/s and what the bucket holds."""
     log = tmp_path / "log"
-    with two_hosts(bits_per_second=80e6) as hosts:
+    with two_hosts(bits_per_second=80e6, spawn=forked_on_host(template)) as hosts:
         run(hosts, log, "train", settings(nproc=1), "--zero", 1)
         folder = RunFolder(tmp_path / "run")
         assert [step for step, _ in losses(folder.path)] == [0, 1, 2, 3]

@@ -11,7 +11,9 @@ import pytest
 
 from meshwright.core.bounds import LONGEST_LINE_BYTES
 from meshwright.core.errors import InputError
+from meshwright.jobs import metric_lines
 from meshwright.jobs.metric_lines import MetricLines
+from meshwright.training.metrics import parse_line
 
 
 def write(path: Path, *steps: int, loss: float = 1.0, mode: str = "a") -> None:
@@ -40,10 +42,24 @@ def test_only_what_was_added_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write(path, *range(1000))
     lines.read()
     seen: list[bytes] = []
-    monkeypatch.setattr(json, "loads", lambda line, plain=json.loads: seen.append(line) or plain(line))
+    monkeypatch.setattr(metric_lines, "parse_line", lambda line: seen.append(line) or parse_line(line))
     write(path, 1000)
     assert len(lines.read()) == 1001
     assert len(seen) == 1
+
+
+def test_what_a_run_that_diverges_writes_is_read() -> None:
+    entry = parse_line(b'{"step": 1, "loss": NaN, "norm": Infinity, "least": -Infinity, "peak": 1e300}')
+    assert [str(entry[name]) for name in ("loss", "norm", "least")] == ["nan", "inf", "-inf"]
+    for damaged in (
+        b'{"step": 1}x',
+        b'{"step": NaN}',
+        b'{"step": 1, "loss": NaN',
+        b"\xff",
+        b'{"step": 1, "loss": 1e999}',
+    ):
+        with pytest.raises(InputError):
+            parse_line(damaged)
 
 
 def test_a_line_that_is_not_whole_is_read_again(tmp_path: Path) -> None:

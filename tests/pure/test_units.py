@@ -14,6 +14,7 @@ from meshwright.core.units import (
     ceil_div,
     format_bytes,
     format_count,
+    format_duration,
     format_seconds,
     parse_bytes,
     parse_seconds,
@@ -101,6 +102,13 @@ def test_shown_bytes_stay_under_1024(num_bytes: int) -> None:
 )
 def test_seconds_are_shown_in_the_unit_that_reads_best(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (5, "5 s"), (90, "90 s"), (150, "2.5 min"), (5400, "90 min"), (86400, "24 h")]
+)
+def test_waits_are_shown_in_the_unit_that_reads_best(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,14 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us"
 
 
+def format_duration(seconds: float) -> str:
+    """How long people wait: seconds, minutes or hours."""
+    for unit, factor in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
 def format_count(number: float) -> str:
     """Parameters and tokens: 33.7M, 175B."""
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -9,6 +9,7 @@ import json
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 # What torch's flight recorder has kept: the only place that knows collectives which torch's own C++ calls (buckets of gradients).
@@ -21,11 +22,15 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 # What torch remembers of operations on DTensors holds their meshes, and takes equal ones for the same: forgotten with the groups.
-from torch.distributed.tensor import _redistribute, debug
+# And how it finds out how a list of tensors lies (`look_once_at_lists`).
+from torch.distributed.tensor import _redistribute, _sharding_prop, debug
+from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
-    "_NodeDesc", "_RendezvousState", "_distributed_c10d", "_redistribute", "_set_pg_timeout", "_world", "debug",
+    "_NodeDesc", "_RendezvousState", "_StridedShard", "_distributed_c10d", "_redistribute", "_set_pg_timeout", "_sharding_prop",
+    "_world", "debug",
 ]  # fmt: skip
+STRIDED = "_propagate_use_strided_shard_flag"
 NODES = ("participants", "last_heartbeats")
 LISTS = ("wait_list", "redundancy_list")
 
@@ -59,6 +64,27 @@ def forget_meshes() -> None:
     for clear in caches:
         if clear is not None:
             clear()
+
+
+def look_once_at_lists() -> None:
+    """The first update of n sharded tensors in one call took n * n steps in torch 2.13: for each of them it goes through all, for a
+    flag that only strided shards have. Where a tensor's ways to lie have none, there is nothing to find."""
+    through_all = getattr(_sharding_prop, STRIDED, None)
+    if through_all is None or hasattr(through_all, "__wrapped__"):  # an older torch; or done
+        return
+
+    @wraps(through_all)
+    def where_strided(ways: Any, called: Any) -> None:
+        if any(_is_strided(spec) for way in ways.strategies for spec in (way.output_specs, way.input_specs)):
+            through_all(ways, called)
+
+    setattr(_sharding_prop, STRIDED, where_strided)
+
+
+def _is_strided(spec: Any) -> bool:
+    if spec is None or isinstance(spec, tuple | list):
+        return any(map(_is_strided, spec or ()))
+    return any(isinstance(placement, _StridedShard) for placement in spec.placements)
 
 
 def rendezvous_with(name: str, make_store: Callable[[str, int], Any]) -> Any:

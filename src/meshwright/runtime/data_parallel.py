@@ -31,6 +31,7 @@ from meshwright.core.plan import Plan
 from meshwright.models.parameters import list_parameters
 from meshwright.rules.groups import shard_groups
 from meshwright.runtime._torch import FakeTensor, leave_out_of_replicas, tree_leaves
+from meshwright.runtime._torch_distributed import look_once_at_lists
 from meshwright.runtime.buckets import reduce_in_buckets, set_last
 from meshwright.runtime.communicators import state_mesh
 from meshwright.runtime.deferred import materialise
@@ -89,6 +90,7 @@ def give_up_gathered(module: nn.Module) -> None:
 
 def shard_state(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """Each rank holds 1/dp, or under hybrid sharding 1/H, of every parameter, gradient and optimizer state."""
+    look_once_at_lists()
     policy, ranks = sharded_policy(plan), state_mesh(plan, mesh)
     shard_experts(module, plan)
     for name in filter(None, shard_groups(list_parameters(module), plan.blocks)):

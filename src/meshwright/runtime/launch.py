@@ -122,9 +122,9 @@ def describe_failure(failures: dict[int, Any], num_ranks: int) -> RunError:
     faults = {rank: fault for rank, report in reports.items() if (fault := _fault_in(report)) is not None}
     for rank in _misled(reports, faults):
         del reports[rank], faults[rank]
-    for rank, report in reports.items():
-        if report.get("hang"):
-            return HangError(report["message"], faults.get(rank))
+    hangs = [(report["message"], faults.get(rank)) for rank, report in reports.items() if report.get("hang")]
+    if hangs:  # who has put together what all ranks say knows more than one that could not ask them
+        return HangError(*min(hangs, key=lambda hang: hang[1] is None or hang[1].kind != "hung"))
     for rank, report in sorted(reports.items()):
         if report.get("out_of_memory"):
             return OutOfMemoryError(f"rank {rank} of {num_ranks}: {report['message']}")

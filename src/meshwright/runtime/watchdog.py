@@ -123,7 +123,7 @@ class Watchdog:
 
     def _run(self) -> None:
         with suppress(dist.DistError):
-            while not self._ended.wait(self.tick_seconds):
+            while not self._pause():
                 self._lengthen()
                 has_waited = self._waited_seconds() > self.timeout_seconds
                 silence_seconds = time.monotonic() - self._heard
@@ -136,6 +136,15 @@ class Watchdog:
                     and not self._ended.is_set()
                 ):
                     self.bark(self._cut_off())
+
+    def _pause(self) -> bool:
+        """One tick; returns whether the watch has ended. What this process did not hear while it was stopped or got no core is not
+        the store's silence: a stopped rank is continued for a moment, for its stacks."""
+        before = time.monotonic()
+        has_ended = self._ended.wait(self.tick_seconds)
+        now = time.monotonic()
+        self._heard = min(now, self._heard + max(0.0, now - before - self.tick_seconds))
+        return has_ended
 
     def _lengthen(self) -> None:
         set_group_timeouts(timedelta(seconds=self.timeout_seconds) + LATER, self._lengthened)

@@ -112,17 +112,19 @@ def check_same_model(folder: Where, graph: str, shapes: Callable[[], Shapes], ru
 
     shapes: of the model's tensors; asked for where the models differ.
     """
+    damages = []
     for path in reversed(_all(folder)):
         try:
             manifest = read_manifest(path)
             progress = read_progress(path, manifest)
-        except (InputError, DamagedError):
-            continue  # the ranks look closer, and say what they find
+        except (InputError, DamagedError) as error:  # where an older one is whole, the ranks say so
+            damages.append(str(error))
+            continue
         check_same_run(path, progress.run, run)
         if graph and progress.graph != graph:
             raise CheckpointError(difference(path, progress, graph, read_contents(path, manifest), shapes()))
         return progress
-    raise CheckpointError(f"no checkpoint in {_home(folder)} is whole: start without --resume")
+    raise _none_whole(folder, damages)
 
 
 def difference(path: Path, progress: Progress, graph: str, contents: Contents, shapes: Shapes) -> str:
@@ -154,7 +156,11 @@ def newest_whole(folder: Where, rank: Rank, say: Callable[[str], None]) -> Whole
         damages.append(whole)
         if rank.is_first:
             _put_away(path, whole, found, say)
-    raise CheckpointError(f"no checkpoint in {_home(folder)} is whole: {'; '.join(damages)}; start without --resume")
+    raise _none_whole(folder, damages)
+
+
+def _none_whole(folder: Where, damages: list[str]) -> CheckpointError:
+    return CheckpointError(f"no checkpoint in {_home(folder)} is whole: {'; '.join(damages)}; start without --resume")
 
 
 def _looked_at(path: Path, rank: Rank) -> Whole | str:

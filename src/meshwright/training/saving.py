@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import CheckpointError
+from meshwright.core.units import format_duration
 from meshwright.runtime.messages.exchange import all_ranks
 from meshwright.runtime.program import Program
 from meshwright.runtime.ranks import Rank
@@ -141,6 +142,6 @@ class Saving:
         more = "" if self.other is not None else ", or give the next run a second place (checkpoint.elsewhere)"
         return (
             "the run has ended, and waits for a disk that takes its last checkpoint, up to "
-            f"{wait_seconds / 3600:.3g} h: {said}. "
+            f"{format_duration(wait_seconds)}: {said}. "
             f"Make room there, or put the folder back or right{more}; Ctrl-C gives the last steps up."
         )

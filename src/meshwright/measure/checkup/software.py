@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from meshwright.core.files.cache import cache_folder
 from meshwright.measure.checkup.finding import Finding, ok, problem, warning
+from meshwright.measure.checkup.machine import check_cache
 from meshwright.runtime.offload.kernel import Kernel, find_compiler, try_kernel
 
 LEAST_PYTHON = (3, 11)
@@ -91,6 +92,11 @@ def check_update() -> Finding:
         return warning("offloaded updates", found.note, f"chmod -R go-w {cache_folder()}, or remove it")
     if isinstance(found, Kernel):
         return ok("offloaded updates", f"compiled by {find_compiler()}")
+    cache = check_cache(cache_folder())
+    if find_compiler() is not None and cache.status != "ok":
+        return warning(
+            "offloaded updates", f"{found} ({cache.found})", f"{cache.fix}; until then updates on the host are slower"
+        )
     return warning(
         "offloaded updates", found, "apt install gcc (or your system's); without it updates on the host are slower"
     )
