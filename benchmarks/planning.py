@@ -1,11 +1,14 @@
 """How long a search takes, cold and with capture, what it holds, how that grows, and how it does beside published plans.
 
-    python benchmarks/planning.py [--only speed,growth,published] [--write]
+    python benchmarks/planning.py [--only speed,growth,published,constrained] [--models "Llama 405B,…"] [--write]
 
 speed       `meshwright plan` in a fresh process with an empty cache: wall time, the search's own part, and the most memory it held
 growth      CPU seconds of the search against the number of blocks and of devices, the graph known, with the fitted exponents
 published   the ten models of sc21-table1 under the same cost model: the estimate of the published plan, of the fastest one, and
             of the one that is chosen
+
+constrained the models of `speed`: a free search beside searches that fix one flag each, none of which may find a faster plan. It
+            takes long, and runs only where it is asked for
 
 `--write` puts the tables into docs/performance.md.
 """
@@ -23,13 +26,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from meshwright.core.cluster import Cluster, from_facts, read_facts
+from meshwright.core.errors import InfeasibleError, PlanError
+from meshwright.core.graph import Graph
 from meshwright.core.request import PlanRequest
 from meshwright.core.result import describe
+from meshwright.core.units import format_seconds
 from meshwright.cost.estimate import estimate
 from meshwright.interop.published import Run, read_runs
 from meshwright.planner.graphs import both_castings, graph_of
+from meshwright.planner.plan import plain_precision
 from meshwright.report.published import plan_of, read
 from meshwright.searching.search import search
 
@@ -71,9 +79,20 @@ DEPTHS, HOSTS, REPEATS = (12, 24, 48, 96), (1, 4, 16, 64), 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="speed,growth,published")
+    parser.add_argument(
+        "--models", default=",".join(name.split(",")[0] for name in COLD), help="of speed and constrained"
+    )
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    parts: dict[str, Callable[[], Iterator[str]]] = {"speed": speed, "growth": growth, "published": published}
+    for name in list(COLD):
+        if name.split(",")[0] not in asked.models.split(","):
+            del COLD[name]
+    parts: dict[str, Callable[[], Iterator[str]]] = {
+        "speed": speed,
+        "growth": growth,
+        "published": published,
+        "constrained": constrained,
+    }
     lines: list[str] = []
     for name in asked.only.split(","):
         for line in parts[name]():
@@ -152,6 +171,43 @@ def _exponent(seconds: dict[int, float]) -> float:
 
 def _bar(seconds: float, longest: float) -> str:
     return "█" * max(1, round(24 * seconds / longest))
+
+
+CONSTRAINTS: tuple[dict[str, Any], ...] = (
+    *({"tp": tp} for tp in (1, 2, 4, 8)),
+    *({"pp": pp} for pp in (1, 2, 4, 8, 16)),
+    *({"cp": cp} for cp in (1, 2, 8)),
+    *({"zero": zero} for zero in (0, 1, 2, 3)),
+    *({"schedule": name} for name in ("gpipe", "1f1b", "interleaved", "zb", "zbv")),
+    *({"virtual": virtual} for virtual in (2, 3, 4)),
+    *({"recompute": mode} for mode in ("none", "selective", "full")),
+    *({"microbatch": size} for size in (1, 2, 4)),
+)
+
+
+def constrained() -> Iterator[str]:
+    yield "| model | free | the fastest under one flag | flag |"
+    yield "|---|---:|---:|---|"
+    for name, (model, cluster_name, hosts, batch) in COLD.items():
+        cluster = Cluster.named(cluster_name, hosts=hosts)
+        graphs = both_castings(model, plain_precision(cluster))
+        free = _best(graphs, cluster, batch, {})
+        best, flags = min(
+            ((_best(graphs, cluster, batch, flags), flags) for flags in CONSTRAINTS), key=lambda one: one[0]
+        )
+        told = " ".join(f"--{flag} {value}" for flag, value in flags.items())
+        gain = "" if best >= free * (1 - 1e-9) else f" **({1 - best / free:.1%} faster)**"
+        yield f"| {name} | {format_seconds(free)} | {format_seconds(best)}{gain} | `{told}` |"
+
+
+def _best(graphs: tuple[Graph, Graph | None], cluster: Cluster, batch: int, flags: dict[str, Any]) -> float:
+    """Seconds of the fastest plan; infinite where none fits."""
+    request = PlanRequest(global_batch=batch, **flags)
+    try:
+        found = search(graphs[0], cluster, request, other_casting=graphs[1], prefer_fastest=True)
+    except (InfeasibleError, PlanError):
+        return math.inf
+    return found.estimate.step_seconds
 
 
 def published() -> Iterator[str]:
