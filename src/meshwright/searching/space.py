@@ -34,7 +34,7 @@ from meshwright.core.request import PlanRequest
 from meshwright.rules.divisors import divisors
 from meshwright.rules.stages import may_have
 from meshwright.searching.problem import OffloadKind, Problem
-from meshwright.searching.units import FEW_UNITS
+from meshwright.searching.units import FEW_UNITS, RANKED_UNITS
 
 T = TypeVar("T")
 
@@ -254,8 +254,13 @@ def _divides_evenly(problem: Problem, num_stages: int) -> bool:
 def schedules(problem: Problem, pp: int) -> list[ScheduleKind]:
     if pp == 1:
         return [problem.request.schedule or "1f1b"]
-    every = [kind for kind in SEARCHED if not (is_deep(problem) and kind_of(kind).keeps_all)]
+    every = [kind for kind in SEARCHED if not (has_many_cuts(problem) and kind_of(kind).keeps_all)]
     return asked_or(problem.request.schedule, every)
+
+
+def has_many_cuts(problem: Problem) -> bool:
+    """Whether not all cuts are compared."""
+    return len(problem.units) > RANKED_UNITS
 
 
 def is_deep(problem: Problem) -> bool:

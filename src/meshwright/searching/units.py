@@ -11,6 +11,8 @@ from meshwright.rules.stages import Units, most_stages, unit_counts
 
 Cut = tuple[int, ...]
 """Where each stage ends: the number of units before it. The last one is the number of units."""
+RANKED_UNITS = 24
+"""Of a model with no more units all cuts are compared, as far as they are not too many (cuts/ranked_cuts.py)."""
 FEW_UNITS = 12
 """A model with at most this many repeated blocks is not deep: the search tries every schedule and number of stages."""
 

@@ -38,7 +38,7 @@ from meshwright.searching.bounds.held_microbatches import (
     most_held,
 )
 from meshwright.searching.problem import Problem
-from meshwright.searching.space import Point, Shape, is_deep
+from meshwright.searching.space import Point, Shape, has_many_cuts
 from meshwright.searching.unit_table import Beside, BlockBytes, Places, Row, UnitTable
 from meshwright.searching.units import Cut
 
@@ -202,7 +202,7 @@ def _held(name: ScheduleKind, p: int, m: int, v: int, ratio: float | None = None
 
 def has_like_stages(problem: Problem, table: UnitTable) -> bool:
     """Whether pipelines with several stages a coordinate are searched with stages of like size alone (cuts/best_cut.py)."""
-    return is_deep(problem) and len(table.main_units) >= MOSTLY * (table.num_units - 2)
+    return has_many_cuts(problem) and len(table.main_units) >= MOSTLY * (table.num_units - 2)
 
 
 def _of_block(point: Point, items: Items, recipe: Recipe, gradients: bool) -> BlockBytes:

@@ -20,7 +20,7 @@ from meshwright.searching.space import Point
 from meshwright.searching.unit_table import UnitTable
 from meshwright.searching.units import Cut
 
-FULL_PIPELINES = 2
+FULL_PIPELINES = 4
 """This many microbatches for each coordinate show which cut is faster: no more are played."""
 MOST_ACTIONS, FEWEST_PLAYS, MOST_PLAYS = 40_000, 6, 80
 """Actions that are played for one point, within these numbers of plays."""

@@ -38,7 +38,7 @@ from meshwright.searching.units import Cut, even_cut
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
-MOST_OPENED = 4000
+MOST_OPENED = 2500
 """Nodes of all levels, likewise."""
 
 Opened = Iterable[tuple[float, "Open"]]
@@ -294,7 +294,8 @@ class BestFirst:
         if ends is not None:
             yield from self._one_cut(point, even_cut(self.drafts.units, point.num_stages, ends), 0.0)
         elif can_rank(units, point.num_stages):
-            yield from self._ranked(point, RankedCuts(bounds, room))
+            cuts = RankedCuts(bounds, room)
+            yield cuts.least_seconds, lambda: self._ranked(point, cuts)
         elif point.virtual == 1:
             best = best_cut(bounds, room)
             if best is not None:
@@ -316,12 +317,12 @@ class BestFirst:
 
     def _ranked(self, point: Point, cuts: RankedCuts) -> Opened:
         """The next of all cuts that may be better than the best plan; behind it, those after it."""
-        found = cuts.take(self.best_seconds, must_fit=self._must_fit)
-        if found is None:
-            return
-        cut, least = found
-        yield cuts.bounds.of_cut(cuts.room, cut, least), lambda: self.cost(point, cut)
-        yield cuts.least_seconds, lambda: self._ranked(point, cuts)
+        found = cuts.step(self.best_seconds, must_fit=self._must_fit)
+        if found is not None:
+            cut, least = found
+            yield cuts.bounds.of_cut(cuts.room, cut, least), lambda: self.cost(point, cut)
+        if cuts.least_seconds < inf:
+            yield cuts.least_seconds, lambda: self._ranked(point, cuts)
 
     def cost_point(self, point: Point) -> None:
         """Its best cut, without opening anything else."""

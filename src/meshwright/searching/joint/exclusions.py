@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from math import prod
 
 from meshwright.core.pipeline.kinds import KINDS
+from meshwright.core.plan import Mesh
 from meshwright.rules.divisors import divisors
+from meshwright.searching.bounds.memory import has_like_stages
 from meshwright.searching.joint.best_first import BestFirst
 from meshwright.searching.problem import Problem
-from meshwright.searching.space import MOST_VIRTUAL, SMALL_DP, is_deep, worlds
+from meshwright.searching.space import MOST_VIRTUAL, SMALL_DP, Shape, Way, has_many_cuts, is_deep, worlds
 
 SHOWN_NUMBERS = 3
 
@@ -22,7 +24,7 @@ def left_out(found: BestFirst) -> tuple[str, ...]:
     problem = found.problem
     return (
         *_numbers_of_devices(found),
-        *(_schedules(problem) if _may_have_stages(problem) else ()),
+        *((*_schedules(problem), *_unlike_stages(found)) if _may_have_stages(problem) else ()),
         *_groups(problem),
         *found.drafts.tables.unsplit,
     )
@@ -49,7 +51,7 @@ def _schedules(problem: Problem) -> Iterator[str]:
     request = problem.request
     if request.schedule is None:
         for name, kind in KINDS.items():
-            is_left_out = not kind.is_searched or (is_deep(problem) and kind.keeps_all)
+            is_left_out = not kind.is_searched or (has_many_cuts(problem) and kind.keeps_all)
             if is_left_out and (request.virtual is None or kind.runs(request.virtual)):
                 yield f"schedule {name}"
     most = problem.most_stages // (request.pp or 2)
@@ -58,6 +60,15 @@ def _schedules(problem: Problem) -> Iterator[str]:
             yield f"more than {MOST_VIRTUAL} stages a coordinate"
         if is_deep(problem):
             yield "more than two stages a coordinate where they are not of equal size"
+
+
+def _unlike_stages(found: BestFirst) -> Iterator[str]:
+    """Where bounds take the stages of deep models for alike (bounds/memory.py)."""
+    problem = found.problem
+    bounds = found.drafts.tables.bounds(Shape.of(Mesh(), Way(), 1, 1), sharded=False)
+    several = problem.request.virtual is None or problem.request.virtual > 1
+    if several and has_many_cuts(problem) and bounds is not None and has_like_stages(problem, bounds.table):
+        yield "several stages a coordinate that differ by more than a block, the first and the last aside"
 
 
 def _groups(problem: Problem) -> Iterator[str]:

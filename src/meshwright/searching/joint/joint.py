@@ -63,7 +63,7 @@ def joint(problem: Problem) -> Outcome:
     drafts = Drafts(problem)
     costed = first_plans(problem, drafts)
     deep = is_deep(problem)
-    if deep and any(estimate.fits for _, estimate in costed):
+    if deep:
         costed = NearMeshes(problem, drafts, costed).go_on()
     more = max(1, MANY_UNITS // len(problem.units)) if deep else MORE_OF_FEW
     found = BestFirst(problem, drafts, known=costed, most_costed=more * MOST_COSTED, most_opened=more * MOST_OPENED)

@@ -15,7 +15,7 @@ from meshwright.searching.joint.candidates import Drafts
 from meshwright.searching.problem import Problem, narrowed
 from meshwright.searching.space import worlds
 
-FEW_OPENED = 500
+FEW_OPENED = 2000
 """Nodes that a short search opens."""
 FEW_WITHOUT_STAGES = 100
 """Nodes that the one without stages opens, which looks at fewer devices too."""
