@@ -167,7 +167,7 @@ def test_plan_as_json(here: Cli, tmp_path: Path) -> None:
     said = ended.json
     assert said.keys() >= {"plan", "estimate", "search_seconds", "runners_up"}
     assert said["runners_up"]
-    assert all(other.keys() == {"plan", "step_seconds", "reason"} for other in said["runners_up"])
+    assert all(other.keys() == {"plan", "step_seconds", "peak_bytes", "fits", "reason"} for other in said["runners_up"])
     plan = Plan.load(saved)
     assert plan == Plan.from_json(json.dumps(said["plan"]))
     assert plan.global_batch == 16

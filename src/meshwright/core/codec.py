@@ -78,11 +78,11 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class CheckedValue(Value, kw_only=True):
     """A value that is checked where it is made in code as its file would be: every field against its type and bounds."""
 
-    def refusal(self, problem: str) -> ValueError:
+    def _refusal(self, problem: str) -> ValueError:
         return InputError(problem)
 
     def __post_init__(self) -> None:
-        check_fields(self, self.refusal)
+        check_fields(self, self._refusal)
 
 
 def check_fields(value: msgspec.Struct, refusal: Callable[[str], Exception]) -> None:

@@ -39,7 +39,7 @@ ContextWay = Literal["heads", "ring"]
 class PlanValue(CheckedValue, kw_only=True):
     """A plan, or a part of one."""
 
-    def refusal(self, problem: str) -> PlanError:
+    def _refusal(self, problem: str) -> PlanError:
         return PlanError(problem)
 
 

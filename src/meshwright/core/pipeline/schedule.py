@@ -57,7 +57,7 @@ class Schedule(CheckedValue, kw_only=True):
     placement: Placement
     actions: tuple[tuple[Action, ...], ...]
 
-    def refusal(self, problem: str) -> ScheduleError:
+    def _refusal(self, problem: str) -> ScheduleError:
         return ScheduleError(problem)
 
     @property

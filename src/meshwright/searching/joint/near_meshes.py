@@ -61,14 +61,16 @@ class NearMeshes:
         left = MOST_MESHES
         while left > 0:
             here = min((mesh for mesh in self.seconds if mesh not in done), key=self.seconds.__getitem__, default=None)
-            if here is None or self.seconds[here] > NEAR * min(self.seconds.values()):
+            if here is None or self.seconds[here] == inf or self.seconds[here] > NEAR * min(self.seconds.values()):
                 break
             done.add(here)
             for mesh in _next_to(here):
                 if mesh not in self.seconds and left > 0:
                     self.seconds[mesh] = self._look_at(mesh)
                     left -= self.seconds[mesh] < inf  # what the request or the model does not allow costs nothing
-        self._look_through(min(self.seconds, key=self.seconds.__getitem__))
+        best = min(self.seconds, key=self.seconds.__getitem__, default=None)
+        if best is not None and self.seconds[best] < inf:
+            self._look_through(best)
         return self.costed
 
     def _look_through(self, mesh: Mesh) -> None:
