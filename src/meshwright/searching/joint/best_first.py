@@ -38,7 +38,7 @@ from meshwright.searching.units import Cut, even_cut
 
 MOST_COSTED = 160
 """Cuts that are costed before the search gives its best so far."""
-MOST_OPENED = 2500
+MOST_OPENED = 1800
 """Nodes of all levels, likewise."""
 
 Opened = Iterable[tuple[float, "Open"]]

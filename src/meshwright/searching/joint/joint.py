@@ -51,12 +51,10 @@ from meshwright.searching.joint.near_meshes import NearMeshes
 from meshwright.searching.joint.nearest_misses import changes_that_fit, nearest_misses
 from meshwright.searching.joint.short_searches import first_plans, simpler_plans
 from meshwright.searching.problem import Outcome, Problem
-from meshwright.searching.space import is_deep
+from meshwright.searching.space import has_many_cuts, is_deep
 
-MORE_OF_FEW = 25
-"""Times as many nodes where there are few units: their estimates cost little, so be sure."""
-MANY_UNITS = 60
-"""A deep model with fewer units gets as many times the nodes, for the same reason."""
+MORE_OF_FEW, MORE_OF_RANKED = 25, 8
+"""Times as many nodes in models that are not deep, whose estimates cost little, and where all cuts are compared: so be sure."""
 
 
 def joint(problem: Problem) -> Outcome:
@@ -65,7 +63,7 @@ def joint(problem: Problem) -> Outcome:
     deep = is_deep(problem)
     if deep:
         costed = NearMeshes(problem, drafts, costed).go_on()
-    more = max(1, MANY_UNITS // len(problem.units)) if deep else MORE_OF_FEW
+    more = MORE_OF_FEW if not deep else 1 if has_many_cuts(problem) else MORE_OF_RANKED
     found = BestFirst(problem, drafts, known=costed, most_costed=more * MOST_COSTED, most_opened=more * MOST_OPENED)
     found.run()
     if found.fastest is None:
