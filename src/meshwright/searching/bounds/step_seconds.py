@@ -30,7 +30,6 @@ from meshwright.core.plan import Mesh, ZeroStage
 from meshwright.cost.communication.links import Group, axis_group, collective_seconds, send_seconds
 from meshwright.cost.compute.optimizer_update import update_seconds
 from meshwright.rules.kinds import cached_in_value
-from meshwright.searching.bounds.coordinate_loads import CoordinateLoads, HeldMicrobatches
 from meshwright.searching.bounds.load_balance import least_busiest, least_heaviest, shared_out, waiting
 from meshwright.searching.bounds.memory import Room
 from meshwright.searching.problem import Problem
@@ -265,44 +264,6 @@ class Bounds:
         if not weight or point.shape.num_microbatches == 1:
             return 0.0
         return SLACK * (self._through(point) + weight + self.overhead)
-
-    def of_coordinates(self, room: Room) -> float:
-        """Lower bound for a point with any cut, by what each coordinate has memory for; infinite where no cut fits."""
-        point, table = room.point, self.table
-        loads = CoordinateLoads(
-            table=table,
-            held=room.held_by_coordinate(),
-            homes=(point.homes[0], point.homes[-1]),
-            state_bytes=room.bytes_of(*table.alone),
-            working_bytes=room.between_ends,
-            budget_bytes=room.budget_bytes,
-            waits=self._waits(point.shape.pp, splits_backward=kind_of(point.schedule).splits_backward),
-        )
-        return SLACK * (loads.least_busiest(self.rows_with_state(point)) + self.overhead)
-
-    def under_any_turns(self, room: Room, held: HeldMicrobatches) -> float:
-        """The same whatever the schedule. held: as few microbatches as any of them holds."""
-        shape, table = room.point.shape, self.table
-        loads = CoordinateLoads(
-            table=table,
-            held=held,
-            homes=None,
-            state_bytes=room.bytes_of(*table.alone),
-            working_bytes=room.working.by_unit,
-            budget_bytes=room.budget_bytes,
-            waits=self._waits(shape.pp, splits_backward=True),
-        )
-        row = shape.num_microbatches * table.unit_seconds
-        return SLACK * (loads.least_busiest([(row, shape.num_microbatches)]) + self.overhead)
-
-    def _waits(self, p: int, *, splits_backward: bool) -> Row:
-        """Seconds until the first microbatch reaches a coordinate, through a unit at least on each before it, and back behind its
-        last work there, where backward is not split."""
-        table = self.table
-        each = table.forward(*table.alone) if splits_backward else table.unit_seconds
-        least = float(each[1:-1].min()) if table.num_units > 2 else 0.0
-        before = np.arange(p)
-        return np.where(before > 0, float(each[0]) + (before - 1) * least, 0.0)
 
     # ------------------------------------------------------------ the schedule
 

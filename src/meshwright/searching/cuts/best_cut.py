@@ -20,6 +20,7 @@ from math import inf
 import numpy as np
 
 from meshwright.core.pipeline.kinds import kind_of
+from meshwright.searching.bounds.by_coordinate import least_of_any_cut
 from meshwright.searching.bounds.memory import Room
 from meshwright.searching.bounds.step_seconds import Bounds
 from meshwright.searching.cuts.played_cuts import levelled_cut, played_cut
@@ -38,7 +39,7 @@ def best_cut(bounds: Bounds, room: Room) -> tuple[Cut, float] | None:
     if point.virtual == 1:
         found = _least_largest(StageLoads(bounds, room), table.num_units, point.num_stages)
         return None if found is None else (found[0], bounds.with_heaviest(point, found[1]))
-    least = bounds.of_coordinates(room)
+    least = least_of_any_cut(bounds, room)
     return None if least == inf else (cut_of_several(table, room), least)
 
 

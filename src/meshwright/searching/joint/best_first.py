@@ -250,7 +250,7 @@ class BestFirst:
             needs = self.drafts.needs(point)
             if needs is None or needs.seconds >= best:
                 continue
-            least = self.drafts.under_any_turns(point, held)
+            least = self.drafts.under_any_schedule(point, held)
             if least >= best:
                 continue
             for schedule, virtual in ways:

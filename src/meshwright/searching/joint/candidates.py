@@ -16,6 +16,7 @@ from meshwright.core.plan import Plan, ScheduleKind
 from meshwright.cost.parameter_offload import StreamedCost
 from meshwright.rules.kinds import cached_in_value
 from meshwright.rules.limits import not_yet
+from meshwright.searching.bounds.by_coordinate import least_of_any_cut, least_of_any_schedule
 from meshwright.searching.bounds.coordinate_loads import HeldMicrobatches
 from meshwright.searching.bounds.memory import Room, has_gradients, has_like_stages, held_of, room_of
 from meshwright.searching.bounds.step_seconds import Bounds, Needs
@@ -168,14 +169,14 @@ class Drafts:
         bounds, room = self.bounds(point), self.room(point)
         if point.shape.pp == 1 or bounds is None or room is None or point.offload == "parameters":
             return 0.0
-        return bounds.of_coordinates(room)
+        return least_of_any_cut(bounds, room)
 
-    def under_any_turns(self, point: Point, held: HeldMicrobatches | None) -> float:
+    def under_any_schedule(self, point: Point, held: HeldMicrobatches | None) -> float:
         """Lower bound on a point by what each coordinate has memory for, whatever its schedule."""
         bounds, room = self.bounds(point), self._loosest_room(point)
         if held is None or bounds is None or room is None or point.offload == "parameters":
             return 0.0
-        return bounds.under_any_turns(room, held)
+        return least_of_any_schedule(bounds, room, held)
 
     @cached_in_value
     def once(self, point: Point) -> float:
