@@ -76,7 +76,7 @@ class Room:
     def between_ends(self) -> Row:
         """Bytes that stages need in addition to what they keep, by their last unit, where the first and the last stage are not
         looked at: the others begin behind the first unit."""
-        if not (self.like_stages and self.table.num_units >= 2 * self.point.num_stages):
+        if not (self.like_stages and self.table.num_units - 2 >= 2 * self.point.num_stages):
             return self.working.by_unit
         found = self.inside.copy()
         found[1] = np.inf  # a stage of two units ends no earlier than with the third
@@ -187,8 +187,8 @@ def held_of(table: UnitTable, point: Point, mode: str, *, like_stages: bool) -> 
     about = point.schedule, point.shape.pp, point.shape.num_microbatches, point.virtual
     if not like_stages or point.virtual == 1:
         return _held(*about)
-    size, more = divmod(table.num_units, point.num_stages)
-    return _held(*about, round(size / (size + (more > 0)) * table.likeness(mode), 2))
+    size = max(1, (table.num_units - 2) // point.num_stages)
+    return _held(*about, round(size / (size + 1) * table.likeness(mode), 2))
 
 
 @lru_cache(maxsize=65536)

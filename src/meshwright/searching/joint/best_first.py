@@ -299,7 +299,8 @@ class BestFirst:
         elif point.virtual == 1:
             best = best_cut(bounds, room)
             if best is not None:
-                self._leave(bounds.of_every_cut(room, best[1]))
+                if point.num_stages > 1:
+                    self._leave(bounds.of_every_cut(room, best[1]))
                 yield from self._one_cut(point, *best)
         else:
             least = bounds.of_every_cut(room, self.drafts.of_coordinates(point))
