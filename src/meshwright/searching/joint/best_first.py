@@ -187,8 +187,7 @@ class BestFirst:
 
     def work_bound(self, shape: Shape) -> float:
         """By its work alone."""
-        known = (self.drafts.tables.bounds(shape, sharded=sharded) for sharded in (False, True))
-        return min((one.of_shape(shape) for one in known if one is not None), default=inf)
+        return min((one.of_shape(shape) for one in self.drafts.tables.bounds_of_both(shape)), default=inf)
 
     def _family_bound(self, family: list[Shape]) -> float:
         """Found once by all parts of the search that leave the state open, or fix it, alike."""
@@ -267,9 +266,7 @@ class BestFirst:
                 yield 0.0 if point.offload == "parameters" else bounds.needs(point, 0.0).seconds, point, bounds
 
     def _turns(self, shape: Shape) -> Opened:
-        known = [
-            one for sharded in (False, True) if (one := self.drafts.tables.bounds(shape, sharded=sharded)) is not None
-        ]
+        known = self.drafts.tables.bounds_of_both(shape)
         for schedule, virtual in turns(self.problem, shape) if known else ():
             bound = min(one.of_turns(shape, schedule, virtual) for one in known)
             yield bound, lambda schedule=schedule, virtual=virtual: self._points(shape, schedule, virtual)  # type: ignore[misc]

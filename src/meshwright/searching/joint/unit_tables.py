@@ -52,6 +52,11 @@ class Tables:
         """`sharded` matters only where plans that reach 16 bits in the other way run another graph."""
         return self._bounds(shape.of_one_replica, sharded and self.problem.other_casting is not None)
 
+    def bounds_of_both(self, shape: Shape) -> list[Bounds]:
+        """Those of both castings, where the degrees are not refused."""
+        found = (self.bounds(shape, sharded=sharded) for sharded in (False, True))
+        return [one for one in found if one is not None]
+
     @cached_in_value
     def _bounds(self, shape: Shape, sharded: bool) -> Bounds | None:
         sharding = self.sharding(shape)
@@ -127,8 +132,7 @@ class Tables:
         least = inf
         for size in sizes:
             shape = Shape.of(Mesh(cp=cp, tp=tp), way, size, batch)
-            known = (self.bounds(shape, sharded=sharded) for sharded in (False, True))
-            works = [one.forward_seconds + one.backward_seconds for one in known if one is not None]
+            works = [one.forward_seconds + one.backward_seconds for one in self.bounds_of_both(shape)]
             least = min(least, batch // size * min(works, default=inf))
         return tp * cp * least
 
